@@ -368,7 +368,7 @@ def test_hub_rows_are_conversations_too(tmp_path: Path) -> None:
     assert list(found.clients) == ["ann", "ben"]
     assert "20 conversations" in found.description
     broken = write_jsonl(tmp_path / "broken.jsonl", [*rows, rows[0] | {"messages": []}])
-    with pytest.raises(DataError, match="row 20: messages is empty"):
+    with pytest.raises(DataError, match=r"broken.jsonl:21: messages is empty"):
         section.model_copy(update={"dataset": str(broken)}).load(chat_tokenizer(), 64)
 
 

@@ -24,6 +24,8 @@ from coterie.data import (
     Synthetic,
     Table,
     Topics,
+    hub,
+    rows,
 )
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
@@ -543,15 +545,13 @@ def test_clients_from_parts_of_a_data_set(
 def test_no_more_is_read_than_is_asked_for(tmp_path, monkeypatch) -> None:
     write_rows(tmp_path / "pajama/train.jsonl", pajama())
     section, read = parts(tmp_path / "pajama"), []
-    load_dataset = datasets.load_dataset
 
-    def counted(*args, **options):
-        assert options["streaming"] is True
-        for row in load_dataset(*args, **options):
+    def counted(paths):
+        for row in rows.rows_of(paths):
             read.append(row)
             yield row
 
-    monkeypatch.setattr(datasets, "load_dataset", counted)
+    monkeypatch.setattr(hub, "rows_of", counted)
 
     def rows_read(**bounds) -> tuple[int, list[int]]:
         read.clear()
@@ -625,7 +625,7 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
     assert f"data.clients.a: data set {path}: no column 'body'" in found
     assert "Choose among: text, meta.redpajama_set_name." in found
     assert f"data.clients.b: data set {path}: no column 'meta.name'" in found
-    assert f"data.clients.c: data set {numbers}: column 'text' is int, not text" in found
+    assert f"data.clients.c: {numbers}:1: column 'text' is int, not text" in found
     nothing = message(d={"dataset": path, "where": {"meta.redpajama_set_name": "RedPajamaWiki"}})
     assert (
         "0 documents where meta.redpajama_set_name is 'RedPajamaWiki', looking at 1,000,000 rows"
@@ -645,6 +645,7 @@ def test_hub_clients_that_are_refused_come_all_at_once(tmp_path, tokenizer, monk
         yield {"text": "one"}
         raise ConnectionError("no route")
 
+    monkeypatch.setattr(hub, "tables", lambda *_: None)
     monkeypatch.setattr(datasets, "load_dataset", broken)
     assert (
         "data.clients.j: cannot read data set some/thing to the end: ConnectionError: no route"

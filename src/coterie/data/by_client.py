@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -11,13 +11,16 @@ from pydantic import Field
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
-from coterie.data.chats.encoding import merged_notes
+from coterie.data.chats.encoding import few, merged_notes
 from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.reading import BESIDE, COLUMNS
-from coterie.data.documents import SHOWN
+from coterie.data.left_out import LeftOut
+from coterie.data.refusals import SHOWN, Refusals
+from coterie.data.rows import Row
 from coterie.data.section import Bound, Names, TextFractions, Texts, choose
 from coterie.data.splits import SPLITS, Tokens
-from coterie.data.splitting import Document, split_clients
+from coterie.data.splitting import Document, LocatedText, split_clients
+from coterie.data.values import client_name, text_of
 
 Arrays = Mapping[ClientId, Mapping[str, Tokens]]
 
@@ -59,24 +62,61 @@ class ByClient(ChatFields):
             return (self.chat_column, *(name for name in BESIDE if name in found))
         return [name for name in COLUMNS if name in found] or COLUMNS[:1]
 
-    def by_client(
-        self, owners: Iterable[str | None], documents: Iterable[Document], where: str
-    ) -> Texts:
-        """Return the documents of each client in splits; none of those without an owner or text.
+    def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
+        """Return the documents of each client in splits; none of rows without a client or text.
 
         Args:
-            owners: The client's name for each row.
-            documents: Of each row.
+            rows: Each with where it stands.
             where: The table, for messages.
+            notes: Takes what is left out, in words.
+
+        Raises:
+            DataError: A column is missing, or rows have other values than names and texts.
         """
-        found: dict[str, list[Document]] = {}
-        for owner, document in zip(owners, documents, strict=True):
-            if owner is not None and document.text:
-                found.setdefault(owner, []).append(document)
-        chosen = self._choose(found, where)
-        documents = {client_id(name): found[name] for name in chosen}
+        owners, left_out = list[str](), LeftOut()
+        owned = self._owned(rows, where, owners, left_out)
+        chats = self.content == "chats"
+        every = self.conversations(owned) if chats else list(self._texts(owned, left_out))
+        notes += left_out.sentences()
+        documents: dict[str, list[Document]] = {}
+        for owner, document in zip(owners, every, strict=True):
+            if document.text:
+                documents.setdefault(owner, []).append(document)
+        chosen = {client_id(name): documents[name] for name in self._choose(documents, where)}
         together = self.near_duplicates == "together"
-        return split_clients(documents, self.fractions, self.seed, together)
+        return split_clients(chosen, self.fractions, self.seed, together)
+
+    def _owned(
+        self, rows: Iterable[Row], where: str, owners: list[str], left_out: LeftOut
+    ) -> Iterator[Row]:
+        """Yield the rows that have a client, whose name goes to `owners`; behind the last one, see
+        that no column was missing in all of them.
+        """
+        columns: dict[str, None] = {}
+        for place, row in rows:
+            columns.update(dict.fromkeys(row))
+            owner = client_name(row.get(self.client_column), place, self.client_column)
+            if owner is None:
+                left_out.add("a client", place)
+            else:
+                owners.append(owner)
+                yield place, row
+        wanted = [*self.columns(list(columns)), self.client_column]
+        if missing := [name for name in wanted if name not in columns]:
+            raise DataError(
+                f"{where}: no column {', '.join(map(repr, missing))}",
+                f"Choose among: {', '.join(sorted(columns)) or 'none; the table is empty'}.",
+            )
+
+    def _texts(self, rows: Iterable[Row], left_out: LeftOut) -> Iterator[Document]:
+        """Yield a document for each row; one without text is empty."""
+        with Refusals(SHOWN) as refusals, refusals.gather():
+            for place, row in rows:
+                with refusals.gather():
+                    text = text_of(row.get(self.text_column), place, self.text_column)
+                    if text is None:
+                        left_out.add("text", place)
+                    yield Document(LocatedText.at(place, text or ""), text or "")
 
     def _choose(self, documents: Mapping[str, Sequence[Document]], where: str) -> list[str]:
         if self.clients is not None:
@@ -89,7 +129,7 @@ class ByClient(ChatFields):
         doubled = [id for id, count in Counter(map(client_id, chosen)).items() if count > 1]
         if doubled:
             raise DataError(
-                f"data set {where}: several clients would be called {', '.join(doubled)}",
+                f"{where}: several clients would be called {', '.join(doubled)}",
                 "Rename them, or list data.clients.",
             )
         return chosen
@@ -126,7 +166,8 @@ class ByClient(ChatFields):
         for name in SPLITS:
             lengths = own.get(f"{name}.lengths")  # of what is read by itself, not running text
             if lengths is not None and not len(lengths):
-                return f"{name} has no {'conversation' if self.content == 'chats' else 'text'}"
+                what = "conversation" if self.content == "chats" else "text"
+                return f"{name} has no {what}: {few(own)}"
             if lengths is None and len(own[name]) <= context:
                 return f"{name} has {len(own[name]):,} of {context + 1:,} tokens"
         return ""

@@ -1,13 +1,16 @@
 """Find data in files below a root, or fetch them from the Hugging Face Hub."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from coterie.core.errors import DataError
 from coterie.core.extras import require
 from coterie.data.refusals import Refusals
+from coterie.data.rows import CSV, JSON, ending_of
 
 OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
 
@@ -79,7 +82,7 @@ def fetch(
         local(dataset, remedy),
         {"name": subset, "split": split, "streaming": streaming, "revision": revision},
     )
-    try:
+    with _refused(dataset, path, remedy):
         if (path and path.is_file()) or dataset.startswith("hf://"):
             return load_dataset(
                 format or _builder(path or Path(dataset)),
@@ -87,6 +90,13 @@ def fetch(
                 **options,
             )
         return load_dataset(str(path or dataset), **options)
+
+
+@contextmanager
+def _refused(dataset: str, path: Path | None, remedy: str) -> Iterator[None]:
+    """Refuse a data set for whatever its readers raise."""
+    try:
+        yield
     except DataError:
         raise
     except Exception as error:  # datasets raises whatever its readers and the network do
@@ -94,6 +104,76 @@ def fetch(
         raise DataError(
             f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy
         ) from error
+
+
+def tables(
+    dataset: str,
+    subset: str | None,
+    split: str,
+    remedy: str,
+    revision: str | None = None,
+    streaming: bool = False,
+) -> list[Path] | None:
+    """Return the files of one split of a data set of CSV, TSV or JSON, which `coterie.data.rows`
+    reads as they stand, while `datasets` guesses types and merges what is unlike.
+
+    Those on the Hub are downloaded first, but for JSON that is streamed, which `datasets` reads
+    without guessing. None for this, for data of other kinds, and where their authors say how they
+    are read. Raises DataError, with `remedy`.
+    """
+    require(f"data set {dataset}", "hub")
+    path = local(dataset, remedy)
+    if path and path.is_file():
+        return [path] if split == "train" and ending_of(path.name, (*CSV, *JSON)) else None
+    from datasets import DownloadConfig, DownloadManager, load_dataset_builder
+
+    with _refused(dataset, path, remedy):
+        if dataset.startswith("hf://"):
+            files = {"train": dataset}
+            builder = load_dataset_builder(_builder(Path(dataset)), data_files=files)
+        else:
+            builder = _described(str(path or dataset), subset, revision)
+        urls = [str(url) for url in (builder.config.data_files or {}).get(split, ())]
+        if (
+            not urls
+            or not all(ending_of(url, (*CSV, *JSON)) for url in urls)
+            or not _as_it_is(builder)
+        ):
+            return None
+        if streaming and not path and not all(ending_of(url, CSV) for url in urls):
+            return None
+        manager = DownloadManager(
+            download_config=DownloadConfig(token=builder.token), record_checksums=False
+        )
+        return [Path(found) for found in manager.download(urls)]
+
+
+def _described(dataset: str, subset: str | None, revision: str | None) -> Any:
+    """Return what `datasets` knows of a data set; without a network, of what was downloaded."""
+    from datasets import load_dataset_builder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return load_dataset_builder(dataset, subset, revision=revision)
+    except ConnectionError:
+        with suppress(FileNotFoundError):  # and OSErrors of huggingface_hub that are such
+            folder = snapshot_download(
+                dataset, repo_type="dataset", revision=revision, local_files_only=True
+            )
+            return load_dataset_builder(folder, subset)
+        raise
+
+
+def _as_it_is(builder: Any) -> bool:
+    """Whether the authors of a data set neither name types nor say how its files are read."""
+    config = builder.config
+    kept = ("name", "version", "data_dir", "data_files", "description")
+    plain = type(config)(**{name: getattr(config, name) for name in kept})
+    tabs = getattr(config, "sep", "") == "\t"  # of TSV, which its ending says
+    return builder.info.features is None and config in (
+        plain,
+        *([replace(plain, sep="\t")] if tabs else []),
+    )
 
 
 def _builder(path: Path) -> str:

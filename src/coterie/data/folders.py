@@ -1,6 +1,7 @@
 """Data in folders: one folder of text per client."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,16 +10,20 @@ from pydantic import Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
-from coterie.data.chats import files
+from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
 from coterie.data.documents import cut, read_many
 from coterie.data.federation import check_id
+from coterie.data.left_out import LeftOut
 from coterie.data.refusals import Refusals
-from coterie.data.section import Fractions, Source, Texts, stamps
+from coterie.data.rows import ENDINGS as TABLES
+from coterie.data.rows import ending_of, rows_of
+from coterie.data.section import Fractions, Source, Texts, choose, stamps
 from coterie.data.splits import SPLITS
-from coterie.data.splitting import Document, keyed_by_text, split_clients
+from coterie.data.splitting import Document, LocatedText, keyed_by_text, split_clients, where_of
 
-ENDINGS = (".txt", ".md", ".jsonl", ".jsonl.gz")  # of text; of conversations see chats.files
+# of text; conversations are in tables
+ENDINGS = (".txt", ".text", ".md", ".markdown", ".jsonl", ".jsonl.gz")
 
 _OF_RUNS = (
     "recipe.yaml",
@@ -36,14 +41,15 @@ class Folders(ChatFields):
     single spaces, and `-_.'&+@`.
 
     A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a
-    document per line), also in folders below it. Documents are split by seed; where there are fewer
-    than ten, they are cut at blank lines into chunks of about 2,000 characters first. But a folder
-    with `train`, `valid` and `test` (each a file of these kinds, or a folder of such) is taken as
-    it is. Hidden files, files of other kinds, and what runs have written into the folder are left
-    alone.
+    document per line), also in folders below it; endings may have capitals. Documents are split by
+    seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
+    characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, or
+    a folder of such) is taken as it is. Files of other kinds are not read, and counted; hidden
+    files and what runs have written into the folder are left alone.
 
-    With `content: chats` a folder holds conversations instead: *.jsonl, *.jsonl.gz, *.json,
-    *.parquet or *.csv, one a row, which are not cut but split as they are.
+    With `content: chats` a folder holds conversations instead: *.jsonl, *.json, *.csv, *.tsv (also
+    with .gz behind it) or *.parquet, one a row, which are not cut but split as they are; or
+    people's own archives, see `coterie.data.archives`, in which `me` says who the client is.
     """
 
     kind: Literal["folders"] = "folders"
@@ -69,6 +75,7 @@ class Folders(ChatFields):
     def source(self) -> Source:
         with Refusals() as refusals:
             found: dict[str, Files] = {}
+            skipped: dict[str, list[Path]] = {}
             for folder in self._folders():
                 id = names.normal(folder.name)
                 with refusals.gather():
@@ -80,11 +87,34 @@ class Folders(ChatFields):
                         "Rename one of them.",
                     )
                 with refusals.gather(f"client {id!r}: "):
-                    found[id] = _find(folder, self.endings)
+                    found[id], skipped[id] = _find(folder, self.endings)
+        self._check_me(found)
         paths = {id: [str(path) for path in own] for id, own in found.items()}
         parts = [part for own in found.values() for part in own.values()]
-        every = list(chain.from_iterable(parts))
-        return Source([paths, stamps(every)], lambda: self._read(found))
+        every = [file for path in chain.from_iterable(parts) for file in archives.files_of(path)]
+        notes: list[str] = []
+        skipped[""] = self._beside()
+        read = partial(self._read, found, notes)
+        return Source([paths, stamps(every)], read, notes=notes, skipped=skipped)
+
+    def _check_me(self, clients: Mapping[str, Files]) -> None:
+        """Refuse `me` of clients that are not there, and without any archive. Raises DataError."""
+        if self.me is None:
+            return
+        if isinstance(self.me, dict):
+            choose(clients, list(self.me), "me", str(self.path))
+        parts = (paths for files in clients.values() for paths in files.values())
+        if not archives.archives_in(chain.from_iterable(parts)):
+            raise DataError(
+                f"data.me: no archive in {self.path} that it could be about",
+                "Leave it out: other files say by their roles what the assistant writes.",
+            )
+
+    def _beside(self) -> list[Path]:
+        """Return the files that are in no client's folder."""
+        assert self.path is not None
+        beside = (p for p in sorted(self.path.expanduser().iterdir()) if not p.is_dir())
+        return [path for entry in beside for path in files_in(entry)]
 
     def _folders(self) -> list[Path]:
         remedy = "Name a folder that has one folder of text per client: --set data.path=DIR."
@@ -110,24 +140,26 @@ class Folders(ChatFields):
             )
         return folders
 
-    def _read(self, found: dict[str, Files]) -> Texts:
+    def _read(self, found: dict[str, Files], notes: list[str]) -> Texts:
         parts: dict[str, list[list[Document]]] = {}
         with Refusals() as refusals:
             for id, own in found.items():
                 with refusals.gather(f"client {id!r}: "):
-                    parts[id] = self._parts(own)
+                    left_out = LeftOut()
+                    parts[id] = self.of_client(id)._parts(own, left_out)
+                    notes += left_out.sentences(f"{id}: ")
         return self._in_splits(parts)
 
     @property
     def endings(self) -> tuple[str, ...]:
         """How the names of files end that are read."""
-        return ENDINGS if self.content == "text" else files.ENDINGS
+        return ENDINGS if self.content == "text" else TABLES
 
-    def _parts(self, paths: Files) -> list[list[Document]]:
+    def _parts(self, paths: Files, left_out: LeftOut) -> list[list[Document]]:
         """Return the documents of a client by split if its folder fixes them, else all in one."""
         if "" in paths:
-            return [self.documents(paths[""], few=True)]
-        return [self.documents(paths[name]) for name in SPLITS]
+            return [self.documents(paths[""], True, left_out)]
+        return [self.documents(paths[name], False, left_out) for name in SPLITS]
 
     def _in_splits(self, clients: Mapping[str, list[list[Document]]]) -> Texts:
         free = {id: parts[0] for id, parts in clients.items() if len(parts) == 1}
@@ -138,21 +170,26 @@ class Folders(ChatFields):
             for id, parts in clients.items()
         }
 
-    def documents(self, paths: Sequence[Path], few: bool = False) -> list[Document]:
+    def documents(
+        self, paths: Sequence[Path], few: bool = False, left_out: LeftOut | None = None
+    ) -> list[Document]:
         """Return the documents of files: texts, or conversations as JSON.
 
         Args:
             paths: The files.
             few: Whether texts are cut into chunks where there are few.
+            left_out: Counts the rows that have no text.
 
         Raises:
             DataError: All that is wrong with any of the files.
         """
         if self.content == "chats":
-            return self.conversations(files.rows_of(paths))
-        texts = read_many(paths, self.text_column)
+            exported = archives.archives_in(paths)
+            tables = rows_of(path for path in paths if path not in exported)
+            return self.conversations(chain(tables, archives.rows_of(exported, self.me)))
+        texts = read_many(paths, self.text_column, left_out or LeftOut())
         if few and len(texts) < _FEW:
-            texts = [chunk for text in texts for chunk in cut(text)]
+            texts = [LocatedText.at(where_of(text), chunk) for text in texts for chunk in cut(text)]
         return keyed_by_text(texts) if few else [Document(text, text) for text in texts]
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
@@ -163,20 +200,26 @@ class Folders(ChatFields):
             DataError: No text, splits that are incomplete, or files that cannot be read.
         """
         folder = path.is_dir()
-        paths = _find(path, self.endings) if folder else {"": text_files(path, self.endings)}
-        return self._in_splits({"": self._parts(paths)})[""]
+        paths = _find(path, self.endings)[0] if folder else {"": text_files(path, self.endings)}
+        return self._in_splits({"": self._parts(paths, LeftOut())})[""]
 
 
-def _find(folder: Path, endings: tuple[str, ...]) -> Files:
-    """Return the files of a client: by split if the folder fixes them, else all under "".
+def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
+    """Return the files of a client: by split if the folder fixes them, else all under ""; and those
+    of other kinds, which are not read.
 
     Raises:
         DataError: No text at all, or splits that are incomplete or have other text beside them.
     """
+    if archives.archives_in([folder]):
+        return {"": text_files(folder, endings)}, []
+    above = frozenset({folder.resolve()})
+    visible = {entry: files_in(entry, above) for entry in sorted(folder.iterdir())}
+    chosen = set(_texts(list(chain.from_iterable(visible.values())), endings))
     entries = {
-        entry: found
-        for entry in sorted(folder.iterdir())
-        if (found := text_files(entry, endings, frozenset({folder.resolve()})))
+        entry: texts
+        for entry, paths in visible.items()
+        if (texts := [path for path in paths if path in chosen])
     }
     fixed: dict[str, list[Path]] = {name: [] for name in SPLITS}
     for entry, found in entries.items():
@@ -188,8 +231,10 @@ def _find(folder: Path, endings: tuple[str, ...]) -> Files:
         raise DataError(
             f"no text in {folder}", f"Put files into it that end in {', '.join(endings)}."
         )
+    read = set(every)
+    skipped = [path for path in chain.from_iterable(visible.values()) if path not in read]
     if not present:
-        return {"": every}
+        return {"": every}, skipped
     if missing := [name for name in SPLITS if name not in present]:
         raise DataError(
             f"{folder} has {', '.join(present)} but no {', '.join(missing)}",
@@ -200,23 +245,53 @@ def _find(folder: Path, endings: tuple[str, ...]) -> Files:
             f"{folder} has other text beside train, valid and test: {', '.join(beside)}",
             "Move it into one of them, or elsewhere.",
         )
-    return fixed
+    return fixed, skipped
 
 
-def text_files(
-    entry: Path, endings: tuple[str, ...] = ENDINGS, above: frozenset[Path] = frozenset()
-) -> list[Path]:
+def text_files(entry: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
     """Return the text files that an entry of a folder is or holds; none of those that are hidden,
     or that a run has written.
 
     Args:
         entry: A file or folder.
-        endings: How the names of such files end.
+        endings: How the names of such files end, whatever their case.
+
+    Raises:
+        DataError: As `files_in`, or what is called a text is no file.
+    """
+    return _texts(files_in(entry), endings)
+
+
+def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
+    """Return those paths that are called texts, or tables, or are archives. Raises DataError for
+    one that is no file, and for archives that are to be read as texts.
+    """
+    exported = archives.archives_in(paths)
+    if exported and endings == ENDINGS:
+        raise archives.not_text(exported[0])
+    texts = [
+        path
+        for path in paths
+        if path in exported
+        or (ending_of(path.name, endings) and not archives.is_part_of_export(path, exported))
+    ]
+    for path in texts:
+        if path not in exported and not path.is_file():
+            what = "a broken link" if path.is_symlink() else "not a regular file"
+            raise DataError(f"{path}: {what}", "Remove it, or put a text file in its place.")
+    return texts
+
+
+def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
+    """Return the files that an entry of a folder is or holds; none of those that are hidden, or
+    that a run has written.
+
+    Args:
+        entry: A file or folder.
         above: The folders that led to it.
 
     Raises:
-        DataError: A link leads nowhere or back to a folder that it is in, or what is called a text
-            is no file.
+        DataError: A folder cannot be read, or a link leads back to a folder that it is in.
     """
     if entry.name.startswith("."):
         return []
@@ -224,24 +299,19 @@ def text_files(
         if entry.is_dir():
             if _is_run(entry):
                 return []
+            if archives.kind_of(entry):
+                return [entry]
             if (own := entry.resolve()) in above:
                 raise DataError(
                     f"{entry} is a link to {own}, the folder that contains it", "Remove that link."
                 )
             return [
-                path
-                for inner in sorted(entry.iterdir())
-                for path in text_files(inner, endings, above | {own})
+                path for inner in sorted(entry.iterdir()) for path in files_in(inner, above | {own})
             ]
     except OSError as error:
         raise DataError(
             f"{entry}: cannot be read ({error.strerror})", "Check its permissions."
         ) from None
-    if not entry.name.endswith(endings):
-        return []
-    if not entry.is_file():
-        what = "a broken link" if entry.is_symlink() else "not a regular file"
-        raise DataError(f"{entry}: {what}", "Remove it, or put a text file in its place.")
     return [entry]
 
 
@@ -265,4 +335,4 @@ def _of_runs(folder: Path) -> bool:
 
 
 def _stem(entry: Path) -> str:
-    return entry.name.partition(".")[0]
+    return entry.name.partition(".")[0].lower()

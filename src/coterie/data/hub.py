@@ -1,18 +1,22 @@
 """Data sets of the Hugging Face Hub, and local files in the same formats."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.by_client import ByClient
-from coterie.data.fetching import Format, fetch, files_of, local
+from coterie.data.fetching import Format, fetch, files_of, local, tables
+from coterie.data.left_out import LeftOut
 from coterie.data.refusals import Refusals
+from coterie.data.rows import Row, rows_of
 from coterie.data.section import Section, Source, TextFractions, Texts, stamps
-from coterie.data.splitting import Document, keyed_by_text, split_clients
+from coterie.data.splitting import keyed_by_text, split_clients
+from coterie.data.values import class_names, text_of
 
 _REMEDY = (
     "Check its dataset, subset, split and revision; without a network, name a local folder or "
@@ -32,8 +36,8 @@ class Hub(ByClient):
 
     Client ids are the column's values (the names of class labels); what no name may have, and in
     plain ASCII every space and sign but `._-`, is replaced by `-`.
-    Rows without a value or without text are left out. With `content: chats` every row is a
-    conversation.
+    Rows without a value or without text are left out, and counted. CSV, TSV and JSON are read as
+    `table` reads them. With `content: chats` every row is a conversation.
     """
 
     kind: Literal["hub"] = "hub"
@@ -59,39 +63,16 @@ class Hub(ByClient):
             "Check data.dataset, data.subset and data.split; without a network, name a local "
             "folder or file in data.dataset."
         )
+        where, notes = f"data set {self.dataset}", list[str]()
+        if (paths := tables(self.dataset, self.subset, self.split, remedy)) is not None:
+            read = partial(self.by_client, rows_of(paths), where, notes)
+            return Source([stamps(paths)], read, notes=notes)
         data = fetch(self.dataset, self.subset, self.split, remedy)
-        wanted = (*self.columns(data.column_names), self.client_column)
-        if missing := [column for column in wanted if column not in data.column_names]:
-            found = ", ".join(data.column_names)
-            raise DataError(
-                f"data set {self.dataset}: no column {', '.join(map(repr, missing))}",
-                f"Choose among: {found}.",
-            )
-        return Source(
-            data._fingerprint, lambda: self._read(data.select_columns(list(dict.fromkeys(wanted))))
+        rows = enumerate(class_names(data, data.features), start=1)
+        read = partial(
+            self.by_client, ((f"{where}, row {i}", row) for i, row in rows), where, notes
         )
-
-    def _read(self, data: Any) -> Texts:
-        owners = _names(data[self.client_column], data.features[self.client_column])
-        return self.by_client(owners, self._documents(data), self.dataset)
-
-    def _documents(self, data: Any) -> list[Document]:
-        """Return a document for each row; one without text is empty."""
-        if self.content == "chats":
-            return self.conversations(
-                (f"data set {self.dataset}: row {i}", row) for i, row in enumerate(data)
-            )
-        documents = []
-        for text in data[self.text_column]:
-            if not isinstance(text, str | None):
-                raise DataError(
-                    f"data set {self.dataset}: column {self.text_column!r} is "
-                    f"{type(text).__name__}, not text",
-                    "Name another.",
-                )
-            own = text if text and text.strip() else ""
-            documents.append(Document(own, own))
-        return documents
+        return Source(data._fingerprint, read, notes=notes)
 
 
 class HubClient(BaseModel):
@@ -133,8 +114,8 @@ class HubClient(BaseModel):
     streaming: Annotated[
         bool,
         Field(
-            description="read only what is needed; false: download everything first (archives "
-            "need that)"
+            description="read only what is needed of parquet and JSON; false: download everything "
+            "first (archives need that)"
         ),
     ] = True
 
@@ -176,88 +157,97 @@ class HubClients(Section):
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
                     files.append(stamps(files_of(local(client.dataset, _REMEDY))))
-        return Source(files, self._read)
+        notes: list[str] = []
+        return Source(files, partial(self._read, notes), notes=notes)
 
-    def _read(self) -> Texts:
+    def _read(self, notes: list[str]) -> Texts:
         documents = {}
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
-                    documents[id] = keyed_by_text(self._documents(client))
+                    left_out = LeftOut()
+                    documents[id] = keyed_by_text(self._documents(client, left_out))
+                    notes += left_out.sentences(f"{id}: ")
         return split_clients(documents, self.fractions, self.seed)
 
-    def _documents(self, client: HubClient) -> list[str]:
+    def _documents(self, client: HubClient, left_out: LeftOut) -> list[str]:
         """Return the first documents of a client that its bounds allow."""
-        data = fetch(
-            client.dataset,
-            client.subset,
-            client.split,
-            _REMEDY,
-            client.streaming,
-            client.revision,
-            client.format,
-        )
-        texts, characters = [], 0
-        for row in islice(_rows(data, client.dataset), self.rows):
-            if any(
-                _value(row, column, client.dataset) != value
-                for column, value in client.where.items()
-            ):
+        columns = (client.text_column, *client.where)
+        texts, characters = list[str](), 0
+        seen = set[str]()
+        row: Mapping[str, Any] = {}
+        for place, row in islice(_rows(client), self.rows):
+            values = _values(row, columns)
+            seen |= values.keys()
+            if not all(_equal(values.get(name), own) for name, own in client.where.items()):
                 continue
-            text = _value(row, client.text_column, client.dataset)
-            if not isinstance(text, str | None):
-                problem = (
-                    f"data set {client.dataset}: column {client.text_column!r} is "
-                    f"{type(text).__name__}, not text"
-                )
-                raise DataError(problem, "Name another.")
-            if text and text.strip():
+            if text := text_of(values.get(client.text_column), place, client.text_column):
                 texts.append(text)
                 characters += len(text)
+            else:
+                left_out.add("text", place)
             if len(texts) == self.documents or characters >= self.characters:
                 break
         if len(texts) < 3:  # a split each
-            where = " and ".join(f"{column} is {value!r}" for column, value in client.where.items())
-            problem = (
-                f"data set {client.dataset}: {len(texts)} "
-                f"documents{f' where {where}' * bool(where)}, looking at {self.rows:,} rows"
-            )
-            raise DataError(
-                problem,
-                "Check the client's where, give it more text, or look at more rows: data.rows.",
-            )
+            self._refuse(client, len(texts), [name for name in columns if name not in seen], row)
         return texts
 
-
-def _rows(data: Any, dataset: str) -> Iterator[Mapping[str, Any]]:
-    """Return the rows of a data set, streamed or not. Raises DataError where the network or a file
-    fails on the way.
-    """
-    rows = iter(data)
-    while True:
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except Exception as error:  # datasets raises whatever its readers and the network do
+    def _refuse(
+        self, client: HubClient, texts: int, missing: list[str], row: Mapping[str, Any]
+    ) -> NoReturn:
+        """Refuse a client with too few texts, or columns that no row has."""
+        if missing:
             raise DataError(
-                f"cannot read data set {dataset} to the end: {type(error).__name__}: {error}",
-                _REMEDY,
-            ) from error
-        yield row
-
-
-def _value(row: Mapping[str, Any], column: str, dataset: str) -> Any:
-    """Return the value of a column, `a.b` being b in a. Raises DataError if there is none."""
-    found: Any = row
-    for part in column.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            raise DataError(
-                f"data set {dataset}: no column {column!r}",
+                f"data set {client.dataset}: no column {', '.join(map(repr, missing))}",
                 f"Choose among: {', '.join(_columns(row))}.",
             )
-        found = found[part]
-    return found
+        where = " and ".join(f"{column} is {value!r}" for column, value in client.where.items())
+        raise DataError(
+            f"data set {client.dataset}: {texts} documents{f' where {where}' * bool(where)}, "
+            f"looking at {self.rows:,} rows",
+            "Check the client's where, give it more text, or look at more rows: data.rows.",
+        )
+
+
+def _rows(client: HubClient) -> Iterator[Row]:
+    """Yield the rows of a client's data set, read as they stand where that is possible."""
+    what = client.dataset, client.subset, client.split, _REMEDY
+    known = client.format is None  # otherwise the file's ending does not tell
+    if known and (paths := tables(*what, client.revision, client.streaming)) is not None:
+        yield from rows_of(paths)
+        return
+    data = fetch(*what, client.streaming, client.revision, client.format)
+    try:
+        for number, row in enumerate(data, start=1):
+            yield f"data set {client.dataset}, row {number}", row
+    except Exception as error:  # datasets raises whatever its readers and the network do
+        raise DataError(
+            f"cannot read data set {client.dataset} to the end: {type(error).__name__}: {error}",
+            _REMEDY,
+        ) from error
+
+
+def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
+    """Return the values of those columns that a row has, `a.b` being b in a."""
+    values: dict[str, Any] = {}
+    for column in columns:
+        value: Any = row
+        for part in column.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                break
+            value = value[part]
+        else:
+            values[column] = value
+    return values
+
+
+def _equal(value: Any, wanted: str | int | float | bool) -> bool:
+    """Whether a field has a value; all that CSV has is text."""
+    if isinstance(value, str):
+        return value == wanted or (
+            not isinstance(wanted, str) and value.lower() == str(wanted).lower()
+        )
+    return bool(value == wanted)
 
 
 def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -269,14 +259,3 @@ def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
             _columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
         )
     ]
-
-
-def _names(values: Iterable[Any], feature: Any) -> list[str | None]:
-    """Return the clients' names of a column's values; None where there is none (of class labels, -1
-    by convention).
-    """
-    if hasattr(feature, "int2str"):
-        return [
-            None if value is None or value < 0 else str(feature.int2str(value)) for value in values
-        ]
-    return [None if value is None else str(value) for value in values]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from coterie.core.errors import DataError
 from coterie.core.extras import require
-from coterie.data.documents import decompressed
+from coterie.data.compressed import decompressed
 from coterie.data.fetching import download
 from coterie.data.images import Images, StoredImages
 from coterie.data.partition import Labelled

@@ -6,6 +6,8 @@ from types import TracebackType
 
 from coterie.core.errors import DataError
 
+SHOWN = 5  # mistakes of one file that a message lists
+
 
 class Refusals:
     """A context that collects DataErrors and raises them as one at its end.

@@ -3,7 +3,9 @@
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,22 +14,23 @@ from pydantic import Field
 
 from coterie.core.errors import DataError, SaveError
 from coterie.data.by_client import ByClient
-from coterie.data.chats.files import ENDINGS, Row, rows_of
-from coterie.data.section import Source, Texts, stamps
-from coterie.data.splitting import Document
+from coterie.data.rows import ENDINGS, rows_of
+from coterie.data.section import Source, stamps
 from coterie.data.store import default_cache
+from coterie.data.values import class_names, plain
 
 
 class Table(ByClient):
-    """One table, of which a column names each row's client: *.parquet, *.csv, *.jsonl, *.jsonl.gz
-    or *.json.
+    """One table, of which a column names each row's client: *.csv, *.tsv, *.jsonl, *.json (also
+    with .gz behind it) or *.parquet.
 
     From Python it can be in memory: `coterie.run("table", data={"table": rows, ...})` with a
     `datasets.Dataset`, a pandas data frame, a dict of lists or a list of dicts, which is written to
     the cache.
 
-    Client ids are the column's values; what no name may have is replaced by `-`. Rows without a
-    value or without text are left out. With `content: chats` every row is a conversation.
+    Client ids are the column's values without white space around them; what no name may have is
+    replaced by `-`. Rows without a value or without text are left out, and counted. With
+    `content: chats` every row is a conversation.
     """
 
     kind: Literal["table"] = "table"
@@ -51,33 +54,9 @@ class Table(ByClient):
                 f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}",
                 remedy,
             )
-        return Source([stamps([path])], lambda: self._read(path))
-
-    def _read(self, path: Path) -> Texts:
-        rows = list(rows_of([path]))
-        there = {name for _, row in rows for name in row}
-        wanted = [*self.columns(sorted(there)), self.client_column]
-        if missing := [name for name in wanted if name not in there]:
-            raise DataError(
-                f"{path}: no column {', '.join(map(repr, missing))}",
-                f"Choose among: {', '.join(sorted(there)) or 'none; the table is empty'}.",
-            )
-        owned = [(where, row) for where, row in rows if row.get(self.client_column) is not None]
-        owners = [str(row[self.client_column]) for _, row in owned]
-        return self.by_client(owners, self._documents(owned), str(path))
-
-    def _documents(self, rows: Sequence[Row]) -> list[Document]:
-        if self.content == "chats":
-            return self.conversations(rows)
-        texts = []
-        for where, row in rows:
-            if not isinstance(text := row.get(self.text_column) or "", str):
-                raise DataError(
-                    f"{where}: column {self.text_column!r} is {type(text).__name__}, not text",
-                    "Name another: data.text_column.",
-                )
-            texts.append(text if text.strip() else "")
-        return [Document(text, text) for text in texts]
+        notes: list[str] = []
+        read = partial(self.by_client, rows_of([path]), str(path), notes)
+        return Source([stamps([path])], read, notes=notes)
 
 
 def in_memory(data: Any) -> Any:
@@ -109,39 +88,46 @@ def _is_column(value: Any) -> bool:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """Return the rows of a table."""
+    """Return the rows of a table, with values of Python; missing ones are None."""
     if hasattr(table, "features") and hasattr(table, "column_names"):  # a datasets.Dataset
-        called = {
-            name: feature.int2str
-            for name, feature in table.features.items()
-            if hasattr(feature, "int2str")
-        }
-        return [
-            {
-                name: called[name](value) if name in called and value is not None else value
-                for name, value in row.items()
-            }
-            for row in table
-        ]
-    if hasattr(table, "to_dict") and hasattr(table, "columns"):  # a data frame
-        table = table.to_dict("list")
+        table = list(class_names(table, table.features))
+    elif hasattr(table, "to_pylist"):  # of pyarrow
+        table = table.to_pylist()
+    elif hasattr(table, "to_dict") and hasattr(table, "columns"):  # a data frame
+        _check_names(list(table.columns))
+        table = {name: table[name] for name in table.columns}
     if isinstance(table, Mapping):
-        columns = {
-            str(name): value.tolist() if hasattr(value, "tolist") else list(value)
-            for name, value in table.items()
-        }
-        if len({len(column) for column in columns.values()}) > 1:
-            sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
-            raise DataError(
-                f"the columns of the table have unlike lengths: {sizes}", "Give all as many rows."
-            )
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        _check_names(list(table))
+        table = _zipped({_name(name): plain(column) for name, column in table.items()})
     if isinstance(table, list) and all(isinstance(row, Mapping) for row in table):
-        return [dict(row) for row in table]
+        return [{_name(name): plain(value) for name, value in row.items()} for row in table]
     raise DataError(
         f"{type(table).__name__} is no table",
         "Give a datasets.Dataset, a data frame, a dict of lists or a list of dicts.",
     )
+
+
+def _name(column: Any) -> str:
+    return str(column).strip()
+
+
+def _check_names(columns: Sequence[Any]) -> None:
+    counts = Counter(map(_name, columns))
+    if doubled := [name for name, count in counts.items() if count > 1]:
+        raise DataError(
+            f"several columns of the table are called {', '.join(map(repr, doubled))}",
+            "Rename them.",
+        )
+
+
+def _zipped(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    """Return the rows of columns. Raises DataError for columns of unlike lengths."""
+    if len({len(column) for column in columns.values()}) > 1:
+        sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
+        raise DataError(
+            f"the columns of the table have unlike lengths: {sizes}", "Give all as many rows."
+        )
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:

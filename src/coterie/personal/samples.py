@@ -10,18 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.data.documents import read_rows, read_text
+from coterie.data.documents import read_rows
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import pixels
+from coterie.data.plain_text import read_text
 from coterie.data.refusals import Refusals
 from coterie.data.store import LONGEST
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.architecture import tokenizer
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.text import TextShape
 
 IMAGES, TEXTS = (".png", ".jpg", ".jpeg"), (".txt", ".jsonl")
 
-_tokenizer = lru_cache(maxsize=4)(tokenizer)
+
+@lru_cache(maxsize=4)
+def _encoder(base: str) -> TextEncoder:
+    return TextEncoder(tokenizer(base))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,13 +119,7 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
         DataError: A text is empty, or there are no texts.
     """
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
-    ids = _tokenizer(shape.base)(
-        [text[:LONGEST] for text in texts],
-        truncation=True,
-        max_length=shape.length,
-        padding=False,
-        verbose=False,
-    )["input_ids"]
+    ids = _encoder(shape.base).whole([text[:LONGEST] for text in texts], shape.length)
     if empty := [
         name
         for name, text, own in zip(names, texts, ids, strict=True)

@@ -45,6 +45,9 @@ class Callback:
     def chosen(self, text: str) -> None:
         """Hear, in one line, which values a run has chosen for fields that were `auto`."""
 
+    def noted(self, notes: Sequence[str]) -> None:
+        """Hear sentences about the data that people should read before training."""
+
     def preparing(self) -> None:
         """Handle the start of loading the base and data, and of training the common start."""
 

@@ -126,6 +126,10 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self.spoke = time.monotonic()
 
+    def noted(self, notes: Sequence[str]) -> None:
+        for note in notes:
+            self.chosen(note)
+
     def preparing(self) -> None:
         self.stage, self.stretch = PREPARING, RoundTimer(0, 0)
         if self.live:

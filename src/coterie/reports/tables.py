@@ -77,7 +77,8 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     federation, method = prepared.problem.federation, prepared.method
     what = prediction(prepared.problem.metric.about)
     if first:
-        _say(console, federation.description)
+        for line in (federation.description, *federation.notes):
+            _say(console, line)
         for split in SPLITS:
             counts = [getattr(data, split).predictions for data in federation.everyone.values()]
             each = (

@@ -165,6 +165,7 @@ def execute_all(
         del prepared
     if not first:
         return []  # all are refused
+    reporter.noted(first[0].problem.federation.notes)
     reporter.expects(foresight.seconds())
     data.keep(*first)
     results = []

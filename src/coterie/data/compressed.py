@@ -1,0 +1,53 @@
+"""Files that may be gzipped."""
+
+import gzip
+import io
+from pathlib import Path
+from typing import cast
+
+from coterie.core.errors import DataError
+
+_PLAIN, _RATIO = (
+    64 << 20,
+    100,
+    # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth
+    # of itself
+)
+
+
+def binary(path: Path) -> io.BufferedReader:
+    """Open the content of a file, decompressed if its name ends in .gz. Raises OSError."""
+    if path.suffix.lower() == ".gz":
+        return cast(io.BufferedReader, _Bounded(path))
+    return path.open("rb")
+
+
+class _Bounded(gzip.GzipFile):
+    """A gzip file that is refused once it has expanded so much that it cannot be data: a few
+    kilobytes can expand to any number of gigabytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path, self.size = path, path.stat().st_size
+        self.most = max(_PLAIN, _RATIO * self.size)
+
+    def read1(self, size: int = -1) -> bytes:
+        data = super().read1(size)
+        if self.tell() > self.most:
+            raise DataError(
+                f"{self.path}: its {self.size:,} bytes would expand to more than {self.most:,}",
+                "Text does not compress like that: leave the file out.",
+            )
+        return data
+
+
+def decompressed(path: Path) -> bytes:
+    """Return the content of a gzip file.
+
+    Raises:
+        DataError: It would expand so much that it cannot be data.
+        OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
+    """
+    with _Bounded(path) as file:
+        return b"".join(iter(lambda: file.read1(1 << 20), b""))

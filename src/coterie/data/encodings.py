@@ -1,0 +1,137 @@
+"""Why a file is no UTF-8 text: its kind by its first bytes, or its encoding by statistics."""
+
+import codecs
+import io
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from coterie.core.errors import DataError
+from coterie.data.compressed import binary
+
+SAMPLE = 1 << 16  # bytes that are looked at
+
+MARKS = (  # those of UTF-32 begin with those of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_KINDS = (
+    (b"PK\x03\x04", "a zip archive, as Word, Excel and LibreOffice documents are"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
+    (rb"{\rtf", "a document in Rich Text Format"),
+    (b"%PDF-", "a PDF document"),
+    (b"SQLite format 3\0", "a SQLite database"),
+    (b"PAR1", "a Parquet file"),
+    (b"\x1f\x8b", "a gzip file, whose name must end in .gz"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard file"),
+    (b"\x89PNG\r\n", "a PNG picture"),
+    (b"\xff\xd8\xff", "a JPEG picture"),
+)
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
+_LEAST_CONFIDENCE = 0.1  # of the detector: that of one French sentence is 0.11, of one word 0.02
+# what iconv calls encodings where that is not Python's name in capitals
+_ICONV = {"MAC-ROMAN": "MACINTOSH", "MAC-LATIN2": "MAC-CENTRALEUROPE", "BIG5HKSCS": "BIG5-HKSCS"}
+_CANDIDATES = (
+    *(f"cp{number}" for number in (*range(1250, 1259), 437, 850, 852, 866, 874, 932, 949)),
+    *(f"iso8859-{number}" for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 16)),
+    *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "mac-latin2"),
+    *("euc_jis_2004", "iso2022_jp_2", "gb18030", "big5hkscs", "johab"),
+)
+_TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
+
+
+def encoding_of(path: Path, beginning: bytes) -> str:
+    """Return the encoding that the first bytes of a file mark; UTF-8 without a mark.
+
+    Raises:
+        DataError: They are of no text, or of UTF-16 without a mark.
+    """
+    if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
+        raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
+    if marked := next((name for mark, name in MARKS if beginning.startswith(mark)), None):
+        return marked
+    if b"\0" in beginning:
+        import chardet
+
+        if (found := str(chardet.detect(beginning)["encoding"]).upper()).startswith("UTF-"):
+            problem = f"{path}: {found} text without a mark that says so"
+            raise DataError(problem, f"Convert it: {_command(found, path)}.")
+        raise DataError(f"{path}: not text: it has NUL characters", _TEXT_FILE)
+    if len(_CONTROL.findall(beginning)) > _MOST_CONTROL * len(beginning):
+        raise DataError(f"{path}: not text: mostly control characters", _TEXT_FILE)
+    return "utf-8"
+
+
+def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
+    """Return the refusal of a file that is not UTF-8.
+
+    Args:
+        path: The file.
+        lines: Its bytes, line by line.
+    """
+    remaining, utf8_before, number = iter(lines), False, 0
+    for line in remaining:
+        number += 1
+        try:
+            utf8_before |= len(line.decode()) < len(line)
+        except UnicodeDecodeError as error:
+            number += line.count(b"\r", 0, error.start)
+            break
+    sample = line
+    while len(sample) < SAMPLE and (more := next(remaining, b"")):
+        sample += more
+    sample = sample[:SAMPLE]
+    if utf8_before or _mostly_utf8(sample):
+        return DataError(
+            f"{path}:{number}: damaged UTF-8 text",
+            "Repair this line; the rest of the file is UTF-8, which converting would damage.",
+        )
+    if encoding := _detected(path, sample):
+        problem = f"{path}:{number}: not UTF-8 text but {encoding}"
+        return DataError(problem, f"Convert it: {_command(encoding, path)}.")
+    return DataError(
+        f"{path}:{number}: not UTF-8 text, and its encoding cannot be told for sure",
+        "Save it as UTF-8 in the program that it is from.",
+    )
+
+
+def _mostly_utf8(sample: bytes) -> bool:
+    """Whether there are more characters of UTF-8 beyond ASCII than bytes that are none."""
+    beyond = [c for c in sample.decode("utf-8", "surrogateescape") if not c.isascii()]
+    return 2 * sum("\udc80" <= c <= "\udcff" for c in beyond) < len(beyond)
+
+
+def _detected(path: Path, sample: bytes) -> str:
+    """Return what iconv calls the encoding of a file; "" where it cannot be told for sure.
+
+    Args:
+        path: The file, all of which must be in that encoding.
+        sample: A part of it that is not ASCII.
+    """
+    import chardet
+
+    found = chardet.detect(sample, include_encodings=_CANDIDATES)
+    if not found["encoding"] or found["confidence"] < _LEAST_CONFIDENCE:
+        return ""
+    name = codecs.lookup(found["encoding"]).name
+    try:
+        with binary(path) as file, io.TextIOWrapper(file, name) as text:
+            while text.read(SAMPLE):
+                pass
+    except UnicodeDecodeError:
+        return ""
+    name = name.replace("_", "-").upper()
+    return _ICONV.get(name, name)
+
+
+def _command(encoding: str, path: Path) -> str:
+    """Return what converts a file to UTF-8."""
+    old, convert = shlex.quote(str(path)), f"iconv -f {encoding} -t UTF-8"
+    if path.suffix.lower() == ".gz":
+        return f"gunzip -c {old} | {convert} | gzip > NEW && mv NEW {old}"
+    return f"{convert} {old} > NEW && mv NEW {old}"

@@ -1,0 +1,58 @@
+"""What is not read or left out, in sentences that people see before training."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from coterie.data.refusals import SHOWN
+
+
+class LeftOut:
+    """Counts the rows that are left out."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._first: dict[str, list[str]] = {}
+
+    def add(self, missing: str, where: str) -> None:
+        """Count a row.
+
+        Args:
+            missing: What it lacks.
+            where: File and row.
+        """
+        self._counts[missing] += 1
+        if len(first := self._first.setdefault(missing, [])) < SHOWN:
+            first.append(where)
+
+    def sentences(self, whose: str = "") -> list[str]:
+        """Return what was left out, in words; nothing if nothing was."""
+        return [
+            f"{whose}{count:,} {_plural('row', count)} without {missing} left out: "
+            f"{', '.join(self._first[missing])}{', ...' if count > SHOWN else ''}"
+            for missing, count in self._counts.items()
+        ]
+
+
+def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return how many files of each client are not read, and of which kinds, in words.
+
+    Args:
+        skipped: The files by client; those beside the clients' folders under "".
+    """
+    return [
+        f"{client or 'beside the folders of clients'}: {len(files):,} "
+        f"{_plural('file', len(files))} not read ({_kinds(files)})"
+        for client, files in skipped.items()
+        if files
+    ]
+
+
+def _kinds(files: Iterable[Path]) -> str:
+    """Return the endings of files with their numbers, the most frequent first."""
+    counts = Counter(file.suffix.lower() or "without an ending" for file in files)
+    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

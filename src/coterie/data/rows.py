@@ -1,0 +1,295 @@
+"""Rows of tables in files, exactly as they stand there: JSON lines, JSON, CSV, TSV and Parquet."""
+
+import csv
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import DataError
+from coterie.core.extras import require
+from coterie.data.plain_text import empty, opened, read_text
+from coterie.data.refusals import SHOWN, Refusals
+from coterie.data.values import text_mistake
+
+CSV = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
+JSON = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
+ENDINGS = (*JSON, *CSV, ".parquet")
+
+Row = tuple[str, Mapping[str, Any]]  # with its file and number
+
+CHATS = frozenset({"messages", "conversations", "completion"})  # columns of conversations
+LIKE_CHATS = " These look like conversations: --set data.content=chats."
+
+_LONGEST_FIELD = 2**31 - 1  # characters: what csv takes on every machine
+_QUOTED = re.compile(r'"[^"]*"')
+_SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # a line of Excel's
+_QUOTING = (
+    "Put the text between double quotes, and double those that are in it, as every program that "
+    "writes CSV does; or use JSON lines (.jsonl)."
+)
+
+
+def rows_of(paths: Iterable[Path]) -> Iterator[Row]:
+    """Yield the rows of files, each with where it stands: the line of JSON lines, else the row,
+    from 1. An empty field of CSV is None.
+
+    Raises:
+        DataError: A file is missing, damaged, of another kind, or cannot be read without doubt.
+    """
+    for path in paths:
+        yield from _rows(path)
+
+
+def ending_of(name: str, endings: Sequence[str] = ENDINGS) -> str:
+    """Return the ending of a file's name, whatever its case; "" if it is none of these."""
+    return next((ending for ending in endings if name.lower().endswith(ending)), "")
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    match ending_of(path.name).removesuffix(".gz"):
+        case ".jsonl":
+            return _stripped(json_lines(path))
+        case ".json":
+            return _stripped(_json(path))
+        case ".csv":
+            return _csv(path)
+        case ".tsv":
+            return _csv(path, "\t")
+        case ".parquet":
+            return _stripped(_numbered(path, _parquet(path)))
+    raise DataError(
+        f"{path}: files of this kind cannot be read", f"Files end in {', '.join(ENDINGS)}."
+    )
+
+
+def _stripped(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield rows without white space around the names of their columns."""
+    for where, row in rows:
+        plain = {name.strip("\ufeff \t\r\n"): value for name, value in row.items()}
+        if len(plain) < len(row):
+            raise DataError(f"{where}: two columns differ only in white space", "Rename one.")
+        yield where, plain
+
+
+def _numbered(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}, row {number}", row
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, none of whose values hides another."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        doubled = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
+        raise ValueError(f"key {doubled!r} occurs twice in one object")
+    return found
+
+
+# NaN is no JSON, but what pandas and Python write for a missing value
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_unique,
+    parse_constant=lambda name: None if name == "NaN" else float(name),
+)
+
+
+def json_lines(path: Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
+    """Yield the objects of a JSON-lines file, each with its file and line; blank lines are skipped.
+
+    Args:
+        path: The file.
+        columns: Which of their columns, and the types of these; None: all.
+
+    Raises:
+        DataError: As `plain_text.read_text`, or lines that are not JSON objects or lack a column of
+            its type, by file and line; nothing behind the first of them is yielded.
+    """
+    mistakes: list[str] = []
+    blank, chats = True, False
+    with opened(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.isspace():
+                continue
+            blank = False
+            row, mistake = _parsed(line, columns)
+            if mistake:
+                mistakes.append(f"{path}:{number}: {mistake}")
+                chats |= not CHATS.isdisjoint(row)
+            elif not mistakes:
+                yield f"{path}:{number}", row
+    if blank:
+        raise empty(path)
+    if mistakes:
+        raise _mistaken(path, mistakes, columns or {}, chats)
+
+
+def _mistaken(
+    path: Path, mistakes: list[str], columns: Mapping[str, type], chats: bool
+) -> DataError:
+    more = len(mistakes) - SHOWN
+    last = [f"... and {more:,} more lines of {path}"] if more > 0 else []
+    described = " and ".join(f"{name!r} ({kind.__name__})" for name, kind in columns.items())
+    return DataError(
+        "\n".join(mistakes[:SHOWN] + last),
+        f"Every line must be a JSON object{f' with {described}' if described else ''}."
+        f"{LIKE_CHATS if chats else ''}",
+    )
+
+
+def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, Any], str]:
+    """Return the row of a line, and what is wrong with it, if anything."""
+    try:
+        row = _JSON.decode(line)
+    except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
+        return {}, f"not JSON ({error})"
+    if not isinstance(row, dict):
+        return {}, f"found {type(row).__name__}, expected a JSON object"
+    return (row, "") if columns is None else _chosen(row, columns)
+
+
+def _chosen(row: dict[str, Any], columns: Mapping[str, type]) -> tuple[dict[str, Any], str]:
+    """Return the columns that are asked for, and what is wrong with them; then the whole row."""
+    for name, kind in columns.items():
+        if name not in row:
+            return row, f"no column {name!r} (found: {', '.join(row) or 'none'})"
+        if not isinstance(row[name], kind):
+            return row, f"column {name!r} is {type(row[name]).__name__}, expected {kind.__name__}"
+        if kind is str and (mistake := text_mistake(row[name])):
+            return row, f"column {name!r} {mistake}"
+    return {name: row[name] for name in columns}, ""
+
+
+def _json(path: Path) -> Iterator[Row]:
+    """Yield the objects of a list; or of JSON lines, which some call .json."""
+    with opened(path) as file:
+        first = list(islice((line for line in file if not line.isspace()), 2))
+    if not first:
+        raise empty(path)
+    if first[0].lstrip().startswith("["):
+        return _numbered(path, _listed(path))
+    if len(first) == 1 or _parsed(first[0], None)[1]:
+        raise DataError(f"{path}: not a list of objects", "Use a list, or JSON lines (.jsonl).")
+    return json_lines(path)
+
+
+def _listed(path: Path) -> list[Mapping[str, Any]]:
+    try:
+        rows = _JSON.decode(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"{path}: not JSON ({error})", "Repair it, or use JSON lines (.jsonl)."
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise DataError(
+                f"{path}, row {number}: {type(row).__name__}, not a JSON object",
+                "Use a list of objects, or JSON lines (.jsonl).",
+            )
+    return list(rows)
+
+
+def _csv(path: Path, delimiter: str = "") -> Iterator[Row]:
+    """Yield the rows of CSV, by RFC 4180: text that may have commas, quotes or line ends stands
+    between double quotes.
+    """
+    csv.field_size_limit(_LONGEST_FIELD)
+    with opened(path, newline="") as file:  # line ends in quotes stay as they are
+        before, first = next(((n, line) for n, line in enumerate(file) if line.strip()), (0, ""))
+        if not first:
+            raise empty(path)
+        if named := _SEPARATOR.fullmatch(first):
+            yield from _fields(path, file, named[1], before + 1)
+        else:
+            delimiter = delimiter or _delimiter(path, first)
+            yield from _fields(path, chain([first], file), delimiter, before)
+
+
+def _delimiter(path: Path, header: str) -> str:
+    """Return what separates the names of a header."""
+    counts = Counter(c for c in _QUOTED.sub("", header) if c in ",;\t").most_common()
+    if len(counts) > 1 and counts[0][1] == counts[1][1]:
+        raise DataError(
+            f"{path}: its header could be separated by {counts[0][0]!r} or {counts[1][0]!r}",
+            "Put names that have one of them between double quotes.",
+        )
+    return counts[0][0] if counts else ","
+
+
+def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> Iterator[Row]:
+    """Yield the rows of lines, before which there are others; of a file with mistakes those before
+    the first one.
+    """
+    raw: list[str] = []  # the lines of the row that is read
+    reader = csv.reader(_remembered(lines, raw), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    number, line = 0, before + 1
+    with Refusals(SHOWN) as refusals:
+
+        def refuse(mistake: str) -> None:
+            row = f"row {number}" if names else "header"
+            refusals.add(f"{path}, {row} (line {line}): {mistake}", _QUOTING)
+
+        try:
+            for fields in reader:
+                if any(map(str.strip, raw)):
+                    if mistake := _mistake(fields, len(names or fields), raw, delimiter):
+                        refuse(mistake)
+                    elif not names:
+                        names = _names(path, fields)
+                    elif not refusals.errors:
+                        pairs = zip(names, fields, strict=True)
+                        yield f"{path}, row {number}", {n: v or None for n, v in pairs if n}
+                    number += 1
+                line = before + reader.line_num + 1
+                raw.clear()
+        except csv.Error as error:
+            refuse(
+                "a quote is opened and never closed"
+                if "unexpected end" in str(error)
+                else "text behind a closing quote; a quote within quotes must be doubled"
+            )
+
+
+def _remembered(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
+    for line in lines:
+        kept.append(line)
+        yield line
+
+
+def _names(path: Path, header: list[str]) -> list[str]:
+    """Return the names of a header's columns; "" for one without, as pandas writes its index."""
+    names = [name.strip() for name in header]
+    if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
+        raise DataError(
+            f"{path}: several columns are called {', '.join(map(repr, doubled))}", "Rename them."
+        )
+    return names
+
+
+def _mistake(fields: list[str], width: int, raw: list[str], delimiter: str) -> str:
+    """Return what is wrong with a row, if anything."""
+    if len(fields) != width:
+        return f"{len(fields)} fields, but the header has {width}"
+    if any(line.startswith(' "') or f'{delimiter} "' in line for line in raw):  # maybe in quotes
+        lenient = next(csv.reader(raw, delimiter=delimiter, skipinitialspace=True))
+        if [field.lstrip(" ") for field in fields] != [field.lstrip(" ") for field in lenient]:
+            return "a space before an opening quote"
+    return ""
+
+
+def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+    require(f"{path}: a parquet file", "hub", "pyarrow")
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{path}: cannot be read ({str(error).splitlines()[0]})", "Write it again."
+        ) from None

@@ -1,0 +1,94 @@
+"""Single values of tables: which are missing, names of clients, and texts."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from coterie.core import names
+from coterie.core.errors import DataError
+
+_EXACT = 2**53  # up to which floats hold every integer
+
+
+def plain(value: Any) -> Any:
+    """Return a value of NumPy, pandas or pyarrow as one of Python; a missing one as None, also
+    within lists and objects.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(own) for name, own in value.items()}
+    for convert in ("as_py", "tolist"):  # of pyarrow, of NumPy
+        if hasattr(value, convert):
+            value = getattr(value, convert)()
+            break
+    if isinstance(value, list | tuple):
+        return [plain(own) for own in value]
+    return None if is_missing(value) else value
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value of Python stands for none: None, NaN, or pandas' NaT and NA."""
+    try:
+        return value is None or not bool(value == value)  # noqa: PLR0124 - as NaN and NaT are
+    except TypeError:  # of pandas' NA, which is neither equal nor unequal to itself
+        return True
+
+
+def client_name(value: Any, where: str, column: str) -> str | None:
+    """Return the name of the client in a field, without white space around it, in Unicode's normal
+    form C; None where it is missing.
+
+    Raises:
+        DataError: It is no text and no number, or a number that is not exact.
+    """
+    if isinstance(value, list | Mapping | bytes):
+        kind = type(value).__name__
+        raise DataError(f"{where}: column {column!r} is {kind}, no client", "Name another.")
+    if is_missing(value):
+        return None
+    if isinstance(value, float) and value.is_integer():  # as integers become beside missing values
+        if abs(value) >= _EXACT:
+            raise DataError(
+                f"{where}: client {value!r} is a number too large to be exact",
+                "Write the names of clients as text.",
+            )
+        value = int(value)
+    return names.normal(str(value)).strip() or None
+
+
+def text_of(value: Any, where: str, column: str) -> str | None:
+    """Return the text in a field; None where it is missing or blank. Raises DataError."""
+    if isinstance(value, str):
+        if mistake := text_mistake(value):
+            raise DataError(f"{where}: column {column!r} {mistake}", "Repair it, or leave it out.")
+        return value if not value.isspace() and value else None
+    if is_missing(value):
+        return None
+    kind = type(value).__name__
+    raise DataError(
+        f"{where}: column {column!r} is {kind}, not text", "Name another: data.text_column."
+    )
+
+
+def text_mistake(text: str) -> str:
+    """Return why a string is no text; "" if it is."""
+    if "\0" in text:
+        return "is not text: it has NUL characters"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "is not valid text (half of a surrogate pair)"
+    return ""
+
+
+def class_names(rows: Iterable[Mapping[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
+    """Yield rows of `datasets` with the names of class labels for their numbers; None for -1,
+    which stands for none by convention.
+    """
+    named = {name: own.int2str for name, own in features.items() if hasattr(own, "int2str")}
+    for row in rows:
+        labels = {
+            name: None if row[name] is None or row[name] < 0 else str(name_of(row[name]))
+            for name, name_of in named.items()
+        }
+        yield {**row, **labels}
