@@ -24,6 +24,7 @@ from invented_archives import (
 
 from coterie.core.errors import DataError
 from coterie.data.archives import kind_of, rows_of
+from coterie.data.archives.mail_text import written_here
 from coterie.data.chats.reading import read_conversations
 from coterie.data.folders import Folders
 
@@ -118,6 +119,7 @@ ARABIC = "\u0662\u0660\u0662\u0664/\u0666/\u0661\u0661"  # 2024/6/11
         ("2024/05/12 14:32 - ", "2024/05/12 14:33 - ", "2024/05/13 14:33 - "),
         ("2024. 5. 12. 오후 2:32 - ", "2024. 5. 12. 오후 2:33 - ", "2024. 5. 13. 오전 2:33 - "),
         ("12/5/24, 2:32 p. m. - ", "12/5/24, 2:33 p. m. - ", "13/5/24, 2:33 p. m. - "),
+        ("2024年5月12日 14:32 - ", "2024年5月12日 14:33 - ", "2024年5月13日 14:33 - "),
         ("12-05-2024 14.32 - ", "12-05-2024 14.33 - ", "13-05-2024 14.33 - "),
         (f"{ARABIC}، ٢:٣٢ م - ", f"{ARABIC}، ٢:٣٣ م - ", "2024/6/12، ٢:٣٣ م - "),
     ],
@@ -224,6 +226,31 @@ def test_threads_of_mail_are_conversations_without_what_is_quoted(tmp_path: Path
         [("u", "Tea?"), ("a", "Yes.")],
     ]
     assert sorted(talks(inbox, sent, me=("ann@x.org",)), key=len, reverse=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("Oui\n\nLe dim. 12 mai 2024 à 10:00, Ben <b@x> a écrit\u00a0:\n\n> Quand ?", "Oui"),
+        ("Yes\n\n*From:* Ben\n*Sent:* Sunday\n*To:* Ann\n\nold", "Yes"),
+        ("はい\n\n2024年5月12日 Ben <b@x>:\n> a\n> b\n\nat 5:\n> c", "はい\n\nat 5:"),
+        ("a\n---------- Forwarded message ---------\nFrom: Ben\nDate: Sunday\n\nold", "a"),
+        ("a\n\nOn Sun, 12 May 2024, Ben wrote:\nold, without marks", "a"),
+        ("--- Agenda ---\nOne: two\nOn Monday he wrote:\nfine", None),
+        (">From here\nall", "From here\nall"),
+        ("> all of it is old", ""),
+    ],
+)
+def test_what_is_quoted_in_mail_is_not_mine(text: str, kept: str | None) -> None:
+    assert written_here(text) == (text if kept is None else kept)
+
+
+def test_a_line_of_text_that_begins_as_mails_do_stays(tmp_path: Path) -> None:
+    text = "one\n\nFrom here on\nit is fine\n\ntwo"
+    content = bytes(mail("ann@x.org", "Hello", text, 12)) + b"\n"
+    path = tmp_path / "Sent"
+    path.write_bytes(b"From a@b Sunday\n" + content + b"From a@b Sunday\n" + content)
+    assert talks(path, me=("ann@x.org",)) == [[("a", text)]] * 2
 
 
 def test_maildir_is_mail_with_the_folders_in_it(tmp_path: Path) -> None:

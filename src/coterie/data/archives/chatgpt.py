@@ -9,13 +9,8 @@ from coterie.data.archives.conversations import Chat, Post, damaged, member
 from coterie.data.archives.json_files import load
 
 TITLE = "ChatGPT's export"
-_BEGINNING = re.compile(r'\s*\[\s*\{(?s:.*)"mapping"\s*:\s*\{')
+BEGINNING = re.compile(r'\s*\[\s*\{(?s:.*)"mapping"\s*:\s*\{')
 _SPEAKERS = ("user", "assistant")
-
-
-def recognises(beginning: str) -> bool:
-    """Whether JSON that begins like this is such an export."""
-    return _BEGINNING.match(beginning) is not None
 
 
 def chats(path: Path) -> Iterator[Chat]:

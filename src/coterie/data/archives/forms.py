@@ -36,12 +36,12 @@ def kind_of(path: Path) -> Kind | None:
         return None
     beginning = _beginning(path)
     if path.suffix.lower() == ".json":
-        if chatgpt.recognises(beginning):
+        if chatgpt.BEGINNING.match(beginning):
             return "chatgpt"
-        return "telegram" if telegram.recognises(beginning) else None
+        return "telegram" if telegram.BEGINNING.match(beginning) else None
     if whatsapp.recognises(beginning):
         return "whatsapp"
-    return "mail" if mail.recognises(beginning) else None
+    return "mail" if mail.BEGINNING.match(beginning) else None
 
 
 def _beginning(path: Path) -> str:
@@ -188,7 +188,7 @@ def _setting(people: Sequence[str], me: Me) -> str:
     client, key = _client(me), "data.me"
     if not client:
         key = "data.me.CLIENT"
-    elif client.replace("-", "").replace("_", "").isalnum():
+    elif "." not in client:
         key = f"data.me.{client}"
     else:
         value = {client: value}

@@ -17,12 +17,13 @@ from coterie.data.archives.conversations import Chat, Post, damaged, plain_name
 from coterie.data.archives.mail_text import text_of_html, written_here
 
 TITLE = "mail"
-_BEGINNING = re.compile(r"From [^\n]{1,300}\r?\n[!-9;-~]{1,76}:")
+BEGINNING = re.compile(r"From [^\n]{1,300}\r?\n[!-9;-~]{1,76}:")
 _LINE = 1000  # characters of a header with one value that are looked at
 _LIST = 20000  # of one with many
 _ID = re.compile(r"<[^<>\s]{1,500}>")
 _REPLY = re.compile(r"(?:(?:re|aw|antw|sv|vs|odp|rv|r|rif|fwd?|wg|tr)(?:\[\d+\])?: ?)+", re.I)
-_SLOW = ("idna", "punycode")  # encodings whose decoders take quadratic time
+# Encodings whose decoders take quadratic time, and that which programs write for UTF-8
+_NOT_USED = ("idna", "punycode", "us-ascii")
 
 
 class _Mail(NamedTuple):
@@ -33,11 +34,6 @@ class _Mail(NamedTuple):
     references: list[str]
     subject: tuple[str, frozenset[str]]  # without `Re:`, and between whom
     is_reply: bool
-
-
-def recognises(beginning: str) -> bool:
-    """Whether a file that begins like this is an mbox file."""
-    return _BEGINNING.match(beginning) is not None
 
 
 def is_maildir(folder: Path) -> bool:
@@ -69,7 +65,8 @@ def chats(paths: Iterable[Path]) -> Iterator[Chat]:
     times = {id: time for id, mail in mails.items() if (time := mail.post.time) is not None}
     for thread in _threads(list(mails.values())):
         thread.sort(key=lambda mail: _place(mail, times))
-        yield Chat([mail.post for mail in thread if mail.post.text], whole=True)
+        posts = [mail.post for mail in thread]
+        yield Chat([post for post in posts if post.text and post.speaker], whole=True)
 
 
 def _place(mail: _Mail, times: Mapping[str, float]) -> tuple[float, bool]:
@@ -85,8 +82,21 @@ def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
         yield from ((str(file), file.read_bytes()) for file in files(path))
         return
     with closing(mailbox.mbox(path, create=False)) as box:
-        for number, key in enumerate(box.keys(), start=1):
-            yield f"{path}, mail {number}", box.get_bytes(key)
+        pieces = (box.get_bytes(key, from_=True) for key in box.keys())  # noqa: SIM118
+        for number, content in enumerate(_whole(pieces), start=1):
+            yield f"{path}, mail {number}", content
+
+
+def _whole(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the mails of an mbox file: a line of text may begin as those between mails do."""
+    parts: list[bytes] = []
+    for piece in pieces:
+        if parts and BEGINNING.match(piece[:_LINE].decode("latin-1")):
+            yield b"\n\n".join(parts)
+            parts = []
+        parts.append(piece)
+    if parts:
+        yield b"\n\n".join(parts)
 
 
 def _mail(where: str, content: bytes) -> _Mail:
@@ -165,8 +175,9 @@ def _content(part: Message) -> str:
     content = part.get_payload(decode=True)
     assert isinstance(content, bytes)
     charset = str(part.get_content_charset("utf-8"))
+    charset = "utf-8" if charset in _NOT_USED else charset
     try:
-        text = content.decode("utf-8" if charset in _SLOW else charset, "replace")
+        text = content.decode(charset, "replace")
     except (LookupError, ValueError):
         text = content.decode("utf-8", "replace")
     return text.replace("\r\n", "\n")

@@ -13,18 +13,18 @@ _HTML = 1 << 18  # characters of HTML that are read; nobody writes more into a m
 _SIGNATURE = ("-- ", "--")
 # `---- Forwarded message ----`, and the line that Outlook draws
 _RULE = re.compile(r"\s{0,9}(?:-{3,12} ?[^-\n]{4,60} ?-{3,12}|_{20,80})\s{0,9}")
-_FIELD = re.compile(r"\*?[^\W\d_][\w ]{1,20}\*? ?: ")
-_SENT = re.compile(r"\*?(?:Sent|Date|Gesendet|Datum|Envoyé|Enviado|Fecha|Inviato|Data)\*? ?: ")
+_FIELD = re.compile(r"\*?[^\W\d_][\w ]{1,20}\s?:\*? ")
+_SENT = re.compile(r"\*?(?:Sent|Date|Gesendet|Datum|Envoyé|Enviado|Fecha|Inviato|Data)\s?:\*? ")
 _WROTE = re.compile(
     r"(?=.*\d)(?:On|Am|Le|El|Il|Em|Op|Den|W dniu|Dne) .*"
-    r"(?:wrote|schrieb.*|écrit|escribió|scritto|escreveu|schreef.*|skrev.*|napisał.*|napsal.*) ?:"
+    r"(?:wrote|schrieb.*|écrit|escribió|scritto|escreveu|schreef.*|skrev.*|napisał.*|napsal.*)\s?:"
 )
-_TIME_OR_ADDRESS = re.compile(r"\d[:.]\d\d|\d{4}|@")
+_YEAR_OR_ADDRESS = re.compile(r"(?:19|20)\d\d|@")
 
 
 def written_here(text: str) -> str:
     """Return the lines of a mail that are its sender's own."""
-    lines = text.replace("\n>From ", "\nFrom ").split("\n")  # as mbox files escape it
+    lines = re.sub("(?m)^>From ", "From ", text).split("\n")  # as mbox files escape it
     kept: list[str] = []
     number = 0
     while number < len(lines) and not _ends(lines, number):
@@ -68,7 +68,7 @@ def _without_introduction(kept: list[str]) -> list[str]:
     """Leave out the line before a quotation that says whose it is, in whatever language."""
     last = next((i for i in range(len(kept) - 1, -1, -1) if kept[i]), 0)
     line = kept[last] if kept else ""
-    is_introduction = line.endswith(":") and _TIME_OR_ADDRESS.search(line)
+    is_introduction = line.endswith(":") and _YEAR_OR_ADDRESS.search(line)
     return kept[:last] if is_introduction else kept
 
 

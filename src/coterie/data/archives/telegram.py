@@ -18,15 +18,10 @@ from coterie.data.archives.json_files import load
 
 TITLE = "Telegram's export"
 _CHAT = r'"type"\s*:\s*"(?:personal_chat|saved_messages|bot_chat|(?:private|public)_\w{1,20})"'
-_BEGINNING = re.compile(
+BEGINNING = re.compile(
     rf'\s*\{{(?s:.*)(?:{_CHAT}|"type"\s*:\s*"(?:message|service)"|"personal_information"\s*:)'
 )
 _NOBODY = "Deleted Account"  # as the program itself calls it
-
-
-def recognises(beginning: str) -> bool:
-    """Whether JSON that begins like this is such an export."""
-    return _BEGINNING.match(beginning) is not None
 
 
 def chats(path: Path) -> Iterator[Chat]:

@@ -17,7 +17,7 @@ _SPACE = r"[ \u00a0\u202f]?"
 _WORD = r"(?:[^\W\d_]{1,6}\.?[ \u00a0\u202f]?){0,2}"  # PM, p. m., 오후
 # day, month and year in any order, and the time: 12.05.24, 14:32 or 5/12/24, 2:32:07 PM
 _TIME = (
-    rf"{_MARK}(\d{{1,4}})[./-]{_SPACE}(\d{{1,2}})[./-]{_SPACE}(\d{{1,4}})\.?{_MARK}[,،]?{_SPACE}"
+    rf"{_MARK}(\d{{1,4}})[./年-]{_SPACE}(\d{{1,2}})[./月-]{_SPACE}(\d{{1,4}})[.日]?{_MARK}[,،]?{_SPACE}"
     rf"({_WORD})(\d{{1,2}})[:.](\d{{2}})(?:[:.](\d{{2}}))?{_SPACE}({_WORD})"
 )
 _HEADER = re.compile(rf"{_MARK}(?:\[{_TIME}{_MARK}\] ?|{_TIME}{_MARK} ?[-\u2013] ){_MARK}")
