@@ -10,6 +10,7 @@ from coterie.audit.canaries import CanaryScores, chance
 from coterie.audit.membership import MembershipScores, drawn, measured
 from coterie.core.errors import CheckpointError, DataError
 from coterie.data.canaries import Audit, Canaries, PlantedCanaries, plant
+from coterie.data.chats import ChatSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
 
@@ -67,6 +68,42 @@ def test_planted_ones_are_whole_in_as_many_windows_as_asked_and_the_others_nowhe
         assert sorted(foreign) == sorted(holding)  # not even a part of one is in another window
         assert (data.valid, data.test) == (before.valid, before.test)
         assert len(data.train) == len(before.train)
+
+
+def test_documents_get_them_at_their_beginning_one_in_a_row(federation: Federation) -> None:
+    """Of a base that begins documents with token 1 and ends them with 0."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(4, CONTEXT + 2, 120).astype(np.uint32)
+    ids = [[1, *rng.integers(2, LOW, length - 1).tolist()] for length in lengths]
+    tokens = np.array([i for own in ids for i in own], np.uint32)
+    counted = np.array([k > 0 for own in ids for k in range(len(own))], np.uint32)
+    split = ChatSplit("train", tokens, counted, lengths, CONTEXT, 0)
+    data = replace(federation.clients["ann"], train=split)
+    planted, canaries, _ = plant(
+        Federation({"ann": data}, "one"), AUDIT, 7, range(LOW, 900), [1], [0]
+    )
+    train, own = planted.clients["ann"].train, canaries["ann"]
+    assert isinstance(train, ChatSplit)
+    assert train.rows == split.rows
+    holding: list[int] = []
+    for random_part, here in zip(own.tokens.tolist(), own.planted, strict=True):
+        whole = [1, *own.prefix.tolist(), *random_part, 0]
+        rows = [
+            window
+            for window, row in enumerate(train.rows)
+            if any(train.conversation(n)[: len(whole)].tolist() == whole for n in row)
+        ]
+        assert len(rows) == (3 if here else 0)
+        holding += rows
+    assert sorted(holding) == sorted(own.windows.tolist())
+    assert len(set(holding)) == len(holding)
+    changed = train.tokens != split.tokens
+    assert set(train.tokens[train.tokens >= LOW]) <= set(train.tokens[changed])
+    assert np.array_equal(train.counted, split.counted)
+    few = replace(split, tokens=tokens[:20], counted=counted[:20], lengths=np.array([10, 10]))
+    one = Federation({"ann": replace(data, train=few)}, "one")
+    with pytest.raises(DataError, match="train: 30 places for canaries, but only"):
+        plant(one, AUDIT, 7, range(LOW, 900), [1], [0])
 
 
 def test_a_flip_changes_its_own_windows_and_nothing_else(federation: Federation) -> None:

@@ -30,6 +30,7 @@ from coterie.core.result import (
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import PlantedCanaries
+from coterie.data.chats.batches import ChatBatch
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.splits import SplitBase, TokenSplit
 from coterie.data.text_encoding import TextEncoder
@@ -217,7 +218,19 @@ class _Auditor:
                 "Resume the run: coterie run --resume.",
             )
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
-        return data.train.take(trained), data.test.take(fresh)
+        return self._alike(data.train.take(trained)), self._alike(data.test.take(fresh))
+
+    def _alike(self, rows: Any) -> Any:
+        """Return rows without the end tokens of documents, which count in training alone and would
+        tell its rows from others.
+        """
+        problem = self.prepared.problem
+        if not isinstance(rows, ChatBatch) or not isinstance(problem, Language):
+            return rows
+        if problem.content == "chats":
+            return rows
+        counted = rows.counted & (rows.ids != problem.backbone.tokenizer.eos_token_id)
+        return replace(rows, counted=counted).at(counted.any(dim=1))
 
     def measured(self) -> AuditResult:
         """Return the content of `audit.json`."""
