@@ -20,6 +20,7 @@ from coterie.data.partition_fields import Positive
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
 from coterie.data.store import LONGEST, Streams, default_cache, key_of, stored
+from coterie.data.text_encoding import TextEncoder
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 
@@ -102,7 +103,9 @@ class LabelledTexts(Partitioner, ABC):
         own = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
         key = key_of(tokenizer, "labelled", FORMAT, own, drawn, length, fingerprint)
-        found = stored(cache, key, np.uint32, lambda: self._streams(read(), tokenizer, length))
+        found, _ = stored(
+            cache, key, np.uint32, lambda: (self._streams(read(), tokenizer, length), ())
+        )
         train, test = (found[name] for name in _FILES)
         return Labelled(
             _padded(train),
@@ -195,12 +198,11 @@ class LabelledTexts(Partitioner, ABC):
         """Return the token ids of the chosen rows in pieces; how many each row has is added to
         `lengths`. Raises DataError for one without any.
         """
+        encoder = TextEncoder(tokenizer)
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]
             texts = [self.text(rows[row])[:LONGEST] for row in some]
-            encoded = tokenizer(
-                texts, truncation=True, max_length=length, padding=False, verbose=False
-            )["input_ids"]
+            encoded = encoder.whole(texts, length)
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
                     what = (
