@@ -25,22 +25,25 @@ def test_its_text_is_the_templates(template: str) -> None:
     assert found.strips == (template is STRIPPING)
     for message in SAID:
         for answer in ("", " I do", "you said: <|im_start|>\n"):
-            assert found.opening(message, answer) == chats.opening([user(message)], answer)
+            assert (
+                found.opening(message, answer)
+                == chats.render([user(message)], prompt=True) + answer
+            )
 
 
-def test_the_first_token_is_the_templates_or_the_tokenizers() -> None:
-    """Whoever encodes the text gets one of it, not two."""
+def test_the_first_token_is_the_templates() -> None:
+    """Nothing is put before what it writes, whatever the tokenizer puts before texts."""
     from tokenizers.processors import TemplateProcessing
 
-    assert parts(BEGINNING)[1].before.startswith("<|endoftext|><|im_start|>")
-    chats = ChatTemplate(chat_tokenizer(BEGINNING))
-    chats.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    found = ChatText.of(chats)
-    assert found.before.startswith("<|im_start|>")
-    ids = chats.tokenizer(found.opening("Hi"))["input_ids"]
-    assert ids == chats.prompt([user("Hi")])
+    for template in (BEGINNING, CHATML):
+        chats = ChatTemplate(chat_tokenizer(template))
+        chats.tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+        )
+        text = ChatText.of(chats).opening("Hi")
+        assert text.startswith("<|endoftext|>") == (template is BEGINNING)
+        ids = chats.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == chats.prompt([user("Hi")])
 
 
 @pytest.mark.parametrize(

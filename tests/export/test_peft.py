@@ -222,9 +222,11 @@ def test_the_base_is_named_as_on_every_machine(base, base_of):
     layer = SimpleNamespace(base=nn.Linear(2, 2))
     attention = SimpleNamespace(**{FAMILIES[0].linears[0]: layer})
     model = SimpleNamespace(about=about, backbone=SimpleNamespace(attentions=[attention]))
+    serving = SimpleNamespace(transformers_program="", usage="")
+    client = SimpleNamespace(model=model, serving=serving, chats=False)
     named = peft.config(model, FAMILIES[0], 2).base_model_name_or_path
     assert named == (base_of("llama").name if base == "folder" else base)
-    assert str(base_of("llama").parent) not in (readme := peft._readme(about, "G", []))
+    assert str(base_of("llama").parent) not in (readme := peft._readme(client, "G", []))
     assert str(Path(coterie.__file__).parent) not in readme
     assert {
         "folder": f"path/to/{named}",

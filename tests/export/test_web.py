@@ -55,6 +55,7 @@ PROMPTS = (
     "(the so",
     "It is a list. ",
     "Naïve words, 2,345 of\n\n  them:\ta",
+    "<|im_start|> is the<|im_end|> peop",
 )
 # messages, and answers so far
 CHATS = (
@@ -209,11 +210,11 @@ def test_its_words_and_experts_are_those_of_python(tab, served, models):
 def openings(models: dict[str, PersonalModel], chats: Iterable[tuple[str, str]]) -> list[str]:
     """What Python's keyboard goes on with, of messages and answers so far."""
     template = next(iter(models.values())).chats
-    return [template.opening([user(message)], answer) for message, answer in chats]
+    return [template.opened([user(message)], answer) for message, answer in chats]
 
 
 def test_a_chats_words_and_tokens_are_those_of_python(tab, chatting, models):
-    """By the template, with its special tokens as one token each, also where one types them."""
+    """By the template, with its special tokens as one token each; where one types them, as text."""
     with serving(chatting) as served:
         tab.goto(f"{served.address}licences/README.txt")
         questions = [(answer, [*range(len(models))], message) for message, answer in CHATS]

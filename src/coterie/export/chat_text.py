@@ -40,7 +40,7 @@ class ChatText:
     strips: bool
 
     def opening(self, message: str, answer: str = "") -> str:
-        """Return what `ChatTemplate.opening` returns of one user's message."""
+        """Return what `ChatTemplate.render` writes as a prompt of one message, and the answer."""
         return f"{self.before}{message.strip() if self.strips else message}{self.between}{answer}"
 
     def to_json(self) -> dict[str, Any]:
@@ -55,11 +55,15 @@ class ChatText:
             DataError: There is no template, or it refuses messages.
             Refused: It does more than write a message between two texts that are always the same.
         """
-        whole = template.opening([user(PLACE)])
+
+        def rendered(message: str) -> str:
+            return template.render([user(message)], prompt=True)
+
+        whole = rendered(PLACE)
         before, *rest = whole.split(PLACE)
-        strips = template.opening([user(f" {PLACE} ")]) == whole
+        strips = rendered(f" {PLACE} ") == whole
         found = cls(before, PLACE.join(rest), strips)
-        written = {message: template.opening([user(message)]) for message in MESSAGES}
+        written = {message: rendered(message) for message in MESSAGES}
         changed = [one for one, text in written.items() if found.opening(one) != text]
         if not changed:
             return found

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from coterie.core.errors import ExportError
 from coterie.core.printing import printable
+from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
+from coterie.export.asking import Asked, ask
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
+from coterie.export.rows import rows_of
 
 ROWS = 16  # windows at a time
 # the largest difference of logits that rounding explains, as a part of the largest logit; weights
@@ -33,6 +36,7 @@ class Check:
         tokens: Predicted tokens of the client's test text; 0 where it is not here.
         perplexity: Of what was written, on these tokens.
         original: Of the personal model, on these tokens.
+        chat: What it answers to a chat, of a model trained on chats.
     """
 
     quantity: str
@@ -42,6 +46,7 @@ class Check:
     tokens: int = 0
     perplexity: float | None = None
     original: float | None = None
+    chat: Asked | None = None
 
     @property
     def sentences(self) -> list[str]:
@@ -56,7 +61,7 @@ class Check:
                 f"test perplexity {self.perplexity:.2f}, of the personal model "
                 f"{self.original:.2f} ({change:+.2%}), on {self.tokens:,} tokens"
             )
-        return found
+        return found + ([] if self.chat is None else [self.chat.sentence])
 
 
 def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
@@ -64,7 +69,7 @@ def checked(format: Format, options: Options, client: ClientModel, written: Writ
 
     Raises:
         ExportError: It cannot be run, its values are not finite, or it differs from what was
-            expected by more than rounding explains.
+            expected by more than rounding explains, or answers a chat otherwise.
     """
     exact = options.base_precision in EXACT
     limit = LIMITS.get(options.precision, math.inf) if exact else math.inf
@@ -108,38 +113,37 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
         difference(found),
         written.likeness,
         None if by_token is None else difference(by_token),
+        chat=ask(runtime, client, written, limit) if client.serving.asked else None,
     )
     return check if client.test is None else _scored(check, runtime, client, client.test)
 
 
 def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) -> Check:
-    """Add the perplexities on the client's test text, or on as much of it as the program takes."""
-    theirs, tokens = 0.0, 0
-    for windows in _limited(test, runtime):
-        theirs += runtime.nll(windows)
-        tokens += windows[:, 1:].numel()
-    ours, _ = client.model.score(_limited(test, runtime))
-    return Check(
-        check.quantity,
-        check.difference,
-        check.likeness,
-        check.by_token,
-        tokens,
-        math.exp(theirs / tokens),
-        math.exp(ours / tokens),
+    """Add the perplexities on the client's test text, of conversations on the answers, or on as
+    much of it as the program takes.
+    """
+    theirs = sum(map(runtime.nll, _limited(test, runtime)))
+    ours, tokens = client.model.language.score(_limited(test, runtime)).tolist()
+    if not tokens:  # no answer begins within what the program takes
+        return check
+    return replace(
+        check,
+        tokens=int(tokens),
+        perplexity=math.exp(theirs / tokens),
+        original=math.exp(ours / tokens),
     )
 
 
-def _limited(split: Split, runtime: Runtime) -> Iterator[Tensor]:
-    """Yield the windows of a text in order, as many and as long as a program takes, at least one
+def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
+    """Yield the rows of a text in order, as many and as long as a program takes, at least one
     batch.
     """
     rows = max(1, min(ROWS, runtime.most_tokens // split.context))
     tokens = 0
-    for windows in split.scoring(rows):
-        taken = windows if runtime.longest is None else windows[:, : runtime.longest + 1]
+    for batch in split.scoring(rows):
+        taken = rows_of(batch, runtime.longest and runtime.longest + 1)
         yield taken
-        tokens += taken[:, 1:].numel()
+        tokens += taken.predictions
         if tokens + rows * split.context > runtime.most_tokens:
             return
 
@@ -149,8 +153,7 @@ def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
     rows, tokens = runtime.probe
     tokens = min(tokens, runtime.longest or client.model.backbone.context_limit)
     if client.test is not None:
-        first: Tensor = next(iter(client.test.scoring(rows)))
-        return first[:, :tokens]
+        return rows_of(next(iter(client.test.scoring(rows))), tokens).ids
     generator = torch.Generator().manual_seed(0)
     vocabulary = client.model.backbone.architecture.vocabulary
     return torch.randint(vocabulary, (rows, tokens), generator=generator)

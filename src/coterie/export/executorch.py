@@ -13,6 +13,7 @@ from coterie.core.files import write_atomically
 from coterie.export.format import ClientModel, Options, Written
 from coterie.export.functional import Interface, client_tensors, sizes_of, traced
 from coterie.export.graph import GraphFormat, GraphRuntime
+from coterie.export.serving import Serving
 from coterie.personal import PersonalModel
 
 LONGEST = 512  # tokens in the cache, unless the base takes fewer or clients were trained with more
@@ -51,7 +52,8 @@ class ExecuTorch(GraphFormat):
     @contextmanager
     def runtime(self, client: ClientModel, written: Written) -> Iterator[GraphRuntime]:
         with super().runtime(client, written) as runtime:
-            runtime.longest = limits(client.model)["tokens"]
+            most = limits(client.model)
+            runtime.longest, runtime.window = most["tokens"], most["past"]
             yield runtime
 
     def loaded(
@@ -63,8 +65,8 @@ class ExecuTorch(GraphFormat):
         most = {"batch": 1} | _sizes(client.model) | limits(client.model)
         return super().interface(client) | {"limits": most}
 
-    def program(self, client: str) -> str:
-        return PROGRAM.replace("CLIENT", client)
+    def program(self, client: str, serving: Serving) -> str:
+        return serving.in_program(PROGRAM.replace("CLIENT", client))
 
 
 def _sizes(model: PersonalModel) -> dict[str, int]:
@@ -118,12 +120,14 @@ client = load_file("CLIENT")  # of --precision f32
 cache = [entry["shape"] for name, entry in inputs.items() if name.startswith("past_key_values")]
 past = [torch.zeros(1, heads, 0, width) for _, heads, _, width in cache]
 tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = tokenizer.encode("In my free time, I like to").ids
+new = text = PROMPT
 for _ in range(10):
     kept = torch.tensor([len(new) - 1])  # logits of the last token only
     own = [client[name] for name in inputs if name in client]
     logits, *past = method.execute([torch.tensor([new]), kept, *past, *own])
     past, new = [part.clone() for part in past], [int(logits[0, -1].argmax())]
+    if new[0] in STOPS:
+        break
     text = text + new
 print(tokenizer.decode(text))
 """

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from coterie.core.errors import Refused
 from coterie.export.format import ClientModel
+from coterie.export.rows import rows_of
 from coterie.models.adapter import AdapterBlock
 from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
@@ -44,10 +45,11 @@ def mean_weights(client: ClientModel) -> Tensor:
         return torch.full((blocks, experts), 1 / experts)
     assert client.valid is not None
     total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
-    for windows in client.valid.scoring(ROWS):
-        weights = model.routing(windows[:, :-1])  # (blocks, B, C, n)
-        total += weights.cpu().double().sum(dim=(1, 2))
-        tokens += weights[0, ..., 0].numel()
+    for rows in map(rows_of, client.valid.scoring(ROWS)):
+        present = rows.positions[:, 1:] > 0  # inputs that have a next token
+        weights = model.routing(rows.ids[:, :-1]).cpu().double()  # (blocks, B, C, n)
+        total += weights[:, present].sum(dim=1)
+        tokens += int(present.sum())
     return (total / tokens).float()
 
 

@@ -1,9 +1,10 @@
 """The contract of a format: what it takes, what it writes, and the program that runs it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
+from coterie.export.serving import Serving, ids_of
 from coterie.personal import PersonalModel
 
 Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
@@ -26,16 +29,23 @@ class ClientModel:
         valid: The client's validation text; None where it is not here.
         test: The client's test text; None where it is not here.
         absent: Why there is no text; "" where there is.
+        chats: Whether the model was trained on conversations.
     """
 
     model: PersonalModel
     valid: Split | None = None
     test: Split | None = None
     absent: str = ""
+    chats: bool = False
 
     @property
     def client(self) -> str:
         return self.model.about.client
+
+    @cached_property
+    def serving(self) -> Serving:
+        """How the model is used. Raises DataError."""
+        return Serving.of(self.model, self.chats)
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
@@ -91,14 +101,15 @@ class Runtime(ABC):
     """What was written, loaded by the program that it is for.
 
     `quantity` names what `logits` returns, `probe` is (rows, tokens) of what is compared value by
-    value, `most_tokens` limits the text whose perplexity is measured, and `longest` is how many
-    tokens the program takes at once, if that is less than the base.
+    value, `most_tokens` limits the text whose perplexity is measured, `longest` is how many tokens
+    the program takes at once, if that is less than the base, and `window` how many in all.
     """
 
     quantity: ClassVar[str] = "logits"
     probe: tuple[int, int] = (2, 64)
     most_tokens: int = 50_000
     longest: int | None = None
+    window: int | None = None
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Tensor:
@@ -110,12 +121,31 @@ class Runtime(ABC):
         """
         return None
 
-    def nll(self, windows: Tensor) -> float:
-        """(B, C + 1) int64 -> the summed negative log-likelihood of all next tokens, in nats."""
-        found = self.logits(windows[:, :-1]).flatten(0, 1)
-        return float(
-            functional.cross_entropy(found, windows[:, 1:].flatten(), reduction="sum").double()
-        )
+    def nll(self, rows: ChatBatch) -> float:
+        """Return the summed negative log-likelihood of the next tokens that count, in nats."""
+        logits, counted = self.logits(rows.ids[:, :-1]), rows.counted[:, 1:]
+        targets = rows.ids[:, 1:][counted]
+        return float(functional.cross_entropy(logits[counted], targets, reduction="sum").double())
+
+    def chat_ids(self, folder: Path, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the tokens that a chat is asked with, by what was written alone."""
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        ids: list[int] = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        return ids
+
+    @abstractmethod
+    def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
+        """Return those of some tokens at which the program ends the answer to a prompt."""
+
+    @abstractmethod
+    def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
+        """Return the likeliest tokens behind a prompt, up to the one at which the program ends by
+        itself, or `most`, and whether it ended.
+        """
 
 
 class TorchRuntime(Runtime):
@@ -132,6 +162,23 @@ class TorchRuntime(Runtime):
     def logits(self, ids: Tensor) -> Tensor:
         found: Tensor = self.model(ids).logits
         return found.float()
+
+    def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
+        return {*stops} & {*ids_of(self.model.generation_config.eos_token_id)}
+
+    @torch.no_grad()
+    def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
+        ids = torch.tensor([[*prompt]])
+        likeliest = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
+        found = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=0,
+            max_new_tokens=most,
+            **likeliest,
+        )
+        answer = found[0, len(prompt) :].tolist()
+        return answer, bool(self.ending(prompt, answer[-1:]))
 
 
 class Format(ABC):

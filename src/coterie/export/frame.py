@@ -183,6 +183,7 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
             "quantised": client.model.about.quantise,
             "sha256": {path.name: digest_of(path) for path in files_of(base)},
         },
+        "text": client.serving.described,
         **format.interface(client),
         "versions": {"coterie": __version__, "python": platform.python_version()}
         | {name: version(name) for name in packages},

@@ -15,10 +15,14 @@ from torch import Tensor
 from coterie.core import names
 from coterie.core.errors import ExportError, Refused
 from coterie.core.files import write_atomically
+from coterie.data.chats import ChatBatch
 from coterie.export import gguf_files
+from coterie.export.asking import MOST
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
-from coterie.export.gguf_tokens import Tokens
+from coterie.export.gguf_tokens import Tokens, check_serving
 from coterie.export.mixtral import OTHERS, relative_of
+from coterie.export.rows import rows_of
+from coterie.export.serving import QUESTION, Serving
 from coterie.personal import PersonalModel
 
 README = "README.md"
@@ -48,11 +52,12 @@ class Gguf(Format):
                 "Use --precision f16, or a base whose widths it divides.",
             )
         Tokens.of(model.tokenizer, model.config.vocab_size)
+        check_serving(client.serving)
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
-        models = {_base(client.model, options.precision): client.model for client in clients}
-        for name, model in models.items():
-            gguf_files.write_base(folder / name, model, options.precision)
+        bases = {_base(client.model, options.precision): client for client in clients}
+        for name, client in bases.items():
+            gguf_files.write_base(folder / name, client, options.precision)
         write_atomically(folder / README, _readme(clients, options.precision).encode())
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
@@ -64,10 +69,14 @@ class Gguf(Format):
     def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
         precise = written.shared[0].startswith("base-f32")
         base = written.folder / written.shared[0]
-        server = LlamaServer(base, client.model.about.context, client.model.tokenizer)
+        most = gguf_files.context_length(client.model)
+        asked = len(client.serving.asked) + MOST
+        context = max(client.model.about.context, min(asked, most))
+        server = LlamaServer(base, context, client.model.tokenizer)
         with server.running([written.folder / written.files[0]], precise):
+            server.longest, server.window = most - 1, most  # and one to answer
             server.check_tokens(client)
-            server.longest = gguf_files.context_length(client.model) - 1  # and one to answer
+            server.check_chat(client)
             server.probe = (1, max(1, min(48, COMPARED // server.vocabulary)))
             yield server
 
@@ -209,23 +218,72 @@ class LlamaServer(Runtime):
         ]
         return torch.stack(rows)
 
-    def nll(self, windows: Tensor) -> float:
-        """(B, C + 1) int64 -> the summed negative log-likelihood of all next tokens, in nats."""
+    def nll(self, rows: ChatBatch) -> float:
         total = 0.0
-        for row in windows.tolist():
-            for place, token in enumerate(row[1:], start=1):
-                found = self._following(row[:place], token, 1)
-                if found is not None and found["id"] == token:
-                    total -= found["logprob"]
-                else:  # it ends the text, or is part of a letter
-                    total -= float(self._all_following(row[:place])[token])
+        for row, place in rows.counted[:, 1:].nonzero().tolist():
+            *prompt, token = rows.ids[row, : place + 2].tolist()
+            found = self._following(prompt, token, 1)
+            if found is not None and found["id"] == token:
+                total -= found["logprob"]
+            else:  # it ends the text, or is part of a letter
+                total -= float(self._all_following(prompt)[token])
         return total
 
-    def tokens(self, text: str) -> list[int]:
-        """Return the ids of a text's tokens, without special ones."""
-        asked = {"content": text, "add_special": False, "parse_special": False}
+    def tokens(self, text: str, begins: bool = False, written: bool = False) -> list[int]:
+        """Return the ids of a text's tokens.
+
+        Args:
+            text: What is split.
+            begins: Whether it gets the token that texts begin with.
+            written: Whether a chat template has written it, whose control tokens are tokens.
+        """
+        asked = {"content": text, "add_special": begins, "parse_special": written}
         found: list[int] = self._get("/tokenize", asked)["tokens"]
         return found
+
+    def chat_ids(self, folder: Path, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        prompt = self._get("/apply-template", {"messages": [*messages]})["prompt"]
+        return self.tokens(prompt, begins=True, written=True)
+
+    def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
+        def ends(token: int) -> bool:
+            forced = self._likeliest(prompt, 2, logit_bias=[[token, 1e4]])
+            return bool(forced["tokens"] == [token])
+
+        return {token for token in stops if ends(token)}
+
+    def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
+        found = self._likeliest(prompt, most)
+        return found["tokens"], found["stop_type"] == "eos"
+
+    def _likeliest(self, prompt: Sequence[int], most: int, **settings: Any) -> dict[str, Any]:
+        """Return what follows a prompt, with its tokens."""
+        request = {"prompt": [*prompt], "n_predict": most, "return_tokens": True}
+        found: dict[str, Any] = self._get("/completion", request | self._greedy | settings)
+        return found
+
+    @property
+    def _greedy(self) -> dict[str, Any]:
+        lora = [{"id": self.adapter, "scale": 1.0}]
+        return {"samplers": ["top_k"], "top_k": 1, "lora": lora}
+
+    def check_chat(self, client: ClientModel) -> None:
+        """Refuse to keep what llama.cpp, asked a chat by its own protocol, answers in another way
+        than asked by tokens. Raises ExportError.
+        """
+        prompt = client.serving.asked
+        if not prompt or (most := min(MOST, (self.window or MOST) - len(prompt))) < 1:
+            return
+        request = {"messages": [*QUESTION], "max_tokens": most} | self._greedy
+        found = self._get("/v1/chat/completions", request)
+        answer, ended = self.answer(prompt, most)
+        usage, finish = found["usage"], found["choices"][0]["finish_reason"]
+        counts = (usage["prompt_tokens"], usage["completion_tokens"], finish)
+        if counts != (len(prompt), len(answer), "stop" if ended else "length"):
+            raise ExportError(
+                f"{client.client}: llama.cpp answers a chat in another way than its tokens",
+                "Nothing is kept. Use --format mixtral, or report this.",
+            )
 
     def check_tokens(self, client: ClientModel) -> None:
         """Refuse to keep a base whose texts llama.cpp splits into other tokens. Raises
@@ -233,15 +291,27 @@ class LlamaServer(Runtime):
         """
         tokenizer, text = client.model.tokenizer, SAMPLE
         if client.test is not None:
-            ids: Tensor = next(iter(client.test.scoring(4)))
+            ids = rows_of(next(iter(client.test.scoring(4)))).ids
             text += tokenizer.decode(ids.flatten().tolist(), skip_special_tokens=True)
-        wanted = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if (found := self.tokens(text)) != wanted:
+        begin = () if client.serving.asked else client.serving.begin
+        wanted = [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if (found := self.tokens(text, begins=not client.serving.asked)) != wanted:
             raise ExportError(
                 f"{client.client}: llama.cpp splits text into {len(found):,} tokens, the base's "
                 f"tokenizer into {len(wanted):,}, or into others",
                 "Nothing is kept. Use --format mixtral, and llama.cpp's own converter.",
             )
+
+
+def _usage(serving: Serving) -> str:
+    """Return how the files are asked, for people."""
+    if not serving.asked:
+        return serving.usage
+    return (
+        "They were trained on conversations: ask them by `/v1/chat/completions`, with `messages` "
+        "in place of `prompt`. The base's file holds the chat template and the tokens that end an "
+        "answer. llama.cpp reads control tokens that people type as such."
+    )
 
 
 def _readme(clients: Sequence[ClientModel], precision: str) -> str:
@@ -271,4 +341,4 @@ Each client's file holds its experts and its router, on a base that they share. 
 client, each time: `{"prompt": "...", "n_predict": 20, "lora": [{"id": 0, "scale": 1.0}]}`.
 `export.json` says how far each is from the personal model.
 
-""" + "\n".join(parts)
+""" + "\n".join([f"{_usage(clients[0].serving)}\n", *parts])

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from coterie.export.format import ClientModel
 from coterie.export.gguf_tokens import Tokens
 from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
 from coterie.models.adapter import AdapterBlock
@@ -86,14 +87,15 @@ def rope_factors(model: PersonalModel) -> Values | None:
     return None if np.allclose(factors, 1, rtol=1e-4) else factors
 
 
-def write_base(path: Path, model: PersonalModel, precision: str) -> None:
+def write_base(path: Path, client: ClientModel, precision: str) -> None:
     """Write the base for all models of one layout, each of its MLPs once for each expert."""
     import gguf
 
+    model = client.model
     experts, kind = model.layout.experts, model.config.model_type
     writer = gguf.GGUFWriter(str(path), ARCHITECTURES[kind][experts > 1], use_temp_file=True)
     _describe(writer, model, precision)
-    Tokens.of(model.tokenizer, model.config.vocab_size).write(writer, model.tokenizer)
+    Tokens.of(model.tokenizer, model.config.vocab_size).write(writer, client.serving)
     layers = layer_names(kind, experts)
     tensors = base_tensors(model)
     if model.config.tie_word_embeddings:

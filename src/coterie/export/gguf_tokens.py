@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import Refused
+from coterie.export.serving import Serving
 
+ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message: llama.cpp stops at each
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
@@ -67,20 +69,53 @@ class Tokens:
         pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
         return cls(texts, kinds, pairs, split)
 
-    def write(self, writer: Any, tokenizer: Any) -> None:
-        """Write them to a file of llama.cpp, with the tokenizer's special tokens and template."""
+    def write(self, writer: Any, serving: Serving) -> None:
+        """Write them to a file of llama.cpp, with the special tokens and the chat template."""
+        ends = end_tokens(serving)
+        kinds = [CONTROL if i in ends.values() else kind for i, kind in enumerate(self.kinds)]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(self.split)
         writer.add_token_list(self.texts)
-        writer.add_token_types(self.kinds)
+        writer.add_token_types(kinds)
         writer.add_token_merges(self.merges)
-        first = tokenizer("a")["input_ids"][:1]
-        for name in ("bos", "eos", "pad", "unk"):
-            if (token := getattr(tokenizer, f"{name}_token_id")) is not None:
+        tokenizer = serving.tokenizer
+        others = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "pad", "unk")}
+        for name, token in (others | ends).items():
+            if token is not None:
                 getattr(writer, f"add_{name}_token_id")(token)
-        writer.add_add_bos_token(first == [tokenizer.bos_token_id])
-        if isinstance(template := getattr(tokenizer, "chat_template", None), str):
-            writer.add_chat_template(template)
+        # it strips this token from what a template writes, and then puts it before that
+        first = (serving.asked or serving.begin)[:1]
+        writer.add_add_bos_token(first == (tokenizer.bos_token_id,))
+        writer.add_add_eos_token(False)
+        if isinstance(tokenizer.chat_template, str):
+            writer.add_chat_template(tokenizer.chat_template)
+
+
+def end_tokens(serving: Serving) -> dict[str, int]:
+    """Return the tokens that end a text, by llama.cpp's names of them. Raises Refused for more than
+    it has names for.
+    """
+    end = serving.tokenizer.eos_token_id
+    stops = sorted(serving.stops, key=lambda stop: stop != end)  # the end of a text first
+    if len(stops) > len(ENDS):
+        raise Refused(
+            f"llama.cpp has names for {len(ENDS)} tokens that end an answer, and the base has "
+            f"{len(stops)}",
+            "Use --format mixtral or --format peft.",
+        )
+    return dict(zip(ENDS, stops, strict=False))
+
+
+def check_serving(serving: Serving) -> None:
+    """Refuse ends and beginnings of texts that llama.cpp does not know. Raises Refused."""
+    end_tokens(serving)
+    if not serving.asked and serving.begin not in ((), (serving.tokenizer.bos_token_id,)):
+        begin = serving.tokenizer.decode(list(serving.begin))
+        raise Refused(
+            f"the base's texts begin with {begin!r}, and llama.cpp puts its beginning token or "
+            f"nothing before a text",
+            "Use --format mixtral or --format peft.",
+        )
 
 
 def _split(found: dict[str, Any]) -> str:

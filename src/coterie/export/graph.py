@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from coterie.core import names
-from coterie.core.files import write_atomically
+from coterie.core.files import read_json, write_atomically
 from coterie.export import client_files
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.functional import Interface, client_tensors
+from coterie.export.serving import GENERATION, Serving, ids_of
 
 README = "README.md"
 
@@ -35,6 +36,7 @@ class GraphRuntime(Runtime):
 
     def __init__(self, interface: Interface, client: Mapping[str, Tensor]) -> None:
         self.interface = interface
+        self.stops: tuple[int, ...] = ()  # at which its users end a text
         self.client = {name: client[name] for name in interface.client}
 
     @abstractmethod
@@ -51,6 +53,23 @@ class GraphRuntime(Runtime):
 
     def logits(self, ids: Tensor) -> Tensor:
         return self.step(ids, torch.arange(ids.shape[1]), self.empty(len(ids)))[0]
+
+    def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
+        return {*stops} & {*self.stops}
+
+    def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
+        past, answer = self.empty(1), list[int]()
+        ids = torch.tensor([[*prompt]])
+        parts = torch.split(ids, self.longest or len(prompt), dim=1)
+        while len(answer) < most:
+            for part in parts:
+                kept = torch.tensor([part.shape[1] - 1])
+                logits, *past = self.step(part, kept, past)[: 1 + len(past)]
+            answer.append(int(logits[0, -1].argmax()))
+            if answer[-1] in self.stops:
+                return answer, True
+            parts = (torch.tensor([answer[-1:]]),)
+        return answer, False
 
     def logits_by_token(self, ids: Tensor) -> Tensor:
         found, past, kept = [], self.empty(len(ids)), torch.tensor([0])
@@ -76,7 +95,7 @@ class GraphFormat(Format):
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         self.write_graph(clients, folder, options)
-        clients[0].model.tokenizer.save_pretrained(folder)
+        clients[0].serving.save(folder)
         write_atomically(folder / README, self.readme(clients).encode())
 
     @abstractmethod
@@ -100,7 +119,9 @@ class GraphFormat(Format):
     ) -> AbstractContextManager[GraphRuntime]:
         tensors = client_files.read(written.folder / written.files[0])
         interface = self.interface_of(client)
-        return nullcontext(self.loaded(written.folder / self.base, interface, tensors))
+        found = self.loaded(written.folder / self.base, interface, tensors)
+        found.stops = ids_of(read_json(written.folder / GENERATION).get("eos_token_id"))
+        return nullcontext(found)
 
     @abstractmethod
     def loaded(
@@ -116,22 +137,23 @@ class GraphFormat(Format):
         return Interface.of(client.model, self.routing)
 
     @abstractmethod
-    def program(self, client: str) -> str:
+    def program(self, client: str, serving: Serving) -> str:
         """Return a program that writes a text with a client's file, for people to start from."""
 
     def readme(self, clients: Sequence[ClientModel]) -> str:
         """Return how the files are used."""
+        serving = clients[0].serving
         files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
         return f"""# Personal models exported from coterie, as {self.name}
 
 `{self.base}` is the base, which all clients share. The file of a client holds tensors that are
 inputs of the base's graph: to change the client is to give others. `export.json` lists inputs and
-outputs in their order, and says how far each client is from the personal model.
+outputs in their order, and says how far each client is from the personal model. {serving.usage}
 
 | client | file |
 | --- | --- |
 {files}
 
 ```python
-{self.program(own_file(clients[0]))}```
+{self.program(own_file(clients[0]), serving)}```
 """

@@ -16,7 +16,6 @@ from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
 from coterie.export.chat_text import ChatText
 from coterie.export.gguf import SAMPLE
-from coterie.models.backbone import Backbone
 from coterie.personal import ManyModels, PersonalModel
 from coterie.personal.ui import keyboard, page
 from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
@@ -26,6 +25,7 @@ from coterie.reports.parts import COLOURS
 CONTEXT = (
     256  # tokens that are looked at: each of the search's texts has keys and values of its own
 )
+TYPED = 8  # control tokens in a sample
 CHOSEN = 8  # clients whose rows are shown at first; the others can be chosen
 INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
 WASM = "ort-wasm-simd-threaded.wasm"
@@ -68,7 +68,7 @@ def write(
     models = {model.about.client: model for model in clients.values()}
     graph = {"base": [*base], "caches": [*map(dict, caches)], "clients": _rows(clients)}
     first = next(iter(models.values()))
-    settings = _settings(first.backbone) | graph
+    settings = _settings(first) | graph
     if chat:
         settings["chat"] = ChatText.of(first.chats).to_json()
         settings["samples"] += _chat_samples(first.chats)
@@ -131,10 +131,10 @@ def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
     return found
 
 
-def _settings(backbone: Backbone) -> dict[str, Any]:
+def _settings(model: PersonalModel) -> dict[str, Any]:
     """Return what the search needs: its rules, its vocabulary, and samples of the tokenizer."""
-    words, tokenizer = Words(backbone, TextEncoder(backbone.tokenizer)), backbone.tokenizer
-    samples = (SAMPLE, *keyboard.EXAMPLES)
+    backbone, texts, tokenizer = model.backbone, model.texts, model.tokenizer
+    words = Words(backbone, texts)
     return {
         "shown": keyboard.SHOWN,
         "colours": len(COLOURS),
@@ -154,14 +154,36 @@ def _settings(backbone: Backbone) -> dict[str, Any]:
             "context": min(backbone.context_limit, CONTEXT),
             "tidy": bool(tokenizer.clean_up_tokenization_spaces),
         },
-        "samples": [[text, tokenizer(text)["input_ids"]] for text in samples],
+        "texts": {
+            "begin": texts.begin,
+            "empty": texts.prompt(""),
+            "controls": _controls(texts),
+            "typed": texts.control_tokens,
+        },
+        "samples": [[text, texts.prompt(text)] for text in (*_samples(texts), *keyboard.EXAMPLES)],
     }
+
+
+def _controls(texts: TextEncoder) -> list[str]:
+    """Return all control tokens."""
+    found: list[str] = texts.tokenizer.convert_ids_to_tokens(sorted(texts.special))
+    return found
+
+
+def _samples(texts: TextEncoder) -> tuple[str, ...]:
+    """Return texts that tokenizers split in different ways, also with control tokens that somebody
+    types, where these are not refused.
+    """
+    if texts.control_tokens == "refuse":
+        return (SAMPLE,)
+    return SAMPLE, f"{SAMPLE} {' '.join(_controls(texts)[:TYPED])} or so"
 
 
 def _chat_samples(chats: ChatTemplate) -> list[tuple[str, list[int], str]]:
     """Return answers, the tokens of a message and the answer, and the message."""
+    samples = _samples(chats.texts)
     return [
-        (answer, chats.tokenizer(chats.opening([user(message)], answer))["input_ids"], message)
-        for message in (SAMPLE, *keyboard.MESSAGES)
-        for answer in ("", SAMPLE)
+        (answer, chats.texts.prompt(chats.opened([user(message)], answer)), message)
+        for message in (*samples, *keyboard.MESSAGES)
+        for answer in ("", *samples)
     ]

@@ -103,10 +103,10 @@ class Mixtral(Format):
         blank.load_state_dict({n: t.to(dtype) for n, t in tensors.items()}, assign=True)
         blank.tie_weights()
         blank.config.dtype = dtype
-        blank.generation_config = model.generation_config
+        blank.generation_config = client.serving.generation
         blank.save_pretrained(folder)
-        model.tokenizer.save_pretrained(folder)
-        write_atomically(folder / README, _readme(model, options.precision).encode())
+        client.serving.save(folder)
+        write_atomically(folder / README, _readme(client, options.precision).encode())
         files = sorted(path.name for path in folder.iterdir())
         return Written(folder, tuple(files), client.logits)
 
@@ -219,7 +219,8 @@ def _tensors(model: PersonalModel, updated: Any, wanted: Mapping[str, Tensor]) -
     return found
 
 
-def _readme(model: PersonalModel, precision: str) -> str:
+def _readme(client: ClientModel, precision: str) -> str:
+    model, serving = client.model, client.serving
     about, layout = model.about, model.layout
     return f"""---
 library_name: transformers
@@ -235,7 +236,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("this folder", dtype="float32")
 tokenizer = AutoTokenizer.from_pretrained("this folder")
-```
+{serving.transformers_program}```
+
+{serving.usage}
 
 `export.json` says how far it is from the personal model. Weights are {precision}.
 """

@@ -10,6 +10,7 @@ from coterie.export import onnx_base
 from coterie.export.format import ClientModel, Options
 from coterie.export.functional import Interface
 from coterie.export.graph import GraphFormat, GraphRuntime
+from coterie.export.serving import Serving
 
 
 class Onnx(GraphFormat):
@@ -31,8 +32,8 @@ class Onnx(GraphFormat):
     ) -> GraphRuntime:
         return OnnxRuntime(base, interface, client)
 
-    def program(self, client: str) -> str:
-        return PROGRAM.replace("CLIENT", client)
+    def program(self, client: str, serving: Serving) -> str:
+        return serving.in_program(PROGRAM.replace("CLIENT", client))
 
 
 class OnnxRuntime(GraphRuntime):
@@ -87,12 +88,14 @@ past = {
     if i.name.startswith("past_key_values")
 }
 tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = tokenizer.encode("In my free time, I like to").ids
+new = text = PROMPT
 for _ in range(10):
     kept = np.array([len(new) - 1])  # logits of the last token only
     inputs = {"input_ids": np.array([new]), "logits_to_keep": kept, **past, **client}
     logits, *present = session.run(None, inputs)
     past, new = dict(zip(past, present)), [int(logits[0, -1].argmax())]
+    if new[0] in STOPS:
+        break
     text = text + new
 print(tokenizer.decode(text))
 """

@@ -28,7 +28,7 @@ from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import EMBEDDED, Family, is_transposed, locate, trusted
 from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
-from coterie.personal import About, PersonalModel
+from coterie.personal import PersonalModel
 
 PREFIX = "base_model.model."  # PEFT's, of every module of the base
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
@@ -72,12 +72,14 @@ class Peft(Format):
         whole = folded(model, weights, used)
         save(folder / WEIGHTS, tensors_of(whole, family, options.precision), {"format": "pt"})
         config(model, family, rank := rank_of(whole, family)).save_pretrained(str(folder))
-        readme = _readme(model.about, kept, left_out)
+        readme = _readme(client, kept, left_out)
         write_atomically(folder / README, readme.encode())
+        if client.chats:
+            client.serving.save(folder)
         expected = f"the {'fold' if options.part == 'fold' else 'expert'} in coterie"
         return Written(
             folder,
-            (WEIGHTS, CONFIG, README),
+            tuple(sorted(path.name for path in folder.iterdir())),
             torch.no_grad()(whole.forward),
             expected if left_out else "the personal model",
             tuple(left_out),
@@ -87,7 +89,7 @@ class Peft(Format):
     @contextmanager
     def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
         from peft import PeftModel
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         base = AutoModelForCausalLM.from_pretrained(
             locate(client.model.about.base),
@@ -95,6 +97,8 @@ class Peft(Format):
             trust_remote_code=trusted(),
             weights_only=True,
         )
+        if client.chats:
+            base.generation_config = GenerationConfig.from_pretrained(str(written.folder))
         yield TorchRuntime(PeftModel.from_pretrained(base, str(written.folder)))
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
@@ -235,12 +239,20 @@ def _loading(base: str) -> tuple[str, str]:
     return repr(base), ""
 
 
-def _readme(about: About, kept: str, left_out: list[str]) -> str:
+def _readme(client: ClientModel, kept: str, left_out: list[str]) -> str:
+    about, serving = client.model.about, client.serving
     missing = (
         "\n".join(f"- {sentence}" for sentence in left_out)
         or "Nothing: this is the whole personal model."
     )
     where, imported = _loading(about.base)
+    settings, loading = "", f"tokenizer = AutoTokenizer.from_pretrained({where})"
+    if client.chats:
+        settings = ", GenerationConfig"
+        loading = (
+            'model.generation_config = GenerationConfig.from_pretrained("this folder")\n'
+            'tokenizer = AutoTokenizer.from_pretrained("this folder")'
+        )
     return f"""---
 library_name: peft
 ---
@@ -252,11 +264,14 @@ of the client `{about.client}` after {about.round} rounds of `{about.method}`
 
 ```python
 from peft import PeftModel
-from transformers import AutoModelForCausalLM{imported}
+from transformers import AutoModelForCausalLM, AutoTokenizer{settings}{imported}
 
 base = AutoModelForCausalLM.from_pretrained({where}, dtype="float32")
 model = PeftModel.from_pretrained(base, "this folder")
-```
+{loading}
+{serving.transformers_program}```
+
+{serving.usage}
 
 `export.json` says how far it is from the personal model.
 

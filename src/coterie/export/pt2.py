@@ -14,6 +14,7 @@ from coterie.core.errors import ExportError, Refused
 from coterie.export.format import ClientModel, Options
 from coterie.export.functional import Interface, traced
 from coterie.export.graph import GraphFormat, GraphRuntime
+from coterie.export.serving import Serving
 
 COMPILERS = ("g++", "clang++", "cl")
 
@@ -53,8 +54,8 @@ class Pt2(GraphFormat):
     ) -> GraphRuntime:
         return Pt2Runtime(base, interface, client)
 
-    def program(self, client: str) -> str:
-        return PROGRAM.replace("CLIENT", client)
+    def program(self, client: str, serving: Serving) -> str:
+        return serving.in_program(PROGRAM.replace("CLIENT", client))
 
 
 class Pt2Runtime(GraphRuntime):
@@ -92,11 +93,13 @@ client = {name: client[name] for name in inputs if name in client}
 cache = [entry["shape"] for name, entry in inputs.items() if name.endswith(".key")]
 past = [(torch.zeros(1, heads, 0, width),) * 2 for _, heads, _, width in cache]
 tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = tokenizer.encode("In my free time, I like to").ids
+new = text = PROMPT
 for _ in range(10):
     kept = torch.tensor([len(new) - 1])  # logits of the last token only
     logits, past = run(torch.tensor([new]), kept, past, client)
     new = [int(logits[0, -1].argmax())]
+    if new[0] in STOPS:
+        break
     text = text + new
 print(tokenizer.decode(text))
 """

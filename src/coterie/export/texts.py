@@ -7,6 +7,7 @@ from pathlib import Path
 from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.protocol import ClientId
+from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.federation import ClientData
 from coterie.data.folders import Folders
@@ -17,7 +18,8 @@ from coterie.models.backbone import Backbone
 from coterie.personal import PersonalModel, clients_of, folder_of, read_about
 from coterie.runs import files
 from coterie.runs import recipe as recipes
-from coterie.runs.own_text import own_text
+from coterie.runs.own_text import own_text, section_of
+from coterie.runs.recipe import Recipe
 from coterie.runs.sections import LanguageSection
 
 
@@ -52,6 +54,11 @@ class Source:
         folders = [folder_of(self.run, id) for id in ids]
         bases = {self.base or read_about(folder).base for folder in folders}
         bits = {read_about(folder).quantise for folder in folders}
+        if len({read_about(folder).chat_template for folder in folders}) > 1:
+            raise Refused(
+                "--all: the clients have different chat templates",
+                "Export them one by one, with --client.",
+            )
         if len(bases) > 1 or len(bits) > 1:
             raise Refused(
                 f"--all: the clients have different bases ({', '.join(sorted(bases))})",
@@ -61,8 +68,9 @@ class Source:
         models = [PersonalModel.load(folder, backbone=backbone) for folder in folders]
         for model in models:
             model.about = replace(model.about, base=self.base or model.about.base)
-        data, absent = self._texts(models[0], folders[0])
-        return [_with_text(model, data, absent) for model in models]
+        recipe, absent = self._recipe(folders[0])
+        data, absent = self._texts(models[0], recipe, absent)
+        return [_with_text(model, data, absent, _chats(model, recipe)) for model in models]
 
     def _check(self) -> None:
         if self.everyone and self.client is not None:
@@ -70,39 +78,68 @@ class Source:
         if self.everyone and self.data is not None:
             raise Refused("--data is the text of one client", "Give --client instead of --all.")
 
+    def _recipe(self, folder: Path) -> tuple[Recipe | None, str]:
+        """Return the recipe of the run, and why there is none."""
+        run = self.run if (self.run / files.RECIPE).is_file() else folder.parent.parent
+        if not (run / files.RECIPE).is_file():
+            return None, f"{run} has no {files.RECIPE}, which would name it"
+        try:
+            return recipes.resolve(run), ""
+        except CoterieError as error:
+            return None, error.problem
+
     def _texts(
-        self, model: PersonalModel, folder: Path
+        self, model: PersonalModel, recipe: Recipe | None, absent: str
     ) -> tuple[Mapping[ClientId, ClientData], str]:
         """Return the clients' data, and why there are none."""
         about = model.about
         if self.data is not None:
+            section = _section(model, recipe)
             own = own_text(
-                Folders(), model.tokenizer, about.context, about.seed, about.client, self.data
+                section, model.tokenizer, about.context, about.seed, about.client, self.data
             )
             return {about.client: own}, ""
-        run = self.run if (self.run / files.RECIPE).is_file() else folder.parent.parent
-        if not (run / files.RECIPE).is_file():
-            return {}, f"{run} has no {files.RECIPE}, which would name it"
+        if recipe is None:
+            return {}, absent
+        if not isinstance(recipe.model, LanguageSection) or not isinstance(recipe.data, Section):
+            return {}, f"{recipe.name} is no recipe of language models"
         try:
-            recipe = recipes.resolve(run)
-            model_of, data = recipe.model, recipe.data
-            if not isinstance(model_of, LanguageSection) or not isinstance(data, Section):
-                return {}, f"{run} is no run of language models"
-            found = data.load(model.tokenizer, model_of.context, order_seed=recipe.seed)
+            found = recipe.data.load(model.tokenizer, recipe.model.context, order_seed=recipe.seed)
         except CoterieError as error:
             return {}, error.problem
         return found.everyone, ""
 
 
+def _section(model: PersonalModel, recipe: Recipe | None) -> Folders:
+    """Return how a client's own files are read: as those of the run."""
+    if recipe is not None:
+        return section_of(recipe.data)
+    if not _chats(model, recipe):
+        return Folders()
+    return Folders(content="chats", chat_template=model.about.chat_template)
+
+
+def _chats(model: PersonalModel, recipe: Recipe | None) -> bool:
+    """Return whether a model was trained on conversations. One that an earlier coterie saved does
+    not say so: then its recipe does, or else that there is a chat template.
+    """
+    if model.about.content is not None:
+        return model.about.content == "chats"
+    if recipe is not None:
+        return isinstance(recipe.data, ChatFields) and recipe.data.content == "chats"
+    return model.chats.template is not None
+
+
 def _with_text(
-    model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str
+    model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str, chats: bool
 ) -> ClientModel:
     own = data.get(names.normal(model.about.client))
     if own is None:
-        return ClientModel(model, absent=absent or "it is no client of the recipe")
-    return ClientModel(model, _running(own.valid), _running(own.test))
+        absent = absent or "it is no client of the recipe"
+        return ClientModel(model, absent=absent, chats=chats)
+    return ClientModel(model, _apart(own.valid), _apart(own.test), chats=chats)
 
 
-def _running(split: Split) -> Split:
-    """Return a split as running text: conversations too, for programs that know no masks."""
-    return split.plain() if isinstance(split, ChatSplit) else split
+def _apart(split: Split) -> Split:
+    """Return a split whose rows hold one conversation each: other programs know no masks."""
+    return replace(split, packing=False) if isinstance(split, ChatSplit) else split

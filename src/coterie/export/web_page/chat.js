@@ -2,8 +2,11 @@
 
 import { strip } from "./search.js";
 
-// chat: of page.json; text: what was written so far, of a chat the answer to a message.
+// What was written so far as one text. chat: of page.json; text: of a chat the answer to a message.
 export function opening(chat, text, message) {
   if (message === undefined) return text;
-  return chat.before + (chat.strips ? strip(message) : message) + chat.between + text;
+  return chat.before + said(chat, message) + chat.between + text;
 }
+
+// A message as the template writes it.
+export const said = (chat, message) => (chat.strips ? strip(message) : message);

@@ -1,7 +1,7 @@
 // The next words of a text with their probabilities, though the model only knows tokens: the same
 // search as coterie/personal/words.py, name by name, for one text and one model at a time.
 
-import { Search, strip } from "./search.js";
+import { Search } from "./search.js";
 
 export class Words {
   // tokenizer: of @huggingface/tokenizers; vocabulary, rules: those of page.json.
@@ -22,10 +22,10 @@ export class Words {
     this.anchorText = tokenizer.decode([this.anchor], this.tidy);
   }
 
-  // The k most likely next words of a text, best first; null as soon as `stale()` says that nobody
+  // The k most likely next words of a text, given with its ids, best first; null as soon as `stale()` says that nobody
   // waits for them any more.
-  async of(model, text, k, stale = () => false) {
-    const [prompt, search] = this.begin(text, k);
+  async of(model, ids, text, k, stale = () => false) {
+    const [prompt, search] = this.begin(ids, text, k);
     let { cache, p, experts } = await model.prompt(prompt);
     this.goOn(search, p, experts);
     for (let step = 0; step < this.rules.unfinished + this.rules.longest; step++) {
@@ -40,8 +40,7 @@ export class Words {
   }
 
   // The prompt, and the search that begins behind it.
-  begin(text, k) {
-    const ids = strip(text) ? this.tokenizer.encode(text).ids : [];
+  begin(ids, text, k) {
     const cut = ids.length - this.unfinished(ids);
     const back = ids.slice(cut);
     const end = back.map((i) => this.names[i]).join("");

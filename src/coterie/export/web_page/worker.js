@@ -9,6 +9,8 @@ import { opening } from "./chat.js";
 import { Folder } from "./files.js";
 import { Model } from "./model.js";
 import * as ort from "./ort.wasm.bundle.min.js";
+import { strip } from "./search.js";
+import { Texts } from "./texts.js";
 import { Tokenizer } from "./tokenizers.min.js";
 import { Words } from "./words.js";
 
@@ -42,22 +44,23 @@ async function load() {
     folder.bytes(weights),
     ...chosen,
   ]);
-  const tokenizer = new Tokenizer(tokens, settings);
-  checkTokens(tokenizer, page);
+  const texts = new Texts(Tokenizer, tokens, settings, page.texts);
+  checkTokens(texts, page);
   ort.env.wasm.numThreads = 1; // more need headers that plain servers do not send
   ort.env.wasm.wasmBinary = binary;
   const session = await ort.InferenceSession.create(base, {
     executionProviders: ["wasm"],
     externalData: [{ path: weights, data: new Uint8Array(data) }],
   });
-  return { page, session, words: new Words(tokenizer, page.vocabulary, page.rules) };
+  const words = new Words(new Tokenizer(tokens, settings), page.vocabulary, page.rules);
+  return { page, session, texts, words };
 }
 
 // Refuse to go on where this tokenizer splits text in another way than the base's own.
-function checkTokens(tokenizer, { chat, samples }) {
+function checkTokens(texts, { chat, samples }) {
   for (const [sample, ids, message] of samples) {
-    const text = opening(chat, sample, message);
-    if (tokenizer.encode(text).ids.join() !== ids.join()) {
+    if (texts.prompt(chat, sample, message).join() !== ids.join()) {
+      const text = opening(chat, sample, message);
       throw new Error(`the tokenizer of this page splits "${text}" in another way than the base's`);
     }
   }
@@ -101,13 +104,16 @@ async function work() {
 }
 
 async function answer(loaded, { id, text, message, clients }) {
-  const whole = opening(loaded.page.chat, text, message);
+  const { page, texts, words } = loaded;
+  const blank = message === undefined && !strip(text);
+  const ids = texts.prompt(page.chat, blank ? "" : text, message);
+  const whole = opening(page.chat, text, message);
   const stale = async () => (await heard(), wanted.id !== id);
   for (const client of clients) {
     const model = await modelOf(loaded, client);
-    const words = await loaded.words.of(model, whole, loaded.page.shown, stale);
-    if (words === null || (await stale())) return;
-    self.postMessage({ kind: "words", id, client, words });
+    const best = await words.of(model, ids, whole, page.shown, stale);
+    if (best === null || (await stale())) return;
+    self.postMessage({ kind: "words", id, client, words: best });
   }
   self.postMessage({ kind: "done", id });
 }

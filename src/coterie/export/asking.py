@@ -1,0 +1,93 @@
+"""A chat that an exported model is asked in its own program: it is written as in training, and its
+answer is the model's and ends where the model's ends.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from coterie.core.errors import ExportError
+from coterie.core.printing import printable
+from coterie.export.format import ClientModel, Runtime, Written
+from coterie.export.serving import QUESTION
+
+MOST = 32  # tokens of an answer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A chat and what a program answers.
+
+    Args:
+        question: The user's message.
+        answer: As text, without tokens such as that which ends it; None where it was not asked.
+        tokens: How many it has, with the one that ends it.
+        ended: Whether such a token ended it, otherwise the most tokens were reached.
+    """
+
+    question: str
+    answer: str | None = None
+    tokens: int = 0
+    ended: bool = False
+
+    @property
+    def sentence(self) -> str:
+        """What the command prints of it."""
+        if self.answer is None:
+            return "no chat was asked: the question leaves no room for an answer"
+        how = "ended by its stop token" if self.ended else "cut off there"
+        return (
+            f"asked {self.question!r}, it answers as coterie does: "
+            f"{printable(self.answer)[:60]!r} ({self.tokens} tokens, {how})"
+        )
+
+
+def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -> Asked:
+    """Ask a program a chat.
+
+    Args:
+        runtime: The program with what was written.
+        client: The model.
+        written: What was written.
+        limit: The largest difference of logits, as a part of the largest, that rounding explains;
+            infinite where the weights are others.
+
+    Raises:
+        ExportError: It writes the chat with other tokens, ends answers at others, or answers
+            otherwise.
+    """
+    serving, question = client.serving, QUESTION[0]["content"]
+    prompt = list(serving.asked)
+    if runtime.chat_ids(written.folder, QUESTION) != prompt:
+        raise _other(client, "writes a chat with other tokens than the model was trained with")
+    if missing := set(serving.stops) - runtime.ending(prompt, serving.stops):
+        tokens = ", ".join(map(str, client.model.tokenizer.convert_ids_to_tokens(sorted(missing))))
+        raise _other(client, f"does not end an answer at {tokens}")
+    window = min(client.model.backbone.context_limit, runtime.window or len(prompt) + MOST)
+    if (most := min(MOST, window - len(prompt))) < 1:
+        return Asked(question)
+    answer, ended = runtime.answer(prompt, most)
+    ends = [token in serving.stops for token in answer]
+    if any(ends[:-1]) or ends[-1] != ended:
+        raise _other(client, "ends an answer at another token than coterie")
+    if _regret(prompt, answer, written) > 2 * limit:
+        raise _other(client, "answers a chat otherwise than coterie")
+    text = client.model.tokenizer.decode(answer, skip_special_tokens=True).strip()
+    return Asked(question, text, len(answer), ended)
+
+
+def _regret(prompt: list[int], answer: list[int], written: Written) -> float:
+    """Return how much less likely than the likeliest tokens those of an answer are, by what was
+    expected: of most tokens, as a part of the largest logit.
+    """
+    logits = written.expected(torch.tensor([prompt + answer])).float()[0, len(prompt) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+    regret = float((logits.amax(dim=-1) - chosen).median())
+    return regret / max(1.0, float(logits.abs().max()))
+
+
+def _other(client: ClientModel, problem: str) -> ExportError:
+    return ExportError(
+        f"{printable(client.client)}: what was written {problem}",
+        "Nothing is kept. Its program may read the chat template in another way: report this.",
+    )

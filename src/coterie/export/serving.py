@@ -1,0 +1,127 @@
+"""What a program has to know of a model beside its tensors: how texts begin, how chats are written,
+and which tokens end an answer. Every export takes it from here.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core.files import write_atomically
+from coterie.data.text_encoding import TextEncoder
+from coterie.personal import PersonalModel
+
+GENERATION = "generation_config.json"
+TEXT = "In my free time, I like to"  # that the programs in the documentation go on with
+QUESTION = ({"role": "user", "content": "What is two and two?"},)
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a model is used.
+
+    Args:
+        tokenizer: A copy of the base's, with the chat template that the model was trained with.
+        generation: Transformers' settings of `generate`, with the tokens that end an answer.
+        chats: Whether the model was trained on conversations.
+        begin: The ids before a text that is no chat.
+        stops: The ids that end a text, or an answer.
+        asked: The ids of `QUESTION` by the chat template; none without one.
+        asked_text: What the template writes for it.
+    """
+
+    tokenizer: Any
+    generation: Any
+    chats: bool
+    begin: tuple[int, ...]
+    stops: tuple[int, ...]
+    asked: tuple[int, ...] = ()
+    asked_text: str = ""
+
+    @classmethod
+    def of(cls, model: PersonalModel, chats: bool) -> "Serving":
+        """Return how a model is used that was trained on conversations, or on texts.
+
+        Raises:
+            DataError: The tokenizer is not a fast one, or the chat template refuses a question.
+        """
+        tokenizer, generation = copy.copy(model.tokenizer), copy.deepcopy(model.generation_config)
+        begin = tuple(TextEncoder(tokenizer).begin)
+        if not chats:
+            return cls(tokenizer, generation, False, begin, ids_of(generation.eos_token_id))
+        generation.eos_token_id = [*model.chats.stops] or None
+        if model.chats.template is None:
+            return cls(tokenizer, generation, True, begin, model.chats.stops)
+        tokenizer.chat_template = model.chats.template
+        return cls(
+            tokenizer,
+            generation,
+            True,
+            begin,
+            model.chats.stops,
+            tuple(model.chats.prompt(QUESTION)),
+            model.chats.render(QUESTION, prompt=True),
+        )
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """For export.json."""
+        return {
+            "content": "chats" if self.chats else "text",
+            "begin": self.begin,
+            "stops": self.stops,
+            "chat_template": bool(self.tokenizer.chat_template),
+        }
+
+    @property
+    def usage(self) -> str:
+        """How texts are asked for, for people."""
+        begin = self.tokenizer.decode(list(self.begin))
+        starts = f" Texts begin with `{begin}`, which the tokenizer writes." if begin else ""
+        ends = ", ".join(f"`{token}`" for token in self.tokenizer.convert_ids_to_tokens(self.stops))
+        if not self.chats:
+            return f"It goes on with texts, up to {ends or 'any length'}.{starts}"
+        written = (
+            "a chat as `chat_template.jinja` writes it, which is whole: nothing is put before it"
+            if self.asked
+            else f"prompts as they are.{starts}"
+        )
+        return f"It was trained on conversations: ask it {written}. An answer ends with {ends}."
+
+    def in_program(self, program: str) -> str:
+        """Return a program with Python for PROMPT, the ids of a prompt by a `tokenizer` of the
+        package tokenizers, and for STOPS.
+        """
+        text = json.dumps(self.asked_text or TEXT)
+        begin = "" if self.asked or not self.begin else f"{[*self.begin]} + "
+        ids = f"{begin}tokenizer.encode({text}, add_special_tokens=False).ids"
+        return program.replace("PROMPT", ids).replace("STOPS", str([*self.stops]))
+
+    @property
+    def transformers_program(self) -> str:
+        """Return the end of a program with a `model` and a `tokenizer` of transformers."""
+        if self.asked:
+            prompt = f"""tokenizer.apply_chat_template(
+    [{json.dumps(QUESTION[0])}],
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)"""
+        else:
+            prompt = f'tokenizer({json.dumps(TEXT)}, return_tensors="pt")'
+        return f"""prompt = {prompt}
+answer = model.generate(**prompt, max_new_tokens=64)[0, prompt["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))
+"""
+
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer and the settings of `generate`. Raises SaveError."""
+        self.tokenizer.save_pretrained(folder)
+        text = self.generation.to_json_string(use_diff=True)
+        write_atomically(folder / GENERATION, text.encode())
+
+
+def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
+    """Return the ids that a configuration names as one, several or none."""
+    return () if value is None else tuple(value) if isinstance(value, list) else (value,)
