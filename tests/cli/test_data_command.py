@@ -138,6 +138,11 @@ def test_sources_are_told_apart(tmp_path: Path) -> None:
     assert recipe_for(str(tmp_path / "2024"))[0] == "folders"
     table = write_jsonl(tmp_path / "t.jsonl", [{"client": "a", "messages": []}])
     assert recipe_for(str(table)) == ("table", [f'data.path="{table}"', "data.content=chats"])
+    (tmp_path / "chats" / "ann").mkdir(parents=True)
+    (tmp_path / "chats" / "ann" / "talk.txt").write_text(
+        "12.05.24, 14:32 - Ann: hello\n12.05.24, 14:33 - Ben: and you\n" * 5
+    )
+    assert recipe_for(str(tmp_path / "chats"))[1][1:] == ["data.content=chats"]
     assert recipe_for("quickstart") == ("quickstart", [])
     assert recipe_for(str(tmp_path / "own.yaml")) == (str(tmp_path / "own.yaml"), [])
 

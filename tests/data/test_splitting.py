@@ -10,9 +10,11 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+from chat_bases import chat_tokenizer, turns, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.core.errors import DataError
 from coterie.data.chats import Conversation
 from coterie.data.folders import Folders
 from coterie.data.similarity import similar
@@ -241,6 +243,33 @@ def test_folders_share_a_group_chat(tmp_path: Path) -> None:
     ann, ben = ([set(map(squeezed, part)) for part in texts[id]] for id in ("ann", "ben"))
     assert all(part & set(shared) for part in ann)
     assert not any(ann[i] & ben[j] for i in range(3) for j in range(3) if i != j)
+
+
+def test_who_shares_with_a_folder_of_fixed_splits_follows_it(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    shared = [sentence(chance) for _ in range(6)]
+    for name, text in zip(("train", "valid", "test") * 2, shared, strict=True):
+        (tmp_path / "ann" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "ann" / name / f"{len(text)}{text[:9]}.txt").write_text(text)
+    (tmp_path / "ben").mkdir()
+    for i, text in enumerate([*shared, *(sentence(chance) for _ in range(40))]):
+        (tmp_path / "ben" / f"{i}.txt").write_text(f"{text}\n")
+    source = Folders(path=tmp_path).source()
+    ann, ben = (source.read()[id] for id in ("ann", "ben"))
+    assert [sorted(set(map(squeezed, part)) & set(shared)) for part in ben] == [
+        sorted(part) for part in ann
+    ]
+
+
+def test_a_client_of_few_conversations_is_told_how_many_are_needed(tmp_path: Path) -> None:
+    (tmp_path / "texts" / "ann").mkdir(parents=True)
+    for equal in (1, 4):
+        rows = [{"messages": turns(f"{i}", "yes")} for i in (1, *[2] * equal)]
+        write_jsonl(tmp_path / "texts" / "ann" / "a.jsonl", rows)
+        with pytest.raises(DataError) as refused:
+            Folders(path=tmp_path / "texts", content="chats").load(chat_tokenizer(), 64)
+        needed = f"it has {1 + equal} in all, and three splits need 3 different ones"
+        assert f"client 'ann', test: no conversations; {needed}" in refused.value.problem
 
 
 # --- nearly equal ---------------------------------------------------------------------------------

@@ -20,7 +20,14 @@ from coterie.data.rows import ENDINGS as TABLES
 from coterie.data.rows import ending_of, rows_of
 from coterie.data.section import Fractions, Source, Texts, choose, stamps
 from coterie.data.splits import SPLITS
-from coterie.data.splitting import Document, LocatedText, keyed_by_text, split_clients, where_of
+from coterie.data.splitting import (
+    Document,
+    LocatedText,
+    fixed_places,
+    keyed_by_text,
+    split_clients,
+    where_of,
+)
 
 # of text; conversations are in tables
 ENDINGS = (".txt", ".text", ".md", ".markdown", ".jsonl", ".jsonl.gz")
@@ -163,8 +170,9 @@ class Folders(ChatFields):
 
     def _in_splits(self, clients: Mapping[str, list[list[Document]]]) -> Texts:
         free = {id: parts[0] for id, parts in clients.items() if len(parts) == 1}
+        fixed = fixed_places(parts for parts in clients.values() if len(parts) > 1)
         together = self.near_duplicates == "together"
-        texts = split_clients(free, self.fractions, self.seed, together)
+        texts = split_clients(free, self.fractions, self.seed, together, fixed)
         return {
             id: texts.get(id) or [[document.text for document in part] for part in parts]
             for id, parts in clients.items()

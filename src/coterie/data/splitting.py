@@ -6,6 +6,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,6 +125,7 @@ def split_clients(
     fractions: Sequence[float],
     seed: int,
     near: bool = False,
+    fixed: Mapping[Digest, int] = MappingProxyType({}),
 ) -> dict[ClientId, Splits]:
     """Return the texts of each client in splits, as `split` does where nothing is equal.
 
@@ -135,11 +137,13 @@ def split_clients(
         fractions: Of the splits.
         seed: Fixes the order.
         near: Whether documents that are nearly equal stay together, too; see `similar`.
+        fixed: The splits of documents that yet others have.
     """
     documents = {id: list(of_client) for id, of_client in clients.items()}
     groups = _nearly_equal(documents.values()) if near else {}
     works = {id: _works(of_client, groups) for id, of_client in documents.items()}
     places = _shared_places(list(works.values()), fractions, seed)
+    places |= {groups.get(key, key): part for key, part in fixed.items()}
     return {
         id: _best(
             {work.key: work.texts for work in of_client.values()},
@@ -149,6 +153,16 @@ def split_clients(
         )
         for id, of_client in works.items()
     }
+
+
+def fixed_places(clients: Iterable[Sequence[Sequence[Document]]]) -> dict[Digest, int]:
+    """Return the split of each document of clients whose splits are fixed; the first of several."""
+    places: dict[Digest, int] = {}
+    for parts in clients:
+        for place, documents in enumerate(parts):
+            for document in documents:
+                places.setdefault(document.digest, place)
+    return places
 
 
 def _nearly_equal(clients: Iterable[Sequence[Document]]) -> dict[Digest, Digest]:

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 
 from coterie.core.errors import Refused
 from coterie.core.protocol import ClientId
+from coterie.data import archives
 from coterie.data.by_client import OTHERS
 from coterie.data.chats import ChatBatch, Conversation
 from coterie.data.rows import CHATS, ending_of, rows_of
@@ -35,12 +36,19 @@ def recipe_for(source: str) -> tuple[str, list[str]]:
     folder = path.is_dir()
     if not folder and not (path.is_file() and ending_of(path.name)):
         return source, []
-    paths: Iterable[Path] = path.glob("*/**/*") if folder else [path]
-    table = next((p for p in paths if p.is_file() and ending_of(p.name)), None)
-    row = next((row for _, row in rows_of([table])), {}) if table is not None else {}
-    chats = ["data.content=chats"] if CHATS & row.keys() else []
+    paths = sorted(path.glob("*/**/*")) if folder else [path]
+    chats = ["data.content=chats"] if _hold_chats(paths) else []
     kind = "folders" if folder else "table"
     return kind, [f"data.path={json.dumps(source)}", *chats]  # quoted, as YAML takes it, too
+
+
+def _hold_chats(paths: Sequence[Path]) -> bool:
+    """Whether there is an archive, or the first table has conversations, by its columns."""
+    if archives.archives_in(paths):
+        return True
+    table = next((path for path in paths if path.is_file() and ending_of(path.name)), None)
+    row = next((row for _, row in rows_of([table])), {}) if table is not None else {}
+    return not CHATS.isdisjoint(row)
 
 
 def summary_of(
