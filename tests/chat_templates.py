@@ -13,7 +13,9 @@ _CALLS = """
 {{- '\\n<tool_call>\\n{"name": "' + c.function.name + '", "arguments": ' -}}
 {{- (c.function.arguments | tojson) + '}\\n</tool_call>' -}}
 {%- endfor -%}"""
-_RESULT = "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+_RESULT = (
+    "{{ '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}"
+)
 
 CHATML = f"{{%- for m in messages -%}}{_CHATML}{{%- endfor -%}}{_ASKED}"
 

@@ -26,7 +26,9 @@ def template_of(style: str, control_tokens: Any = "text") -> ChatTemplate:
 words = st.sampled_from(
     ["hello", "a b", "two\nlines", "\n\nbehind", "ends ", " begins", "Größe 你好", '{"a": 1}', "7"]
 )
-contents = st.lists(words | st.sampled_from([*SPECIAL, *ADDED]), min_size=1, max_size=4).map("".join)
+contents = st.lists(words | st.sampled_from([*SPECIAL, *ADDED]), min_size=1, max_size=4).map(
+    "".join
+)
 arguments = st.dictionaries(st.sampled_from(["city", "day"]), contents | st.integers(0, 9))
 
 
@@ -86,7 +88,9 @@ def test_what_is_trained_begins_with_what_is_asked(style: str, data: Any) -> Non
             assert part.ids[:start].tolist() == template.prompt(raw[:number], tools)
         text = template.tokenizer.decode(part.ids[start:end])
         assert messages[number]["content"].strip() in text
-        assert all(call["function"]["name"] in text for call in messages[number].get("tool_calls", []))
+        assert all(
+            call["function"]["name"] in text for call in messages[number].get("tool_calls", [])
+        )
         assert int(part.ids[end - 1]) in template.stops
 
 

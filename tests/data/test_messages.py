@@ -194,3 +194,19 @@ def test_offsets_of_tokenizers_that_trim_them_are_not_believed(trims: bool) -> N
         assert rendered.ids[: len(asked)].tolist() == asked
         assert np.flatnonzero(rendered.counted)[0] == len(asked)
         assert tokenizer.decode(rendered.ids[rendered.counted]) == f"{completion}<|endoftext|>"
+
+
+@pytest.mark.parametrize("room", [20, 40, 60, 90, 130, 200, 400])
+def test_as_few_old_turns_as_possible_are_left_out(room: int) -> None:
+    messages = [
+        {"role": "system", "content": "s"},
+        *turns(*("word " * (i % 4 + 1) for i in range(20))),
+    ]
+    chats = ChatTemplate(chat_tokenizer())
+    (found,) = chats.fitted(Conversation("1", messages), room)
+    later = [[messages[0], *messages[start:]] for start in range(1, 21, 2)]
+    ids = [chats.encode(Conversation("1", part))[0].ids for part in later]
+    fitting = [own for own in ids if len(own) <= room]
+    wanted = fitting[0] if fitting else ids[-1][-room:]
+    assert found.ids.tolist() == wanted.tolist()
+    assert found.cut == (len(ids[0]) > room)

@@ -1,9 +1,10 @@
 """Parts of a conversation: one for each answer, or without its oldest turns."""
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coterie.data.chats.messages import is_answer
+from coterie.data.chats.messages import Message, is_answer
 from coterie.data.chats.reading import Conversation
 
 
@@ -20,16 +21,53 @@ def answers_apart(conversation: Conversation) -> list[Conversation]:
     ]
 
 
-def without_oldest(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation without its oldest turns, ever more of them, until one is left; a
-    system's message stays.
+def longest_that(
+    fits: Callable[[Conversation], bool], conversation: Conversation
+) -> Conversation | None:
+    """Return a conversation without its oldest turns, as few of them as are needed; a system's
+    message stays. None if not even the last turn with a trained answer fits.
+
+    The number of turns that are kept is doubled, then halved, so that nothing is tried that is much
+    longer than what is returned.
+
+    Args:
+        fits: Whether a conversation does; if one does, so does each with fewer turns.
+        conversation: One that does not.
+    """
+    turns = _turns(conversation)[::-1]  # the last one first
+
+    def too_long(number: int) -> bool:
+        return not fits(_from(conversation, turns[number]))
+
+    if not turns or too_long(0):
+        return None
+    end = 1
+    while end < len(turns) and not too_long(end):
+        end *= 2
+    high = min(end, len(turns))
+    first = bisect_left(range(high), True, lo=end // 2 + 1, hi=high, key=too_long)
+    return _from(conversation, turns[first - 1])
+
+
+def _turns(conversation: Conversation) -> list[int]:
+    """Return where a conversation may begin: the first messages of its turns, but the first turn,
+    up to the last trained answer.
     """
     messages = conversation.messages
-    first = 1 if messages and messages[0]["role"] in ("system", "developer") else 0
     answers = [i for i, message in enumerate(messages) if is_answer(message)]
     last = max(conversation.trained or answers, default=0)
-    for start in range(first + 1, last):
-        if messages[start]["role"] == "user":
-            kept = [*messages[:first], *messages[start:]]
-            given = max(conversation.given - (start - first), 0)
-            yield replace(conversation, messages=kept, given=given)
+    starts = range(_kept(messages) + 1, last)
+    return [start for start in starts if messages[start]["role"] == "user"]
+
+
+def _kept(messages: Sequence[Message]) -> int:
+    """Return how many messages stay at the beginning: a system's."""
+    return int(bool(messages) and messages[0]["role"] in ("system", "developer"))
+
+
+def _from(conversation: Conversation, start: int) -> Conversation:
+    """Return a conversation that begins with a later message."""
+    kept = _kept(conversation.messages)
+    messages = [*conversation.messages[:kept], *conversation.messages[start:]]
+    given = max(conversation.given - (start - kept), 0)
+    return replace(conversation, messages=messages, given=given)

@@ -36,7 +36,7 @@ from coterie.data.chats.rendering import (
     with_marks,
     without_greeting,
 )
-from coterie.data.chats.shortening import answers_apart, without_oldest
+from coterie.data.chats.shortening import answers_apart, longest_that
 from coterie.data.text_encoding import ControlTokens, Ids, TextEncoder
 
 Loss = Literal["answers", "all"]
@@ -221,10 +221,11 @@ class ChatTemplate:
     def _shortened(
         self, conversation: Conversation, whole: Rendered, room: int, loss: Loss
     ) -> Rendered:
-        for part in without_oldest(conversation):
-            whole = self._whole(part, loss)
-            if len(whole.ids) <= room:
-                return replace(whole, cut=True)
+        def fits(part: Conversation) -> bool:
+            return len(self._whole(part, loss).ids) <= room
+
+        if part := longest_that(fits, conversation):
+            return replace(self._whole(part, loss), cut=True)
         counted = whole.counted[-room:].copy()
         counted[0] = False
         return replace(whole, ids=whole.ids[-room:], counted=counted, cut=True)
@@ -251,7 +252,7 @@ class ChatTemplate:
     def _messages(self, conversation: Conversation, loss: Loss) -> Rendered:
         messages, tools, trained = conversation.messages, conversation.tools, conversation.trained
         self.texts.check([messages, tools])
-        renders = Renders(self._write, messages, tools)
+        renders = self._renders(messages, tools)
         text = renders.whole
         if loss == "all":
             silent = [i for i, message in enumerate(messages) if message.get(WEIGHT) == 0]
@@ -393,7 +394,7 @@ class ChatTemplate:
             raise
 
     def _prompted(self, messages: Sequence[Message], tools: Any) -> tuple[Renders, str]:
-        renders = Renders(self._write, messages, tools)
+        renders = self._renders(messages, tools)
         text = renders.upto(len(messages), prompt=True)
         self._refuse_left_out(messages, tools, ())
         return renders, text
@@ -417,36 +418,50 @@ class ChatTemplate:
         template: str | None = None,
     ) -> str:
         """Return the text of messages, marked. Raises DataError."""
+        return self._written(*self._shown(messages, tools), prompt, template)
+
+    def _renders(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Renders:
+        return Renders(self._written, *self._shown(messages, tools))
+
+    def _shown(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        arguments_as_text: bool | None = None,
+    ) -> tuple[list[Message], Any]:
+        """Return messages and tools as the template is given them."""
+        if arguments_as_text is None:
+            arguments_as_text = self._arguments_as_text
+        shown = [as_template(message, arguments_as_text) for message in messages]
+        if self.texts.control_tokens == "tokens":
+            return shown, tools
+        shield = self.texts.shield
+        return [shield(own, own["role"] == ASSISTANT) for own in shown], shield(tools)
+
+    def _written(
+        self,
+        shown: Sequence[Message],
+        tools: Sequence[Any] | None,
+        prompt: bool,
+        template: str | None = None,
+    ) -> str:
+        """Return what the template writes of what it is given, marked. Raises DataError."""
         if self.template is None:
             raise DataError("the base has no chat template", NO_TEMPLATE)
         try:
-            return self._apply(messages, tools, prompt, template, self._arguments_as_text)
+            (text,) = self.tokenizer.apply_chat_template(
+                [shown],  # a batch, since a list of no messages is refused
+                tools=tools,
+                chat_template=template or self._template_for(tools),
+                add_generation_prompt=prompt,
+                tokenize=False,
+            )
         except Exception as error:  # templates raise whatever they like
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise DataError(
                 f"the chat template refuses the messages: {reason}",
                 "Change the roles or their order, or use another base or data.chat_template.",
             ) from None
-
-    def _apply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        prompt: bool,
-        template: str | None,
-        arguments_as_text: bool,
-    ) -> str:
-        shown = [as_template(message, arguments_as_text) for message in messages]
-        if self.texts.control_tokens != "tokens":
-            shown = [self.texts.shield(own, own["role"] == ASSISTANT) for own in shown]
-            tools = self.texts.shield(tools)
-        (text,) = self.tokenizer.apply_chat_template(
-            [shown],  # a batch, since a list of no messages is refused
-            tools=tools,
-            chat_template=template or self._template_for(tools),
-            add_generation_prompt=prompt,
-            tokenize=False,
-        )
         return self.texts.marked(text)
 
     def _template_for(self, tools: Sequence[Any] | None) -> str:
@@ -459,9 +474,10 @@ class ChatTemplate:
 
         def written(as_text: bool) -> bool:
             try:
-                return "two" in self._apply(asked, None, False, None, as_text).partition("?")[2]
-            except Exception:  # templates raise whatever they like
+                text = self._written(*self._shown(asked, None, as_text), prompt=False)
+            except DataError:
                 return False
+            return "two" in text.partition("?")[2]
 
         return written(True) and not written(False)
 
