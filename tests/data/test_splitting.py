@@ -239,7 +239,11 @@ def test_folders_share_a_group_chat(tmp_path: Path) -> None:
         (tmp_path / id).mkdir()
         for i, text in enumerate([*shared, *(sentence(chance) for _ in range(20))]):
             (tmp_path / id / f"{i}.txt").write_bytes(f"{text}{end}".encode())
-    texts = Folders(path=tmp_path).source().read()
+    section = Folders(path=tmp_path)
+    for _ in range(2):  # encoded, then from the cache
+        (note,) = section.load(chat_tokenizer(), 16, cache=tmp_path / ".cache").notes
+        assert note.startswith("ann and ben share 40 documents (67% of ann's, 67% of ben's)")
+    texts = section.source().read()
     ann, ben = ([set(map(squeezed, part)) for part in texts[id]] for id in ("ann", "ben"))
     assert all(part & set(shared) for part in ann)
     assert not any(ann[i] & ben[j] for i in range(3) for j in range(3) if i != j)

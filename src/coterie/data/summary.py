@@ -96,10 +96,6 @@ class ClientSummary:
     examples: Sequence[Sequence[Token]] = ()
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
-    @property
-    def documents(self) -> int:
-        return sum(split.documents for split in self.splits.values())
-
 
 @dataclass(frozen=True)
 class DataSummary:
@@ -155,13 +151,12 @@ def _splits(
     data: ClientData, texts: Sequence[Sequence[str]], end: int | None
 ) -> dict[str, SplitSummary]:
     summaries = {}
-    for split, documents in zip(data.splits, texts, strict=True):
+    for name, split, documents in zip(SPLITS, data.splits, texts, strict=True):
         lengths = _lengths(split, end)
-        median, longest = (int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0)
-        summaries[split.name] = SplitSummary(
-            len(documents), len(split), split.predictions, median, longest
-        )
-    return dict(zip(SPLITS, summaries.values(), strict=True))
+        middle, longest = int(np.median(lengths)), int(lengths.max())
+        sizes = len(split), split.predictions, middle, longest
+        summaries[name] = SplitSummary(len(documents), *sizes)
+    return summaries
 
 
 def _lengths(split: Split, end: int | None) -> Numbers:

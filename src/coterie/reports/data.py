@@ -8,7 +8,7 @@ from rich.text import Text
 
 from coterie.core.printing import printable
 from coterie.data.summary import DataSummary, Token
-from coterie.reports.parts import BLUE, escape, page, prose, section, table, tiles
+from coterie.reports.parts import BLUE, FEW, escape, page, prose, section, table, tiles
 from coterie.reports.tables import _plain
 
 _SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
@@ -87,11 +87,13 @@ def _tables(summary: DataSummary) -> Iterator[tuple[Sequence[str], list[list[str
 
 def _remarks(summary: DataSummary) -> list[str]:
     """Return sentences about characters and scripts."""
+    odd = {id: client.odd for id, client in summary.clients.items() if client.odd}
     remarks = [
-        f"{id}: {', '.join(f'{count:,} {what}' for what, count in client.odd.items())}"
-        for id, client in summary.clients.items()
-        if client.odd
+        f"{id}: {', '.join(f'{count:,} {what}' for what, count in odd[id].items())}"
+        for id in list(odd)[:FEW]
     ]
+    if len(odd) > FEW:
+        remarks.append(f"... and odd characters of {len(odd) - FEW:,} more clients")
     scripts: dict[str, list[str]] = {}
     for id, client in summary.clients.items():
         shares = ", ".join(

@@ -27,6 +27,8 @@ from coterie.runs.language import Language
 from coterie.runs.recipe import Recipe
 from coterie.runs.routing import pieces
 
+_SHOWN = 8  # clients whose texts are shown
+
 
 def recipe_for(source: str) -> tuple[str, list[str]]:
     """Return the name of the recipe that reads a source, and its settings: `folders` of a folder,
@@ -58,7 +60,7 @@ def summary_of(
 
     Args:
         recipe: Of a language model.
-        examples: How many rows of training text are shown of each client.
+        examples: How many rows of training text are shown of each client, the first eight.
         files: Whether the splits of each file or row are named.
         client: The only one that is shown; None: all.
 
@@ -93,17 +95,15 @@ def summary_of(
         raise Refused(
             f"no client {unknown.pop()!r}", f"There are: {', '.join(federation.everyone)}."
         )
-    return replace(
-        summary,
-        clients={
-            id: replace(
-                summary.clients[id],
-                examples=_examples(tokenizer, federation.everyone[id].train, examples),
-                files=_places(texts[id], where) if files else {},
-            )
-            for id in shown
-        },
-    )
+    clients = {id: summary.clients[id] for id in shown}
+    for number, id in enumerate(shown):
+        count = examples if number < _SHOWN else 0
+        clients[id] = replace(
+            clients[id],
+            examples=_examples(tokenizer, federation.everyone[id].train, count),
+            files=_files(texts[id], where) if files else {},
+        )
+    return replace(summary, clients=clients)
 
 
 def _as_trained(texts: Texts, clients: Mapping[ClientId, Any]) -> Texts:
@@ -128,7 +128,7 @@ def _place_of(document: str) -> str:
     return Conversation.of_document(document).where
 
 
-def _places(parts: Sequence[Sequence[str]], where: Callable[[str], str]) -> dict[str, list[str]]:
+def _files(parts: Sequence[Sequence[str]], where: Callable[[str], str]) -> dict[str, list[str]]:
     """Return the splits of each file or row, whose name `where` gives."""
     places: dict[str, list[str]] = {}
     for split, documents in zip(SPLITS, parts, strict=True):
