@@ -220,7 +220,7 @@ class SeparateDocuments(TextStreams):
             ids = [] if last else ids
 
 
-def text_streams(texts: TextEncoder) -> TextStreams:
+def text_streams(texts: TextEncoder) -> RunningText | SeparateDocuments:
     """Return what makes token ids of texts for a base: running text, or, where its tokenizer puts a
     token before texts, separate documents.
     """
@@ -234,8 +234,8 @@ def _document_split(name: str, arrays: Arrays, context: int, seed: int) -> ChatS
             f"{name}: no text",
             "Give this client more text, or use larger fractions or token bounds.",
         )
-    keys = (name, f"{name}.counted", f"{name}.lengths")
-    return ChatSplit(name, *(arrays[key] for key in keys), context, seed)
+    ids, counted, lengths = (arrays[key] for key in (name, f"{name}.counted", f"{name}.lengths"))
+    return ChatSplit(name, ids, counted, lengths, context, seed)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -36,10 +36,14 @@ def fitted(data: ClientData, backbone: Backbone) -> ClientData:
         for split in data.splits:
             with refusals.gather(f"client {data.id!r}, {split.name}: "):
                 _check(backbone, split)
-    apart = any(isinstance(split, ChatSplit) and split.packing for split in data.splits)
-    if not apart or backbone.packs:
+    packed = any(isinstance(split, ChatSplit) and split.packing for split in data.splits)
+    if not packed or backbone.packs:
         return data
-    return ClientData(data.id, *(replace(split, packing=False) for split in data.splits))
+    return ClientData(data.id, *map(_apart, data.splits))
+
+
+def _apart(split: Split) -> Split:
+    return replace(split, packing=False) if isinstance(split, ChatSplit) else split
 
 
 def _check(backbone: Backbone, split: Split) -> None:
