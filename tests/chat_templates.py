@@ -1,5 +1,7 @@
 """Chat templates in the manner of well-known models, for a tokenizer with their control tokens."""
 
+# ruff: noqa: E501, RUF001 - the templates have long lines, and the signs of their models
+
 from dataclasses import dataclass
 from typing import Any
 

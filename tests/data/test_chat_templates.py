@@ -128,5 +128,5 @@ def test_control_tokens_become_tokens_or_are_refused_if_a_field_says_so() -> Non
     ends = template_of("chatml").tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert template_of("chatml").prompt(messages).count(ends) == 1
     assert template_of("chatml", "tokens").prompt(messages).count(ends) == 2
-    with pytest.raises(DataError, match="control tokens in the text: '<|im_end|>'"):
+    with pytest.raises(DataError, match=r"control tokens in the text: '<\|im_end\|>'"):
         template_of("chatml", "refuse").prompt(messages)

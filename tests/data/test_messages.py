@@ -150,7 +150,7 @@ def test_what_a_template_leaves_out_is_refused(messages: Any, part: str) -> None
     )
     chats = ChatTemplate(chat_tokenizer(three_roles))
     conversation = Conversation("f.jsonl:3", normal_messages(messages))
-    with pytest.raises(DataError, match="f.jsonl:3: the chat template leaves out") as error:
+    with pytest.raises(DataError, match=r"f\.jsonl:3: the chat template leaves out") as error:
         chats.encode(conversation)
     assert part in error.value.problem
 

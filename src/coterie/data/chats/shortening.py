@@ -21,11 +21,9 @@ def answers_apart(conversation: Conversation) -> list[Conversation]:
     ]
 
 
-def longest_that(
-    fits: Callable[[Conversation], bool], conversation: Conversation
-) -> Conversation | None:
+def longest_that(fits: Callable[[Conversation], bool], conversation: Conversation) -> Conversation:
     """Return a conversation without its oldest turns, as few of them as are needed; a system's
-    message stays. None if not even the last turn with a trained answer fits.
+    message and the last turn with a trained answer stay, even if they do not fit.
 
     The number of turns that are kept is doubled, then halved, so that nothing is tried that is much
     longer than what is returned.
@@ -39,8 +37,8 @@ def longest_that(
     def too_long(number: int) -> bool:
         return not fits(_from(conversation, turns[number]))
 
-    if not turns or too_long(0):
-        return None
+    if not turns:
+        return conversation
     end = 1
     while end < len(turns) and not too_long(end):
         end *= 2

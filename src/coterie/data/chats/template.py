@@ -214,21 +214,20 @@ class ChatTemplate:
         system's; if the last exchange alone is too long, its beginning is cut.
         """
         return [
-            rendered if len(rendered.ids) <= room else self._shortened(part, rendered, room, loss)
+            rendered if len(rendered.ids) <= room else self._shortened(part, room, loss)
             for part, rendered in self._parts(conversation, loss)
         ]
 
-    def _shortened(
-        self, conversation: Conversation, whole: Rendered, room: int, loss: Loss
-    ) -> Rendered:
+    def _shortened(self, conversation: Conversation, room: int, loss: Loss) -> Rendered:
         def fits(part: Conversation) -> bool:
             return len(self._whole(part, loss).ids) <= room
 
-        if part := longest_that(fits, conversation):
-            return replace(self._whole(part, loss), cut=True)
-        counted = whole.counted[-room:].copy()
+        last = replace(self._whole(longest_that(fits, conversation), loss), cut=True)
+        if len(last.ids) <= room:
+            return last
+        counted = last.counted[-room:].copy()
         counted[0] = False
-        return replace(whole, ids=whole.ids[-room:], counted=counted, cut=True)
+        return replace(last, ids=last.ids[-room:], counted=counted)
 
     def _whole(self, conversation: Conversation, loss: Loss) -> Rendered:
         """Return a conversation in one piece. Raises _Rewritten or DataError."""
