@@ -517,6 +517,8 @@ def accept_or_refuse(path: Path) -> None:
         "From x\nSubject: " + "=?" * 30000 + "\n\na",
         "From x\nReferences: " + "<" * 90000 + "\n\na",
         "From x\nFrom: ann@x.org\n\n" + "On 1 " * 60000 + "\n> a",
+        "From x\nFrom: ann@x.org\n\n" + "\n> a\n" * 90000,
+        "From x\nFrom: ann@x.org\n\n" + "On 1 Ben wrote:\n> a\n" * 60000,
         "From x\nContent-Type: text/html\n\n" + "<b>a</b>" * 60000 + "<!--" * 60000,
         "From x\n"
         + "".join(f"Content-Type: multipart/x; boundary={n}\n\n--{n}\n" for n in range(900)),

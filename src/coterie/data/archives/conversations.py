@@ -1,6 +1,6 @@
 """What the forms of archives have in common: posts of people, which become conversations."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -69,12 +69,9 @@ def name_keys(people: Iterable[str]) -> set[str]:
 
 def told_apart(people: Mapping[str, str]) -> dict[str, str]:
     """Return the names of people by id, with the id behind those that several have."""
-    keys = [names.folded(plain_name(name)) for name in people.values()]
-    shared = {key for key in keys if keys.count(key) > 1} if len(set(keys)) < len(keys) else set()
-    return {
-        id: f"{name} ({id})" if key in shared else name
-        for (id, name), key in zip(people.items(), keys, strict=True)
-    }
+    keys = {id: names.folded(plain_name(name)) for id, name in people.items()}
+    counts = Counter(keys.values())
+    return {id: f"{name} ({id})" if counts[keys[id]] > 1 else name for id, name in people.items()}
 
 
 def seconds(value: Any, where: str) -> float:

@@ -30,10 +30,11 @@ def written_here(text: str) -> str:
     while number < len(lines) and not _ends(lines, number):
         if lines[number].startswith(">"):
             if not lines[number - 1].startswith(">"):
-                kept = _without_introduction(kept)
+                _remove_introduction(kept)
         elif length := _introduction(lines, number):
             number += length
-            following = next((line for line in lines[number:] if line.strip()), "")
+            behind = (lines[i] for i in range(number, len(lines)))
+            following = next((line for line in behind if line.strip()), "")
             if not following.startswith(">"):  # all behind it is quoted
                 break
             continue
@@ -64,12 +65,13 @@ def _introduction(lines: Sequence[str], number: int) -> int:
     return 0
 
 
-def _without_introduction(kept: list[str]) -> list[str]:
-    """Leave out the line before a quotation that says whose it is, in whatever language."""
-    last = next((i for i in range(len(kept) - 1, -1, -1) if kept[i]), 0)
-    line = kept[last] if kept else ""
-    is_introduction = line.endswith(":") and _YEAR_OR_ADDRESS.search(line)
-    return kept[:last] if is_introduction else kept
+def _remove_introduction(kept: list[str]) -> None:
+    """Remove the line before a quotation that says whose it is, in whatever language."""
+    for last in range(len(kept) - 1, max(len(kept) - 4, -1), -1):
+        if kept[last]:
+            if kept[last].endswith(":") and _YEAR_OR_ADDRESS.search(kept[last]):
+                del kept[last:]
+            return
 
 
 class _Stripper(HTMLParser):
