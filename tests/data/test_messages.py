@@ -1,6 +1,7 @@
 """Messages as others write them, in one normal form, and what a template makes of them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from coterie.core.errors import DataError
 from coterie.data.chats import ChatTemplate, Conversation
 from coterie.data.chats.messages import Mistake, normal_messages, normal_tools
 from coterie.data.chats.reading import read_conversations
+from coterie.data.rows import rows_of
+from coterie.data.values import uncolumned
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
 
@@ -210,3 +213,28 @@ def test_as_few_old_turns_as_possible_are_left_out(room: int) -> None:
     wanted = fitting[0] if fitting else ids[-1][-room:]
     assert found.ids.tolist() == wanted.tolist()
     assert found.cut == (len(ids[0]) > room)
+
+
+def test_objects_of_columnar_files_have_no_nulls_that_these_made_up(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def call(name: str, arguments: dict[str, str]) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+
+    rows = [
+        {"messages": [*turns("rain?"), call("weather", {"city": "Rome"})]},
+        {"messages": [*turns("late?"), call("clock", {"zone": "UTC"})]},
+    ]
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    read = read_conversations(rows_of([path]))
+    wanted = read_conversations((str(i), row) for i, row in enumerate(rows))
+    assert [one.messages for one in read] == [one.messages for one in wanted]
+    assert list(uncolumned({"tools": [{"a": None, "b": 1}], "client": None}).items()) == [
+        ("tools", [{"b": 1}]),
+        ("client", None),
+    ]

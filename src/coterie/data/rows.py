@@ -13,7 +13,7 @@ from coterie.core.errors import DataError
 from coterie.core.extras import require
 from coterie.data.plain_text import empty, opened, read_text
 from coterie.data.refusals import SHOWN, Refusals
-from coterie.data.values import text_mistake
+from coterie.data.values import text_mistake, uncolumned
 
 CSV = (".csv", ".csv.gz", ".tsv", ".tsv.gz")
 JSON = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
@@ -288,7 +288,7 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(uncolumned, batch.to_pylist())
     except (OSError, pa.ArrowException) as error:
         raise DataError(
             f"{path}: cannot be read ({str(error).splitlines()[0]})", "Write it again."

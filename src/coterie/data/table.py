@@ -17,7 +17,7 @@ from coterie.data.by_client import ByClient
 from coterie.data.rows import ENDINGS, rows_of
 from coterie.data.section import Source, stamps
 from coterie.data.store import default_cache
-from coterie.data.values import class_names, plain
+from coterie.data.values import class_names, plain, uncolumned
 
 
 class Table(ByClient):
@@ -92,7 +92,7 @@ def _rows(table: Any) -> list[dict[str, Any]]:
     if hasattr(table, "features") and hasattr(table, "column_names"):  # a datasets.Dataset
         table = list(class_names(table, table.features))
     elif hasattr(table, "to_pylist"):  # of pyarrow
-        table = table.to_pylist()
+        table = list(map(uncolumned, table.to_pylist()))
     elif hasattr(table, "to_dict") and hasattr(table, "columns"):  # a data frame
         _check_names(list(table.columns))
         table = {name: table[name] for name in table.columns}

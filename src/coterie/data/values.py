@@ -26,6 +26,19 @@ def plain(value: Any) -> Any:
     return None if is_missing(value) else value
 
 
+def uncolumned(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a columnar file or table without the nulls that such a form puts into objects:
+    there all objects of a column have all keys that any of them has.
+    """
+    return {name: _without_nulls(value) for name, value in row.items()}
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
 def is_missing(value: Any) -> bool:
     """Whether a value of Python stands for none: None, NaN, or pandas' NaT and NA."""
     try:
@@ -91,4 +104,4 @@ def class_names(rows: Iterable[Mapping[str, Any]], features: Any) -> Iterator[di
             name: None if row[name] is None or row[name] < 0 else str(name_of(row[name]))
             for name, name_of in named.items()
         }
-        yield {**row, **labels}
+        yield {**uncolumned(row), **labels}
