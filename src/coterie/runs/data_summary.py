@@ -136,7 +136,8 @@ def _files(parts: Sequence[Sequence[str]], where: Callable[[str], str]) -> dict[
             splits = places.setdefault(where(document), [])
             if split not in splits:
                 splits.append(split)
-    return dict(sorted(places.items()))
+    in_order = sorted(places, key=lambda name: (name.rstrip("0123456789"), len(name), name))
+    return {name: places[name] for name in in_order}
 
 
 def _examples(tokenizer: Any, split: Split, count: int) -> list[list[Token]]:
