@@ -4,6 +4,7 @@ import codecs
 import io
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,12 +34,23 @@ _KINDS = (
 )
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
+_C1 = re.compile("[\x80-\x9f]")
+_BESIDE_LATIN = re.compile(r"(?<=[A-Za-z])[^\W\d_A-Za-z]|[^\W\d_A-Za-z](?=[A-Za-z])")
+_UNLIKE_LATIN = ("CYRILLIC", "GREEK")
 _LEAST_CONFIDENCE = 0.1  # of the detector: that of one French sentence is 0.11, of one word 0.02
 # what iconv calls encodings where that is not Python's name in capitals
-_ICONV = {"MAC-ROMAN": "MACINTOSH", "MAC-LATIN2": "MAC-CENTRALEUROPE", "BIG5HKSCS": "BIG5-HKSCS"}
+_ICONV = {
+    "mac-roman": "MACINTOSH",
+    "mac-latin2": "MAC-CENTRALEUROPE",
+    "big5hkscs": "BIG5-HKSCS",
+    "utf-16-le": "UTF-16LE",
+    "utf-16-be": "UTF-16BE",
+    "utf-32-le": "UTF-32LE",
+    "utf-32-be": "UTF-32BE",
+}
 _CANDIDATES = (
     *(f"cp{number}" for number in (*range(1250, 1259), 437, 850, 852, 866, 874, 932, 949)),
-    *(f"iso8859-{number}" for number in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 13, 14, 15, 16)),
+    *(f"iso8859-{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 13, 15)),
     *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "mac-latin2"),
     *("euc_jis_2004", "iso2022_jp_2", "gb18030", "big5hkscs", "johab"),
 )
@@ -58,9 +70,9 @@ def encoding_of(path: Path, beginning: bytes) -> str:
     if b"\0" in beginning:
         import chardet
 
-        if (found := str(chardet.detect(beginning)["encoding"]).upper()).startswith("UTF-"):
-            problem = f"{path}: {found} text without a mark that says so"
-            raise DataError(problem, f"Convert it: {_command(found, path)}.")
+        if (wide := _ICONV.get(str(chardet.detect(beginning)["encoding"]).lower())) is not None:
+            problem = f"{path}: {wide} text without a mark that says so"
+            raise DataError(problem, f"Convert it: {_command(wide, path)}.")
         raise DataError(f"{path}: not text: it has NUL characters", _TEXT_FILE)
     if len(_CONTROL.findall(beginning)) > _MOST_CONTROL * len(beginning):
         raise DataError(f"{path}: not text: mostly control characters", _TEXT_FILE)
@@ -119,14 +131,24 @@ def _detected(path: Path, sample: bytes) -> str:
     if not found["encoding"] or found["confidence"] < _LEAST_CONFIDENCE:
         return ""
     name = codecs.lookup(found["encoding"]).name
+    if _mixed(sample.decode(name, "ignore")):
+        return ""
     try:
         with binary(path) as file, io.TextIOWrapper(file, name) as text:
             while text.read(SAMPLE):
                 pass
     except UnicodeDecodeError:
         return ""
-    name = name.replace("_", "-").upper()
-    return _ICONV.get(name, name)
+    return _ICONV.get(name, name.replace("_", "-").upper())
+
+
+def _mixed(text: str) -> bool:
+    """Whether words of text have Latin letters beside Cyrillic or Greek ones, or characters of
+    control, as a wrong encoding makes of accents and quotes.
+    """
+    beside = _BESIDE_LATIN.findall(text)
+    foreign = [c for c in "".join(beside) if unicodedata.name(c, "").startswith(_UNLIKE_LATIN)]
+    return 10 * len(foreign) > sum(not c.isascii() for c in text) or bool(_C1.search(text))
 
 
 def _command(encoding: str, path: Path) -> str:

@@ -51,7 +51,8 @@ def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
 def _kinds(files: Iterable[Path]) -> str:
     """Return the endings of files with their numbers, the most frequent first."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
-    return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common())
+    by_count = sorted(counts.items(), key=lambda own: (-own[1], own[0]))
+    return ", ".join(f"{count:,} {kind}" for kind, count in by_count)
 
 
 def _plural(noun: str, count: int) -> str:
