@@ -28,7 +28,9 @@ from coterie.core.errors import CheckpointError, CoterieError, DataError, Refuse
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.federation import check_id
 from coterie.data.folders import Folders
-from coterie.data.store import LONGEST, encode
+from coterie.data.store import LONGEST
+from coterie.data.text_encoding import TextEncoder
+from coterie.data.text_streams import RunningText, SplitTexts
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -238,15 +240,20 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 def test_what_is_encoded_in_parts_is_what_is_encoded_at_once(tiny_base: Path) -> None:
     tokens = tokenizer(tiny_base)
     texts = ["word and more " * 80_000, "", "a b"]
-    found = [int(i) for piece in encode(tokens, texts, None) for i in piece]
+    encoder = RunningText(TextEncoder(tokens))
+
+    def encoded(limit: int | None) -> list[int]:
+        streams = encoder.streams([SplitTexts("ann", "train", texts, limit)], 64)
+        return [int(i) for _, _, pieces in streams for piece in pieces for i in piece]
+
     whole = [
         i
         for text in texts
         for i in [*tokens(text, add_special_tokens=False)["input_ids"], tokens.eos_token_id]
     ]
-    assert found == whole
+    assert encoded(None) == whole
     assert len(texts[0]) > LONGEST
-    assert sum(len(piece) for piece in encode(tokens, texts, 1_010_000)) == 1_010_000
+    assert encoded(1_010_000) == whole[:1_010_000]
 
 
 def test_long_ids_are_refused_before_anything_is_written() -> None:

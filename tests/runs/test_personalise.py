@@ -6,7 +6,9 @@ import json
 import math
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from coterie.client.optimizers import AdamW
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.files import load
 from coterie.data.folders import Folders
-from coterie.data.store import encode
 from coterie.personal import PersonalModel
 from coterie.runs import personalise
 from coterie.runs import recipe as recipes
@@ -133,6 +134,12 @@ def tensors(found: Adapted) -> dict[str, Tensor]:
     return load(found.folder / "adapter.safetensors")[0]
 
 
+def token_ids(tokenizer: Any, texts: Sequence[str]) -> Tensor:
+    """The ids of texts, each with the end token behind it."""
+    encoded = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return torch.tensor([i for ids in encoded for i in (*ids, tokenizer.eos_token_id)])
+
+
 def naive(model: PersonalModel, ids: Tensor, context: int) -> float:
     """The perplexity of all tokens but the first, in windows that do not overlap, by the model's
     own forward pass, a window at a time.
@@ -199,7 +206,7 @@ def test_both_perplexities_are_those_of_the_folders_by_themselves(
     personal = coterie.load(copied)
     assert isinstance(personal, PersonalModel)
     test = Folders().read_one(you)[2]
-    ids = torch.tensor([int(i) for piece in encode(shared.tokenizer, test, None) for i in piece])
+    ids = token_ids(shared.tokenizer, test)
     assert about.tokens["test"] == len(ids)
     assert about.before == pytest.approx(naive(shared, ids, 16), rel=1e-5)
     assert about.after == pytest.approx(naive(personal, ids, 16), rel=1e-5)
@@ -345,13 +352,7 @@ def test_with_a_real_base_the_best_iteration_is_kept_and_not_the_last(
     assert about.iterations < 400
     assert about.iterations == about.iteration + 4 * personalise.PATIENCE
     assert isinstance(found.model, PersonalModel)
-    ids = torch.tensor(
-        [
-            int(i)
-            for piece in encode(found.model.tokenizer, Folders().read_one(data)[1], None)
-            for i in piece
-        ]
-    )
+    ids = token_ids(found.model.tokenizer, Folders().read_one(data)[1])
     assert about.valid_after == pytest.approx(naive(found.model, ids, 16), rel=1e-5)
     assert set(WORDS["you"].split()) & {word.word for word in found.model.next_words("chat ", 5)}
 
