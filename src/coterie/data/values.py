@@ -27,8 +27,8 @@ def plain(value: Any) -> Any:
 
 
 def uncolumned(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar file or table without the nulls that such a form puts into objects:
-    there all objects of a column have all keys that any of them has.
+    """Return a row of a columnar file or table without the nulls that such a form puts into
+    objects: there all objects of a column have all keys that any of them has.
     """
     return {name: _without_nulls(value) for name, value in row.items()}
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
+from coterie.data.chats.answers import Loss, Rendered
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
-from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate, Loss, Rendered
+from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens
@@ -87,7 +88,7 @@ class Encoder:
                     break
                 counts["cut"] += any(part.cut for part in found)
                 counts["without_tools"] += any(part.without_tools for part in found)
-                counts["controls"] += self.template.controls(conversation)
+                counts["controls"] += self.template.texts.count(conversation.said)
                 rendered += [part for part in found if part.counted.any()]
             if unanswered and not self.leaves_out:
                 for where in unanswered:

@@ -6,10 +6,11 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coterie.core import names
+from coterie.data.chats.answers import Loss
 from coterie.data.chats.encoding import Encoder
 from coterie.data.chats.jinja import template_text
 from coterie.data.chats.reading import Conversation, read_conversations
-from coterie.data.chats.template import ChatTemplate, Loss
+from coterie.data.chats.template import ChatTemplate
 from coterie.data.section import Names, Section
 from coterie.data.splitting import Document, conversation_content
 from coterie.data.store import Tokenizer

@@ -3,12 +3,12 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from coterie.core.errors import DataError
-from coterie.data.chats.messages import ASSISTANT, REASONING, WEIGHT, Message, is_answer
+from coterie.data.chats.messages import REASONING, WEIGHT, Message, is_answer
 
 Write = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
 Span = tuple[int, int]  # characters
@@ -184,13 +184,3 @@ def _tool_in_words(number: int, tool: Any, word_for: Naming) -> Any:
     if not isinstance(function, Mapping) or not isinstance(name := function.get("name"), str):
         return tool
     return {**tool, "function": {**function, "name": word_for(f"{TOOLS}{number}]", name)}}
-
-
-def without_greeting(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield messages without those by which the assistant begins, if there are such and others; a
-    system's message stays.
-    """
-    first = int(messages[0]["role"] in ("system", "developer")) if messages else 0
-    others = (i for i, message in enumerate(messages[first:]) if message["role"] != ASSISTANT)
-    if left := next(others, 0):
-        yield [*messages[:first], *messages[first + left :]]

@@ -1,10 +1,10 @@
 """Parts of a conversation: one for each answer, or without its oldest turns."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from coterie.data.chats.messages import Message, is_answer
+from coterie.data.chats.messages import ASSISTANT, Message, is_answer
 from coterie.data.chats.reading import Conversation
 
 
@@ -45,6 +45,17 @@ def longest_that(fits: Callable[[Conversation], bool], conversation: Conversatio
     high = min(end, len(turns))
     first = bisect_left(range(high), True, lo=end // 2 + 1, hi=high, key=too_long)
     return _from(conversation, turns[first - 1])
+
+
+def without_greeting(conversation: Conversation) -> Iterator[Conversation]:
+    """Yield a conversation without what the assistant says at its beginning, if it begins so and
+    goes on.
+    """
+    kept = _kept(conversation.messages)
+    roles = [message["role"] for message in conversation.messages]
+    first = next((i for i, role in enumerate(roles) if i >= kept and role != ASSISTANT), kept)
+    if first > kept:
+        yield _from(conversation, first)
 
 
 def _turns(conversation: Conversation) -> list[int]:

@@ -9,15 +9,24 @@ which none of this holds is refused, as is a conversation of which it leaves out
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from coterie.core.errors import DataError
+from coterie.data.chats.answers import (
+    REMEDY,
+    Loss,
+    Rendered,
+    Rewritten,
+    added,
+    behind_prompt,
+    counted,
+    ending,
+    pair,
+    tokens,
+    within,
+)
 from coterie.data.chats.messages import (
     ASSISTANT,
     WEIGHT,
@@ -34,13 +43,9 @@ from coterie.data.chats.rendering import (
     left_out,
     spans_of,
     with_marks,
-    without_greeting,
 )
-from coterie.data.chats.shortening import answers_apart, longest_that
-from coterie.data.text_encoding import ControlTokens, Ids, TextEncoder
-
-Loss = Literal["answers", "all"]
-Flags = npt.NDArray[np.bool_]
+from coterie.data.chats.shortening import answers_apart, longest_that, without_greeting
+from coterie.data.text_encoding import ControlTokens, TextEncoder
 
 GENERATION = "its {% generation %} marks"
 DIFFERENCE = "what each answer adds to its prompt"
@@ -53,11 +58,6 @@ _EXAMPLE: list[Message] = [
     {"role": "assistant", "content": "That is six."},
 ]
 _CALL: Message = {"function": {"name": "add", "arguments": {"summand": "two"}}}
-_REMEDY = (
-    "Name a file with another template: --set data.chat_template=FILE. It must write a special "
-    "token behind every answer, and either mark answers by {% generation %} or add each message to "
-    "what it wrote before."
-)
 _LEFT_OUT = (
     "Change the rows (another role, or the text in the content), or use another base or "
     "data.chat_template, whose template writes it."
@@ -66,27 +66,6 @@ NO_TEMPLATE = (
     "Use a base that has one (their names often end in -Instruct or -chat), or name a file: "
     "--set data.chat_template=FILE."
 )
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as token ids.
-
-    Args:
-        ids: (T,).
-        counted: (T,) which of them the loss counts; never the first.
-        cut: Whether something of the conversation was left out.
-        without_tools: Whether the template does not write the descriptions of its tools.
-    """
-
-    ids: Ids
-    counted: Flags
-    cut: bool = False
-    without_tools: bool = False
-
-
-class _Rewritten(Exception):
-    """The template rewrites what came before an answer."""
 
 
 class ChatTemplate:
@@ -135,7 +114,7 @@ class ChatTemplate:
         except DataError:  # nothing else does
             rendered = []
         for part in rendered:
-            ends += part.ids[_last_of_runs(part.counted)].tolist()
+            ends += part.ends.tolist()
         return tuple(dict.fromkeys(ends))
 
     def render(
@@ -161,7 +140,7 @@ class ChatTemplate:
             DataError: They are no messages, or the template refuses them or leaves out a part.
         """
         renders, text = self._asked(messages, tools)
-        ids: list[int] = self._tokens(text, renders.starts(text))[0].tolist()
+        ids: list[int] = tokens(self.texts, text, renders.starts(text))[0].tolist()
         return ids
 
     def opening(self, messages: Sequence[Message], answer: str = "") -> str:
@@ -178,11 +157,6 @@ class ChatTemplate:
         """
         return self.texts.begun(self._asked(messages)[1] + answer)
 
-    def controls(self, conversation: Conversation) -> int:
-        """Return how many control tokens stand in what was said."""
-        said = [conversation.text, conversation.messages, conversation.tools]
-        return self.texts.count(said)
-
     def encode(self, conversation: Conversation, loss: Loss = "answers") -> list[Rendered]:
         """Return a conversation as token ids, or as several, where the template rewrites what came
         before an answer.
@@ -196,15 +170,15 @@ class ChatTemplate:
         """Return what `encode` does, each with the conversation that it is of."""
         try:
             return [(conversation, self._whole(conversation, loss))]
-        except _Rewritten:
+        except Rewritten:
             pass
         try:
             return [(part, self._whole(part, loss)) for part in answers_apart(conversation)]
-        except _Rewritten:
+        except Rewritten:
             raise DataError(
                 f"{conversation.where}: the chat template writes an answer otherwise than behind "
                 f"its own prompt",
-                _REMEDY,
+                REMEDY,
             ) from None
 
     def fitted(
@@ -225,23 +199,20 @@ class ChatTemplate:
         last = replace(self._whole(longest_that(fits, conversation), loss), cut=True)
         if len(last.ids) <= room:
             return last
-        counted = last.counted[-room:].copy()
-        counted[0] = False
-        return replace(last, ids=last.ids[-room:], counted=counted)
+        flags = last.counted[-room:].copy()
+        flags[0] = False
+        return replace(last, ids=last.ids[-room:], counted=flags)
 
     def _whole(self, conversation: Conversation, loss: Loss) -> Rendered:
-        """Return a conversation in one piece. Raises _Rewritten or DataError."""
+        """Return a conversation in one piece. Raises Rewritten or DataError."""
         try:
             if conversation.text is not None:
-                return self._plain(*conversation.text, loss)
+                return pair(self.texts, *conversation.text, loss)
             try:
                 return self._messages(conversation, loss)
             except DataError:
-                for rest in without_greeting(conversation.messages):
-                    left = len(conversation.messages) - len(rest)
-                    given = max(conversation.given - left, 0)
-                    part = replace(conversation, messages=rest, given=given)
-                    return replace(self._messages(part, loss), cut=True)
+                for rest in without_greeting(conversation):
+                    return replace(self._messages(rest, loss), cut=True)
                 raise
         except DataError as error:
             if error.problem.startswith(conversation.where):
@@ -255,25 +226,25 @@ class ChatTemplate:
         text = renders.whole
         if loss == "all":
             silent = [i for i, message in enumerate(messages) if message.get(WEIGHT) == 0]
-            spans = _added(renders, silent)
+            spans = added(renders, silent)
         else:
             spans = self._answers(renders, conversation)
         without_tools = self._refuse_left_out(messages, tools, trained)
-        ids, offsets = self._tokens(text, renders.starts(text))
+        ids, offsets = tokens(self.texts, text, renders.starts(text))
         if loss == "answers":
-            counted = self._counted(text, ids, offsets, spans)
+            flags = counted(text, ids, offsets, spans, self._special)
         else:
-            counted = ~_within(offsets, spans)
-        return replace(_ending(ids, counted), without_tools=without_tools)
+            flags = ~within(offsets, spans)
+        return replace(ending(ids, flags), without_tools=without_tools)
 
     def _answers(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the characters of the trained answers. Raises _Rewritten where they cannot be
+        """Return the characters of the trained answers. Raises Rewritten where they cannot be
         told.
         """
         if self.has_marks:
             return self._marked(renders, conversation)
         numbers = [i for i in conversation.trained if renders.before(i) is not None]
-        return _added(renders, numbers)
+        return added(renders, numbers)
 
     def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
         """Return the characters that the template marks of the trained answers, without what their
@@ -284,7 +255,7 @@ class ChatTemplate:
             self._write(conversation.messages, conversation.tools, template=marked)
         )
         if text != renders.whole:  # which the marks would have to leave alone
-            raise _Rewritten
+            raise Rewritten
         answers = [i for i, own in enumerate(conversation.messages) if own["role"] == ASSISTANT]
         trained = set(conversation.trained)
         if len(spans) == len(answers):
@@ -293,19 +264,10 @@ class ChatTemplate:
             raise DataError(
                 f"the chat template marks {len(spans)} of {len(answers)} answers by "
                 f"{{% generation %}}, so that those of the prompt cannot be told",
-                _REMEDY,
+                REMEDY,
             )
         starts = renders.starts(text)
-        return [self._behind_prompt(text, span, starts) for span in spans]
-
-    def _behind_prompt(self, text: str, span: Span, starts: Sequence[int]) -> Span:
-        """Return a marked span without the end of the answer's prompt, if that is marked, too."""
-        start, end = span
-        within = [own for own in starts if start <= own < end]
-        if within:
-            return within[0], end
-        header = self._header
-        return (start + len(header), end) if text.startswith(header, start, end) else span
+        return [behind_prompt(text, span, starts, self._header) for span in spans]
 
     @cached_property
     def _header(self) -> str:
@@ -313,71 +275,6 @@ class ChatTemplate:
         messages = _EXAMPLE[:1]
         prompt = self._write(messages, prompt=True)
         return prompt.removeprefix(self._write(messages))
-
-    def _plain(self, prompt: str, completion: str, loss: Loss) -> Rendered:
-        """Return a prompt and its completion as a document, with its beginning and end."""
-        if not self.texts.end:
-            raise DataError(
-                "the tokenizer has no end token, so that completions would not end",
-                "Set eos_token in the base's tokenizer_config.json.",
-            )
-        self.texts.check([prompt, completion])
-        begin, end = self.texts.begin, self.texts.end
-        text = prompt + completion
-        if self.texts.control_tokens == "tokens":
-            text, prompt = self.texts.marked(text), self.texts.marked(prompt)
-        ids, _ = self._tokens(text, [len(prompt)])
-        before = len(begin) + len(self.texts.encode_marked(prompt)[0])
-        ids = np.concatenate([begin, ids, end]).astype(np.int64)
-        counted = np.arange(len(ids)) >= (before if loss == "answers" else 0)
-        return _ending(ids, counted)
-
-    def _tokens(self, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
-        """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
-
-        Where the ids of an answer's prompt are others than those of the text up to the answer, as
-        where a token would begin before the answer and end in it, prompt and answer are encoded
-        apart: so does whoever answers that prompt.
-
-        Args:
-            text: All of it.
-            starts: The first characters of answers.
-        """
-        ids, offsets = self.texts.encode_marked(text)
-        apart = [start for start in starts if not self._begins_alike(text, ids, offsets, start)]
-        if not apart:
-            return ids, offsets
-        pieces = [
-            (first, *self._piece(text[first:end], bool(first)))
-            for first, end in pairwise([0, *apart, len(text)])
-        ]
-        return (
-            np.concatenate([ids for _, ids, _ in pieces]),
-            np.concatenate([first + offsets for first, _, offsets in pieces]),
-        )
-
-    def _begins_alike(self, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
-        """Whether the ids up to a place are those of the text that ends there. It is enough to look
-        from the last control token on, since tokens do not cross it.
-        """
-        first = self.texts.last_control(text, start)
-        alone, _ = self.texts.encode_marked(text[first:start])
-        place = int(np.searchsorted(offsets[:, 0], first))
-        end = place + len(alone)
-        if end < len(ids) and offsets[end, 0] < start:
-            return False
-        return bool(np.array_equal(ids[place:end], alone))
-
-    def _piece(self, text: str, follows: bool) -> tuple[Ids, Ids]:
-        """Return the ids and offsets of a piece of text; of one that follows others, without what
-        the tokenizer would put before a text that begins.
-        """
-        ids, offsets = self.texts.encode_marked(text)
-        if not follows or self.tokenizer.decode(ids) == self.texts.unmarked(text):
-            return ids, offsets
-        before = len(self.texts.encode_marked("\n")[0])
-        ids, offsets = self.texts.encode_marked("\n" + text)
-        return ids[before:], np.maximum(offsets[before:] - 1, 0)
 
     def _asked(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
@@ -388,8 +285,8 @@ class ChatTemplate:
         try:
             return self._prompted(normal, described)
         except DataError:
-            for rest in without_greeting(normal):
-                return self._prompted(rest, described)
+            for rest in without_greeting(Conversation("", normal)):
+                return self._prompted(rest.messages, described)
             raise
 
     def _prompted(self, messages: Sequence[Message], tools: Any) -> tuple[Renders, str]:
@@ -480,24 +377,6 @@ class ChatTemplate:
 
         return written(True) and not written(False)
 
-    def _counted(self, text: str, ids: Ids, offsets: Ids, spans: Sequence[Span]) -> Flags:
-        """Return which tokens are of answers, each up to the special token that ends it; none of an
-        answer that is nothing but special tokens.
-        """
-        counted = np.zeros(len(ids), dtype=bool)
-        special = np.isin(ids, list(self._special))
-        for start, end in spans:
-            answer = np.flatnonzero(_within(offsets, [(start, end)]))
-            if not len(answer):
-                continue
-            ends = answer[special[answer]]
-            if not len(ends) or text[offsets[ends[-1], 1] : end].strip():
-                ends = answer[-1:] + 1  # right behind the mark
-                if ends[-1] == len(ids) or not special[ends[-1]]:
-                    raise DataError("no special token ends an answer of the chat template", _REMEDY)
-            counted[answer[0] : ends[-1] + 1] = not special[answer].all()
-        return counted
-
     @cached_property
     def _special(self) -> frozenset[int]:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -511,48 +390,11 @@ class ChatTemplate:
         """
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
-            ends = part.ids[_last_of_runs(part.counted)]
-            if not len(ends) or not np.isin(ends, list(self._special)).all():
-                raise DataError("chat template: nothing of it is marked as an answer", _REMEDY)
+            if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):
+                raise DataError("chat template: nothing of it is marked as an answer", REMEDY)
         prompt = self.prompt(_EXAMPLE[:-1])
         if rendered[-1].ids[: len(prompt)].tolist() != prompt:
-            raise DataError("chat template: its prompt ends within a token", _REMEDY)
+            raise DataError("chat template: its prompt ends within a token", REMEDY)
         if self.has_marks:
             return GENERATION
         return DIFFERENCE if len(rendered) == 1 else APART
-
-
-def _added(renders: Renders, numbers: Sequence[int]) -> list[Span]:
-    """Return the characters that messages of these numbers add to their prompts. Raises _Rewritten
-    where they cannot be told.
-    """
-    spans = list[Span]()
-    for i in numbers:
-        answer = renders.messages[i]["role"] == ASSISTANT
-        before = renders.before(i) if answer else renders.upto(i) if i else ""
-        behind = renders.upto(i + 1)
-        if before is None or not (behind.startswith(before) and renders.whole.startswith(behind)):
-            raise _Rewritten
-        spans.append((len(before), len(behind)))
-    return spans
-
-
-def _within(offsets: Ids, spans: Sequence[Span]) -> Flags:
-    """Return which tokens lie in any of some spans."""
-    inside: Flags = np.zeros(len(offsets), dtype=bool)
-    for start, end in spans:
-        inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
-    return inside
-
-
-def _last_of_runs(counted: Flags) -> Flags:
-    """Return the last token of each run of those that count."""
-    behind: Flags = np.append(counted[1:], False)
-    return counted & ~behind
-
-
-def _ending(ids: Ids, counted: Flags) -> Rendered:
-    """Return what there is up to the last token that counts; the first has nothing before it."""
-    counted[:1] = False
-    end = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
-    return Rendered(ids[:end], counted[:end])

@@ -1,0 +1,188 @@
+"""The tokens of a rendered conversation, and which of them are an assistant's answers."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from coterie.core.errors import DataError
+from coterie.data.chats.messages import ASSISTANT
+from coterie.data.chats.rendering import Renders, Span
+from coterie.data.text_encoding import Ids, TextEncoder
+
+Loss = Literal["answers", "all"]
+Flags = npt.NDArray[np.bool_]
+
+REMEDY = (
+    "Name a file with another template: --set data.chat_template=FILE. It must write a special "
+    "token behind every answer, and either mark answers by {% generation %} or add each message to "
+    "what it wrote before."
+)
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as token ids.
+
+    Args:
+        ids: (T,).
+        counted: (T,) which of them the loss counts; never the first.
+        cut: Whether something of the conversation was left out.
+        without_tools: Whether the template does not write the descriptions of its tools.
+    """
+
+    ids: Ids
+    counted: Flags
+    cut: bool = False
+    without_tools: bool = False
+
+    @property
+    def ends(self) -> Ids:
+        """The last ids of the answers."""
+        behind: Flags = np.append(self.counted[1:], False)
+        ends: Ids = self.ids[self.counted & ~behind]
+        return ends
+
+
+class Rewritten(Exception):
+    """The template rewrites what came before an answer."""
+
+
+def added(renders: Renders, numbers: Sequence[int]) -> list[Span]:
+    """Return the characters that messages of these numbers add to their prompts. Raises Rewritten
+    where they cannot be told.
+    """
+    spans = list[Span]()
+    for i in numbers:
+        answer = renders.messages[i]["role"] == ASSISTANT
+        before = renders.before(i) if answer else renders.upto(i) if i else ""
+        behind = renders.upto(i + 1)
+        if before is None or not (behind.startswith(before) and renders.whole.startswith(behind)):
+            raise Rewritten
+        spans.append((len(before), len(behind)))
+    return spans
+
+
+def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> Span:
+    """Return a marked span without the end of the answer's prompt, if that is marked, too.
+
+    Args:
+        text: All of it.
+        span: What the template marks.
+        starts: The first characters of answers, as far as they can be told.
+        header: What a prompt adds to the messages before it.
+    """
+    start, end = span
+    if within := [own for own in starts if start <= own < end]:
+        return within[0], end
+    return (start + len(header), end) if text.startswith(header, start, end) else span
+
+
+def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
+    """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
+
+    Where the ids of an answer's prompt are others than those of the text up to the answer, as where
+    a token would begin before the answer and end in it, prompt and answer are encoded apart: so
+    does whoever answers that prompt.
+
+    Args:
+        texts: The encoder.
+        text: All of it.
+        starts: The first characters of answers.
+    """
+    ids, offsets = texts.encode_marked(text)
+    apart = [start for start in starts if not _begins_alike(texts, text, ids, offsets, start)]
+    if not apart:
+        return ids, offsets
+    pieces = [
+        (first, *_piece(texts, text[first:end], bool(first)))
+        for first, end in pairwise([0, *apart, len(text)])
+    ]
+    return (
+        np.concatenate([ids for _, ids, _ in pieces]),
+        np.concatenate([first + offsets for first, _, offsets in pieces]),
+    )
+
+
+def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
+    """Whether the ids up to a place are those of the text that ends there. It is enough to look
+    from the last control token on, since tokens do not cross it.
+    """
+    first = texts.last_control(text, start)
+    alone, _ = texts.encode_marked(text[first:start])
+    place = int(np.searchsorted(offsets[:, 0], first))
+    end = place + len(alone)
+    if end < len(ids) and offsets[end, 0] < start:
+        return False
+    return bool(np.array_equal(ids[place:end], alone))
+
+
+def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
+    """Return the ids and offsets of a piece of text; of one that follows others, without what the
+    tokenizer would put before a text that begins.
+    """
+    ids, offsets = texts.encode_marked(text)
+    if not follows or texts.tokenizer.decode(ids) == texts.unmarked(text):
+        return ids, offsets
+    before = len(texts.encode_marked("\n")[0])
+    ids, offsets = texts.encode_marked("\n" + text)
+    return ids[before:], np.maximum(offsets[before:] - 1, 0)
+
+
+def counted(
+    text: str, ids: Ids, offsets: Ids, spans: Sequence[Span], special: Collection[int]
+) -> Flags:
+    """Return which tokens are of answers, each up to the special token that ends it; none of an
+    answer that is nothing but special tokens. Raises DataError where none ends one.
+    """
+    flags: Flags = np.zeros(len(ids), dtype=bool)
+    is_special = np.isin(ids, list(special))
+    for start, end in spans:
+        answer = np.flatnonzero(within(offsets, [(start, end)]))
+        if not len(answer):
+            continue
+        ends = answer[is_special[answer]]
+        if not len(ends) or text[offsets[ends[-1], 1] : end].strip():
+            ends = answer[-1:] + 1  # right behind the mark
+            if ends[-1] == len(ids) or not is_special[ends[-1]]:
+                raise DataError("no special token ends an answer of the chat template", REMEDY)
+        flags[answer[0] : ends[-1] + 1] = not is_special[answer].all()
+    return flags
+
+
+def within(offsets: Ids, spans: Sequence[Span]) -> Flags:
+    """Return which tokens lie in any of some spans."""
+    inside: Flags = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+    return inside
+
+
+def ending(ids: Ids, flags: Flags) -> Rendered:
+    """Return what there is up to the last token that counts; the first has nothing before it."""
+    flags[:1] = False
+    end = int(np.flatnonzero(flags)[-1]) + 1 if flags.any() else 0
+    return Rendered(ids[:end], flags[:end])
+
+
+def pair(texts: TextEncoder, prompt: str, completion: str, loss: Loss) -> Rendered:
+    """Return a prompt and its completion of plain text as a document, with its beginning and end.
+
+    Raises:
+        DataError: The tokenizer has no end token, or there are control tokens, which are refused.
+    """
+    if not texts.end:
+        raise DataError(
+            "the tokenizer has no end token, so that completions would not end",
+            "Set eos_token in the base's tokenizer_config.json.",
+        )
+    texts.check([prompt, completion])
+    if texts.control_tokens == "tokens":
+        prompt, completion = texts.marked(prompt), texts.marked(completion)
+    ids, _ = tokens(texts, prompt + completion, [len(prompt)])
+    before = len(texts.begin) + len(texts.encode_marked(prompt)[0])
+    ids = np.concatenate([texts.begin, ids, texts.end]).astype(np.int64)
+    return ending(ids, np.arange(len(ids)) >= (before if loss == "answers" else 0))
