@@ -28,10 +28,10 @@ def chats(path: Path) -> Iterator[Chat]:
     """Yield the chats of an export. Raises DataError."""
     export = load(path)
     lists = [_messages(chat, path) for chat in _chats_of(export, path)]
+    messages_of_all = (message for messages in lists for _, message in messages)
     people = {
         id: plain_name(str(message.get("from") or _NOBODY))
-        for messages in lists
-        for _, message in messages
+        for message in messages_of_all
         if (id := _id(message))
     }
     shown = told_apart(people)
