@@ -11,17 +11,19 @@ import torch
 from byte_pairs import byte_pairs
 from random_models import write_base, write_models
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 
 import coterie
 from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.tokenizer_digest import TokenizerDigest
 from coterie.models.adapter import Layout
+from coterie.models.text import TextShape
 from coterie.personal import ManyModels, read_about
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.preparation import Preparation
 from coterie.personal.api.requests import CompletionRequest
 from coterie.personal.artifact import save
+from coterie.personal.samples import of_texts
 
 TEXT = "the <s>er and </s>"
 
@@ -170,3 +172,16 @@ def test_a_run_keeps_what_the_tokenizer_was(tmp_path: Path, monkeypatch) -> None
         coterie.load(tmp_path / "run", "client-0").tokenizer
     )
     assert about.control_tokens == "tokens"
+
+
+@pytest.mark.parametrize("length", [4, 64])
+def test_texts_to_classify_are_read_between_the_tokens_around_them(run: Path, length: int) -> None:
+    base = read_about(run / "clients/ann").base
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    plain = "the cat and the dog"
+    whole = tokenizer(plain, truncation=True, max_length=length)["input_ids"]
+    samples = of_texts([plain], TextShape(base, 2, length))
+    assert samples.inputs.tolist() == [whole]
+    typed = of_texts([TEXT], TextShape(base, 2, length)).inputs[0].tolist()
+    assert (typed[0], typed[-1]) == (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert not {tokenizer.bos_token_id, tokenizer.eos_token_id} & set(typed[1:-1])
