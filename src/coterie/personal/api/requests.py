@@ -142,8 +142,8 @@ class ChatRequest(_Request):
     @classmethod
     def _known(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Refuse what would change an answer and is not supported, such as sound."""
-        keys = {key for message in messages for key, part in message.items() if part not in _EMPTY}
-        if unknown := keys - _KEYS:
+        parts = (part for message in messages for part in message.items())
+        if unknown := {key for key, value in parts if value not in _EMPTY} - _KEYS:
             raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
         return messages
 
