@@ -30,9 +30,7 @@ from coterie.core.result import (
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import PlantedCanaries
-from coterie.data.chats.batches import ChatBatch
-from coterie.data.chats.splits import ChatSplit
-from coterie.data.splits import SplitBase, TokenSplit
+from coterie.data.splits import SplitBase
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
@@ -218,19 +216,12 @@ class _Auditor:
                 "Resume the run: coterie run --resume.",
             )
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
-        return self._alike(data.train.take(trained)), self._alike(data.test.take(fresh))
-
-    def _alike(self, rows: Any) -> Any:
-        """Return rows without the end tokens of documents, which count in training alone and would
-        tell its rows from others.
-        """
+        rows = data.train.take(trained), data.test.take(fresh)
         problem = self.prepared.problem
-        if not isinstance(rows, ChatBatch) or not isinstance(problem, Language):
+        if not isinstance(problem, Language) or problem.content == "chats":
             return rows
-        if problem.content == "chats":
-            return rows
-        counted = rows.counted & (rows.ids != problem.backbone.tokenizer.eos_token_id)
-        return replace(rows, counted=counted).at(counted.any(dim=1))
+        end = problem.backbone.tokenizer.eos_token_id
+        return membership.without_ends(rows[0], end), membership.without_ends(rows[1], end)
 
     def measured(self) -> AuditResult:
         """Return the content of `audit.json`."""
@@ -359,11 +350,7 @@ class _Auditor:
             self.recipe.model_copy(update={"audit": None})
         ).federation.clients  # without canaries, which are no words
         texts = {
-            i: {
-                split.name: words.documents(backbone.tokenizer, split)
-                for split in data.splits
-                if isinstance(split, TokenSplit | ChatSplit)
-            }
+            i: {split.name: words.documents(backbone.tokenizer, split) for split in data.splits}
             for i, data in own.items()
         }
         cases, control = words.rare(

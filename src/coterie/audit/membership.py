@@ -3,13 +3,15 @@ inference.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
 from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
 from coterie.core.result import MembershipResult, TruePositiveRate
+from coterie.data.chats import ChatBatch
 from coterie.data.splits import Numbers, SplitBase
 
 RATE = 0.01  # of false alarms
@@ -50,6 +52,16 @@ def drawn(
     """
     seen = np.setdiff1d(train.numbers(0, min(cursor, train.windows)), without)
     return np.sort(rng.permutation(seen)[:most])
+
+
+def without_ends(rows: Tensor | ChatBatch, end: int) -> Tensor | ChatBatch:
+    """Return rows without the end tokens of documents that are read by themselves: these count in
+    training alone, and would tell its rows from others.
+    """
+    if not isinstance(rows, ChatBatch):
+        return rows
+    counted = rows.counted & (rows.ids != end)
+    return replace(rows, counted=counted).at(counted.any(dim=1))
 
 
 def measured(

@@ -13,7 +13,7 @@ from coterie.audit.statistics import Values, bootstrapped, proportion
 from coterie.core.protocol import ClientId
 from coterie.core.result import Estimate, WordExample, WordsResult
 from coterie.data.chats import ChatSplit
-from coterie.data.splits import TokenSplit
+from coterie.data.splits import Split, TokenSplit
 
 WORD = re.compile(r"[^\W\d_]{3,}")
 LEAST = 2  # how often a word must occur in its client's training text
@@ -39,13 +39,14 @@ class Case:
     prompt: str
 
 
-def documents(tokenizer: Any, split: TokenSplit | ChatSplit) -> list[str]:
+def documents(tokenizer: Any, split: Split) -> list[str]:
     """Return the texts of a split: those that the tokenizer's end token separates in running text,
     or each conversation or document that is read by itself.
     """
     if isinstance(split, ChatSplit):
         parts = [split.conversation(number) for number in range(len(split.lengths))]
     else:
+        assert isinstance(split, TokenSplit)
         ids = split.tokens.astype(np.int64)
         parts = np.split(ids, np.flatnonzero(ids == tokenizer.eos_token_id))
     texts = (tokenizer.decode(part, skip_special_tokens=True) for part in parts if len(part) > 1)

@@ -32,7 +32,7 @@ def section_of(data: Any) -> Folders:
     if isinstance(data, Folders):
         return data
     if not isinstance(data, ChatFields):
-        return Folders()
+        return Folders(control_tokens=data.control_tokens)
     shared = ChatFields.model_fields.keys() & Folders.model_fields.keys()
     return Folders(**{name: getattr(data, name) for name in shared})
 
