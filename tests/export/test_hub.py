@@ -4,13 +4,16 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from chat_bases import CHATML
 from hub_stand_in import TOKEN, Hub, Repository, served
 
 import coterie
@@ -18,7 +21,7 @@ from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load
 from coterie.export.pull import pull
 from coterie.export.push import push
-from coterie.personal import PersonalModel
+from coterie.personal import PersonalModel, read_about, save
 from coterie.runs.adapt import Training, adapt
 from coterie.runs.folder import write_sums
 
@@ -110,6 +113,7 @@ def test_a_personal_model_leaves_only_by_its_owners_word(
     for fact in (f"{before:.2f}", f"{result.clients['bob'].test:.2f}", "`embedded`", "no noise"):
         assert fact in card
     assert re.search(r"training data \| [\d,]+ tokens", card)
+    assert "chat" not in card
     pull("ann/bob", tmp_path / "bob")
     ours, theirs = (
         load(folder / "adapter.safetensors")[0]
@@ -119,6 +123,23 @@ def test_a_personal_model_leaves_only_by_its_owners_word(
         name: t.tolist() for name, t in theirs.items()
     }
     assert coterie.load(tmp_path / "bob").generate("The", max_new_tokens=2)
+
+
+def test_what_was_trained_on_chats_says_how_it_is_asked(
+    run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    chatting = tmp_path / "run"
+    shutil.copytree(run, chatting)
+    about = replace(read_about(chatting / "clients/bob"), content="chats", chat_template=CHATML)
+    model = coterie.load(run, "bob")
+    save(chatting / "clients/bob", about, dict(model.adapter.named_parameters()))
+    push(chatting, "ann/chat", client="bob", publish_personal=True)
+    card = hub.repositories["ann/chat"].files["README.md"].decode()
+    assert 'coterie generate chat --chat --text "' in card
+    assert "chat template" in card
+    pull("ann/chat", tmp_path / "chat")
+    pulled = coterie.load(tmp_path / "chat")
+    assert (pulled.about.content, pulled.chats.template) == ("chats", CHATML)
 
 
 def test_a_public_repository_is_not_written_to_by_chance(run: Path, hub: Hub) -> None:

@@ -25,6 +25,7 @@ class Facts:
         after: The metric of what is published, on the same data.
         privacy: What was spent; None where no noise was added.
         language: Whether it is a language model.
+        chats: Whether it was trained on conversations.
     """
 
     client: str | None
@@ -38,6 +39,7 @@ class Facts:
     after: float | None
     privacy: PrivacySpent | None
     language: bool = True
+    chats: bool = False
 
 
 def card(facts: Facts, repo: str) -> str:
@@ -71,7 +73,7 @@ Scores are on test data, {direction(facts.metric)}; {_where(facts)}. {_reads(fac
 coterie pull {repo} --out {name}
 {_use(facts, name)}
 ```
-
+{_TEMPLATE if facts.chats else ""}
 The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
 code.
 """
@@ -105,11 +107,18 @@ def _reads(facts: Facts) -> str:
     )
 
 
+_TEMPLATE = """
+It was trained on conversations, and answers messages by the chat template of that training, which
+`client.json` holds where it is not the base's own.
+"""
+
+
 def _use(facts: Facts, name: str) -> str:
     """Return commands that use it."""
     if not facts.language:
         return f"coterie predict {name} --data FILES"
-    lines = [f'coterie generate {name} --text "The weather is"']
+    asked = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
+    lines = [f"coterie generate {name} {asked}"]
     if facts.client is None:
         lines += [f"coterie adapt {name} --data MY_TEXTS --train --out mine"]
     return "\n".join(lines)

@@ -106,6 +106,7 @@ def _shared(run: Path, folder: Path) -> Facts:
         before=found.before,
         after=found.after,
         privacy=_result(run).privacy if (run / RESULT).is_file() else None,
+        chats=about.get("content") == "chats",
     )
 
 
@@ -138,6 +139,7 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
         after=after,
         privacy=result.privacy if result else None,
         language=not classifies,
+        chats=about.get("content") == "chats",
     )
 
 
