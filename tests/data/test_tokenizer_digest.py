@@ -1,4 +1,4 @@
-"""A tokenizer that was changed is told, with the first token that is another one."""
+"""A tokenizer that was changed is told, with what is other about it."""
 
 import json
 from typing import Any
@@ -36,9 +36,8 @@ def swap(content: Any) -> None:
 
 
 def test_two_tokens_that_changed_places_are_told() -> None:
-    x = byte_pairs().convert_tokens_to_ids("x")
     difference = TokenizerDigest.of(byte_pairs()).difference(changed(swap))
-    assert difference == f"token {x} was another one than 'y'"
+    assert difference.startswith("texts fall into other tokens")
 
 
 def test_new_tokens_and_those_that_are_gone_are_told() -> None:
@@ -46,8 +45,9 @@ def test_new_tokens_and_those_that_are_gone_are_told() -> None:
     longer.add_tokens(["<NAME>"])
     size = len(byte_pairs())
     few, many = TokenizerDigest.of(byte_pairs()), TokenizerDigest.of(longer)
-    assert few.difference(longer) == f"token {size} '<NAME>' is new"
-    assert many.difference(byte_pairs()) == f"token {size} is gone"
+    had = f"it had {size} tokens and has {size + 1}, the last of them '<NAME>'"
+    assert few.difference(longer) == had
+    assert many.difference(byte_pairs()).startswith(f"it had {size + 1} tokens and has {size}")
 
 
 def test_a_token_that_became_special_is_told() -> None:
@@ -55,7 +55,7 @@ def test_a_token_that_became_special_is_told() -> None:
     plain.add_tokens(["<NAME>"])
     special.add_special_tokens({"extra_special_tokens": ["<NAME>"]})
     difference = TokenizerDigest.of(plain).difference(special)
-    assert "'<NAME>'" in difference
+    assert difference == "some of its tokens are others"
 
 
 @pytest.mark.parametrize("change", ["other merges", "another beginning"])

@@ -109,8 +109,9 @@ class Words:
         cut = len(ids) - self._unfinished(ids)
         end = "".join(self.names[i] for i in ids[cut:])
         # a word's end is seen one token later, hence one more
+        shown = self.texts.unmarked(text)
         search = Search(
-            text, end, self.vocabulary.decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k
+            shown, end, self.vocabulary.decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k
         )
         prompt = ids[:cut][-max(self.backbone.context_limit - search.depth, 1) :]
         return prompt or [self.first], search
