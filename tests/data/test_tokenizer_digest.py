@@ -45,7 +45,7 @@ def test_new_tokens_and_those_that_are_gone_are_told() -> None:
     longer.add_tokens(["<NAME>"])
     size = len(byte_pairs())
     few, many = TokenizerDigest.of(byte_pairs()), TokenizerDigest.of(longer)
-    had = f"it had {size} tokens and has {size + 1}, the last of them '<NAME>'"
+    had = f"it had {size} tokens and has {size + 1}, the last one '<NAME>'"
     assert few.difference(longer) == had
     assert many.difference(byte_pairs()).startswith(f"it had {size + 1} tokens and has {size}")
 

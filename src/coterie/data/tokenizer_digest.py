@@ -42,7 +42,7 @@ class TokenizerDigest:
             return ""
         if now.tokens != self.tokens:
             last = _tokens(tokenizer)[-1][0]
-            return f"it had {self.tokens:,} tokens and has {now.tokens:,}, the last of them {last!r}"
+            return f"it had {self.tokens:,} tokens and has {now.tokens:,}, the last one {last!r}"
         for before, after in zip_longest(self.probe, now.probe):
             if before != after:
                 return f"texts fall into other tokens: {after} where {before} was"
