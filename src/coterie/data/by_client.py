@@ -3,10 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from coterie.core import names
 from coterie.core.errors import DataError
@@ -53,6 +53,12 @@ class ByClient(ChatFields):
         Field(description="training tokens below which a client counts as small, too; null: none"),
     ] = None
     fractions: TextFractions = (0.8, 0.1, 0.1)
+
+    @model_validator(mode="after")
+    def _without_archives(self) -> Self:
+        if self.me is not None:
+            raise ValueError("me: for people's archives in folders alone (data.kind: folders)")
+        return self
 
     def columns(self, found: Sequence[str]) -> Sequence[str]:
         """Return which columns hold what clients say, of those that there are."""

@@ -13,6 +13,7 @@ from rich.text import Text
 from coterie.core.metrics import prediction
 from coterie.core.printing import printable
 from coterie.core.result import MetricInfo, Result
+from coterie.data.refusals import SHOWN
 from coterie.reports.callback import Callback
 from coterie.reports.pace import RoundTimer, Throughput
 from coterie.reports.tables import clock
@@ -127,8 +128,10 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.spoke = time.monotonic()
 
     def noted(self, notes: Sequence[str]) -> None:
-        for note in notes:
+        for note in notes[:SHOWN]:
             self.chosen(note)
+        if more := notes[SHOWN:]:
+            self.chosen(f"... and {len(more):,} notes more, which coterie data shows")
 
     def preparing(self) -> None:
         self.stage, self.stretch = PREPARING, RoundTimer(0, 0)
