@@ -247,8 +247,10 @@ ROWS = [
 
 
 def sent(section: Any) -> dict[str, list[str]]:
-    """The texts of each client, in whatever split."""
-    texts = section.source().read()
+    """The texts of each client, in whatever split, the second time that they are read."""
+    source = section.source()
+    source.read()
+    texts = source.read()
     return {id: sorted(text for part in parts for text in part) for id, parts in texts.items()}
 
 

@@ -65,14 +65,18 @@ class Hub(ByClient):
         )
         where, notes = f"data set {self.dataset}", list[str]()
         if (paths := tables(self.dataset, self.subset, self.split, remedy)) is not None:
-            read = partial(self.by_client, rows_of(paths), where, notes)
-            return Source([stamps(paths)], read, notes=notes)
+            return Source(
+                [stamps(paths)],
+                lambda: self.by_client(rows_of(paths), where, notes),
+                notes=notes,
+            )
         data = fetch(self.dataset, self.subset, self.split, remedy)
-        rows = enumerate(class_names(data, data.features), start=1)
-        read = partial(
-            self.by_client, ((f"{where}, row {i}", row) for i, row in rows), where, notes
-        )
-        return Source(data._fingerprint, read, notes=notes)
+
+        def rows() -> Iterator[Row]:
+            for number, row in enumerate(class_names(data, data.features), start=1):
+                yield f"{where}, row {number}", row
+
+        return Source(data._fingerprint, lambda: self.by_client(rows(), where, notes), notes=notes)
 
 
 class HubClient(BaseModel):

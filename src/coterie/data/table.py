@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,8 +54,11 @@ class Table(ByClient):
                 remedy,
             )
         notes: list[str] = []
-        read = partial(self.by_client, rows_of([path]), str(path), notes)
-        return Source([stamps([path])], read, notes=notes)
+        return Source(
+            [stamps([path])],
+            lambda: self.by_client(rows_of([path]), str(path), notes),
+            notes=notes,
+        )
 
 
 def in_memory(data: Any) -> Any:
