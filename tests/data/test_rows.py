@@ -427,3 +427,18 @@ def test_notes_come_from_the_cache_too(tmp_path: Path, make_tokenizer) -> None:
     again = section.load(make_tokenizer(), 4, cache=tmp_path / "cache").notes
     assert again == ("ann: 2 files not read (2 .docx)", first[1])
     assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+@pytest.mark.parametrize("last", ["a screen of 5", "mid\nben,a screen of 5"])
+def test_a_quote_that_a_later_row_closes_by_chance_is_refused(tmp_path: Path, last: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(f'client,text\nann,one\nann,"two\nben,{last}"\nben,x\n', encoding="utf-8")
+    with pytest.raises(DataError, match=r"row 2 \(line 3\): its quote ends rows later"):
+        list(rows_of([path]))
+
+
+def test_a_text_of_several_lines_with_delimiters_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('client,text\nann,"Dear Ben,\nhello, and\nbye, Ann"\nben,x\n', encoding="utf-8")
+    texts = [row["text"] for _, row in rows_of([path])]
+    assert texts == ["Dear Ben,\nhello, and\nbye, Ann", "x"]

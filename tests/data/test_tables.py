@@ -93,7 +93,7 @@ def test_small_clients_of_conversations_are_merged(tmp_path: Path) -> None:
     found = section.load(chat_tokenizer(), 64)
     assert names(found) == ["ann"]
     assert "cid (" in found.description
-    assert "has no conversation)" in found.description
+    assert "has no conversation: it has 2 in all, and three splits need 3" in found.description
     hub = Hub(dataset=str(path), client_column="who", content="chats", small_clients="leave-out")
     assert names(hub.load(chat_tokenizer(), 64)) == ["ann"]
 

@@ -24,6 +24,7 @@ Row = tuple[str, Mapping[str, Any]]  # with its file and number
 CHATS = frozenset({"messages", "conversations", "completion"})  # columns of conversations
 LIKE_CHATS = " These look like conversations: --set data.content=chats."
 
+_SHORT, _MOST_VALUES = 64, 1000  # characters and number of values that are remembered
 _LONGEST_FIELD = 2**31 - 1  # characters: what csv takes on every machine
 _QUOTED = re.compile(r'"[^"]*"')
 _SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # a line of Excel's
@@ -226,6 +227,7 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
     reader = csv.reader(_remembered(lines, raw), delimiter=delimiter, strict=True)
     names: list[str] = []
     number, line = 0, before + 1
+    seen = _Seen(delimiter)
     with Refusals(SHOWN) as refusals:
 
         def refuse(mistake: str) -> None:
@@ -240,6 +242,7 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
                     elif not names:
                         names = _names(path, fields)
                     elif not refusals.errors:
+                        seen.add(f"row {number} (line {line})", fields, raw)
                         pairs = zip(names, fields, strict=True)
                         yield f"{path}, row {number}", {n: v or None for n, v in pairs if n}
                     number += 1
@@ -251,6 +254,37 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
                 if "unexpected end" in str(error)
                 else "text behind a closing quote; a quote within quotes must be doubled"
             )
+        for row in seen.several_rows():
+            mistake = "its quote ends rows later: each line in it is as a row"
+            refusals.add(f"{path}, {row}: {mistake}", _QUOTING)
+
+
+class _Seen:
+    """The short values of each column, by which a quote is told that a later row has closed by
+    chance: then each line in it is as a row, with a value that its column has elsewhere.
+    """
+
+    def __init__(self, delimiter: str) -> None:
+        self._delimiter = delimiter
+        self._columns: list[set[str]] = []
+        self._suspects: list[tuple[str, list[list[str]]]] = []
+
+    def add(self, row: str, fields: list[str], raw: list[str]) -> None:
+        """Remember the values of a row, given with its place and its lines."""
+        self._columns = self._columns or [set() for _ in fields]
+        for values, field in zip(self._columns, fields, strict=True):
+            if len(values) < _MOST_VALUES and 0 < len(field) <= _SHORT:
+                values.add(field)
+        lines = [line.rstrip("\r\n").split(self._delimiter) for line in raw[1:]]
+        if lines and all(1 < len(fields) == len(parts) for parts in lines):
+            self._suspects.append((row, lines))
+
+    def several_rows(self) -> list[str]:
+        """Return the places of rows that are several, once all have been added."""
+        return [row for row, lines in self._suspects if all(map(self._is_row, lines))]
+
+    def _is_row(self, parts: list[str]) -> bool:
+        return any(part in values for part, values in zip(parts, self._columns, strict=True))
 
 
 def _remembered(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
