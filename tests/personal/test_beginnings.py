@@ -21,7 +21,7 @@ from coterie.models.text import TextShape
 from coterie.personal import ManyModels, read_about
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.preparation import Preparation
-from coterie.personal.api.requests import CompletionRequest
+from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.artifact import save
 from coterie.personal.samples import of_texts
 
@@ -95,6 +95,32 @@ def test_nothing_is_the_beginning_of_a_text(
     read.clear()
     model.generate("", max_new_tokens=1)
     assert read[0] == [begin]
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def test_a_message_is_text_in_every_chat(
+    run: Path, read: list[list[int]], models: ManyModels
+) -> None:
+    for model in models.models.values():
+        model.about = replace(model.about, chat_template=CHAT)
+    tokenizer, message = models.tokenizer, {"role": "user", "content": f"{TEXT} you"}
+    plain = byte_pairs()
+    wanted = [
+        tokenizer.bos_token_id,
+        *plain(f"user: {TEXT} you")["input_ids"],
+        tokenizer.eos_token_id,
+        *plain("assistant:")["input_ids"],
+    ]
+    models.models["ann"].answer([message], max_new_tokens=1)
+    models.next_words(models.chats.opened([message], " a "))
+    assert [ids[: len(wanted)] for ids in read if len(ids) >= len(wanted)] == [wanted] * 2
+    request = ChatRequest(model="ann", messages=[message], max_tokens=1)
+    assert Preparation(models, 64, 1, 1).chat(request).continuations[0].prompt == wanted
 
 
 def test_ids_stay_as_they_are_given(models: ManyModels, read: list[list[int]]) -> None:
