@@ -37,6 +37,7 @@ _MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
 _C1 = re.compile("[\x80-\x9f]")
 _BESIDE_LATIN = re.compile(r"(?<=[A-Za-z])[^\W\d_A-Za-z]|[^\W\d_A-Za-z](?=[A-Za-z])")
 _UNLIKE_LATIN = ("CYRILLIC", "GREEK")
+_USUAL = "cp1252"  # of those that are as likely as each other, by far the most frequent
 _LEAST_CONFIDENCE = 0.1  # of the detector: that of one French sentence is 0.11, of one word 0.02
 # what iconv calls encodings where that is not Python's name in capitals
 _ICONV = {
@@ -127,10 +128,16 @@ def _detected(path: Path, sample: bytes) -> str:
     """
     import chardet
 
-    found = chardet.detect(sample, include_encodings=_CANDIDATES)
-    if not found["encoding"] or found["confidence"] < _LEAST_CONFIDENCE:
+    found = chardet.detect_all(sample, include_encodings=_CANDIDATES)
+    likely = [own for own in found if own["encoding"] and own["confidence"] >= _LEAST_CONFIDENCE]
+    names = [
+        codecs.lookup(str(own["encoding"])).name
+        for own in likely
+        if own["confidence"] > 0.99 * likely[0]["confidence"]
+    ]
+    if not names:
         return ""
-    name = codecs.lookup(found["encoding"]).name
+    name = _USUAL if _USUAL in names else names[0]
     if _mixed(sample.decode(name, "ignore")):
         return ""
     try:
