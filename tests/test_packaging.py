@@ -96,6 +96,7 @@ def test_the_metadata_keep_the_core_small(built: Path) -> None:
         "click",
         "rich",
         "filelock",
+        "chardet",
     }
     assert found["Requires-Python"] == ">=3.11"
 

@@ -278,6 +278,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "client/outbound.py": "lies of simulated clients",
     "data/canaries.py": "canaries of an experiment, whose coins follow from its seed",
     "data/schemes.py": "how data are dealt out to simulated clients",
+    "data/similarity.py": "hash functions, the same for every run",
     "data/splits.py": "the order of a client's own batches",
     "export/check.py": "tokens on which a model without text is compared",
     "methods/pairs.py": "which pairs of clients CoBo compares, see below",

@@ -169,7 +169,7 @@ ODD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "latin1": (lambda f: (f / "x.txt").write_bytes(b"caf\xe9"), "x.txt:1: not UTF-8"),
     "a bomb": (
-        lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(bytes(65 << 20), 9)),
+        lambda f: (f / "x.jsonl.gz").write_bytes(gzip.compress(b"x" * (65 << 20), 9)),
         "would expand to more than 67,108,864",
     ),
     "half a gzip file": (

@@ -79,10 +79,10 @@ def test_a_refusal_leaves_nothing_in_the_cache(folders, tokenizer) -> None:
 def test_another_process_may_be_faster(folders, tokenizer, monkeypatch) -> None:
     read = Folders._read
 
-    def slow(self, files):
+    def slow(self, *found):
         monkeypatch.setattr(Folders, "_read", read)
         folders.load(tokenizer, 8)  # the other process
-        return read(self, files)
+        return read(self, *found)
 
     monkeypatch.setattr(Folders, "_read", slow)
     assert folders.load(tokenizer, 8).clients.keys() == {"ann", "bob"}

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -29,7 +29,8 @@ Controls = Counter[str]  # control tokens in people's text
 _DOCUMENTS = 64  # encoded at a time: enough for the tokenizer's threads, few beyond a token bound
 
 
-class SplitTexts(NamedTuple):
+@dataclass(frozen=True)
+class SplitTexts:
     """The documents of one split of a client.
 
     Args:

@@ -131,7 +131,7 @@ class Runtime(ABC):
         """Return the tokens that a chat is asked with, by what was written alone."""
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         ids: list[int] = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=True
         )["input_ids"]

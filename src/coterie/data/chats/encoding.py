@@ -18,6 +18,7 @@ from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens
+from coterie.data.text_streams import SplitTexts
 
 Arrays = Mapping[str, Tokens]
 
@@ -101,12 +102,12 @@ class Encoder:
         }
 
     def streams(
-        self, parts: Iterable[tuple[ClientId, str, Sequence[str], int | None]], context: int
+        self, parts: Iterable[SplitTexts], context: int
     ) -> list[tuple[ClientId, str, list[Tokens]]]:
         """Return the arrays of splits as streams of the cache.
 
         Args:
-            parts: A client, the name of one of its splits, the documents, and their bound.
+            parts: The documents of splits.
             context: C.
 
         Raises:
@@ -115,14 +116,14 @@ class Encoder:
         found: list[tuple[ClientId, str, list[Tokens]]] = []
         parts = list(parts)
         if self.template.template is None:
-            first = next((own for _, _, documents, _ in parts for own in documents), None)
+            first = next((document for part in parts for document in part.documents), None)
             if first is not None and Conversation.of_document(first).text is None:
                 raise DataError("the base has no chat template, which messages need", NO_TEMPLATE)
         with Refusals() as refusals:
-            for client, name, documents, limit in parts:
-                with refusals.gather(f"client {client!r}, {name}: "):
-                    arrays = self.arrays(documents, name, context, limit)
-                    found += [(client, key, [values]) for key, values in arrays.items()]
+            for part in parts:
+                with refusals.gather(f"client {part.client!r}, {part.name}: "):
+                    arrays = self.arrays(part.documents, part.name, context, part.limit)
+                    found += [(part.client, key, [values]) for key, values in arrays.items()]
         return found
 
     @property
