@@ -87,8 +87,8 @@ def test_what_is_shown_is_what_is_trained(folder: Path) -> None:
             assert summary["counted"] == (len(tokens) - 1) // 32 * 32
         for number, row in enumerate(shown["examples"]):
             ids = data.train.tokens[32 * number : 32 * number + 33].tolist()
-            assert "".join(text for text, _, _ in row) == base.decode(ids)
-            assert [counted for _, counted, _ in row] == [False] + 32 * [True]
+            assert "".join(token["text"] for token in row) == base.decode(ids)
+            assert [token["counted"] for token in row] == [False] + 32 * [True]
 
 
 def test_tables_in_a_terminal_name_the_clients_that_are_asked_for(folder: Path) -> None:
@@ -122,12 +122,11 @@ def test_of_chats_the_answers_have_loss(tmp_path: Path) -> None:
     found = figures(str(tmp_path / "chats"), *settings, "--files")
     ann = found["clients"]["ann"]
     (row,) = ann["examples"]
-    text = "".join(text for text, counted, _ in row if counted)
+    text = "".join(token["text"] for token in row if token["counted"])
     assert text.startswith("no ")
     assert "ann" not in text
-    assert [text for text, counted, special in row if special and counted] == ["<|im_end|>"] * (
-        text.count("no ")
-    )
+    ends = [token["text"] for token in row if token["special"] and token["counted"]]
+    assert ends == ["<|im_end|>"] * text.count("no ")
     assert len(ann["files"]) == 6
     assert ann["scripts"] == {"LATIN": 1}
 

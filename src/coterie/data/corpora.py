@@ -3,6 +3,7 @@
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -194,7 +195,7 @@ class _OneFile(Corpus):
             corpus, document = self.document(row)
             if not (self.exclude_pretraining and seen_in_pretraining(corpus, document.key)):
                 for cell, text in self.parts(row).items():
-                    documents[cell].append(document._replace(text=text))
+                    documents[cell].append(replace(document, text=text))
         texts: dict[ClientId, list[list[str]]] = {}
         for cell, clients in self.cells.items():
             parts = iter(

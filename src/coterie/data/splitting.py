@@ -5,6 +5,7 @@ import math
 import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -38,7 +39,8 @@ def where_of(text: str) -> str:
     return text.where if isinstance(text, LocatedText) else ""
 
 
-class Document(NamedTuple):
+@dataclass(frozen=True)
+class Document:
     """A text that is to be split.
 
     Args:

@@ -5,7 +5,6 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -33,7 +32,8 @@ ODD: Mapping[str, re.Pattern[str]] = {
 _SCRIPTS = 4  # of a client, the others are left out
 
 
-class Token(NamedTuple):
+@dataclass(frozen=True)
+class Token:
     """A token of an example.
 
     Args:
