@@ -4,7 +4,7 @@ import csv
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -230,9 +230,11 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
     seen = _Seen(delimiter)
     with Refusals(SHOWN) as refusals:
 
+        def place() -> str:
+            return f"{f'row {number}' if names else 'header'} (line {line})"
+
         def refuse(mistake: str) -> None:
-            row = f"row {number}" if names else "header"
-            refusals.add(f"{path}, {row} (line {line}): {mistake}", _QUOTING)
+            refusals.add(f"{path}, {place()}: {mistake}", _QUOTING)
 
         try:
             for fields in reader:
@@ -242,7 +244,7 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
                     elif not names:
                         names = _names(path, fields)
                     elif not refusals.errors:
-                        seen.add(f"row {number} (line {line})", fields, raw)
+                        seen.add(place, fields, raw)
                         pairs = zip(names, fields, strict=True)
                         yield f"{path}, row {number}", {n: v or None for n, v in pairs if n}
                     number += 1
@@ -267,23 +269,31 @@ class _Seen:
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter
         self._columns: list[set[str]] = []
-        self._suspects: list[tuple[str, list[list[str]]]] = []
+        self._filling: list[tuple[int, set[str]]] = []  # those that may get more values
+        self._suspects: list[tuple[str, list[str]]] = []
 
-    def add(self, row: str, fields: list[str], raw: list[str]) -> None:
+    def add(self, where: Callable[[], str], fields: list[str], raw: list[str]) -> None:
         """Remember the values of a row, given with its place and its lines."""
-        self._columns = self._columns or [set() for _ in fields]
-        for values, field in zip(self._columns, fields, strict=True):
-            if len(values) < _MOST_VALUES and 0 < len(field) <= _SHORT:
-                values.add(field)
-        lines = [line.rstrip("\r\n").split(self._delimiter) for line in raw[1:]]
-        if lines and all(1 < len(fields) == len(parts) for parts in lines):
-            self._suspects.append((row, lines))
+        if not self._columns:
+            self._columns = [set() for _ in fields]
+            self._filling = list(enumerate(self._columns))
+        for number, values in self._filling:
+            if 0 < len(fields[number]) <= _SHORT:
+                values.add(fields[number])
+                if len(values) == _MOST_VALUES:
+                    self._filling = [own for own in self._filling if own[1] is not values]
+        between = len(fields) - 1
+        if len(raw) > 1 and between:
+            lines = raw[1:]
+            if all(line.count(self._delimiter) == between for line in lines):
+                self._suspects.append((where(), lines))
 
     def several_rows(self) -> list[str]:
         """Return the places of rows that are several, once all have been added."""
         return [row for row, lines in self._suspects if all(map(self._is_row, lines))]
 
-    def _is_row(self, parts: list[str]) -> bool:
+    def _is_row(self, line: str) -> bool:
+        parts = line.rstrip("\r\n").split(self._delimiter)
         return any(part in values for part, values in zip(parts, self._columns, strict=True))
 
 
