@@ -14,7 +14,7 @@ import torch
 
 from coterie.core.errors import DataError
 from coterie.data.chats.batches import ChatBatch
-from coterie.data.splits import Numbers, SplitBase, Tokens, TokenSplit
+from coterie.data.splits import Numbers, SplitBase, Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,13 +117,6 @@ class ChatSplit(SplitBase):
         """All rows once, in order: every counted token is a target exactly once."""
         for start in range(0, self.windows, rows):
             yield self.take(np.arange(start, min(start + rows, self.windows)))
-
-    def plain(self) -> TokenSplit:
-        """Return the same tokens as running text, in windows that cross conversations: for programs
-        that know no more.
-        """
-        context = max(1, min(self.context, len(self.tokens) - 1))
-        return TokenSplit(self.name, self.tokens, context, self.seed)
 
 
 def packed(lengths: Numbers, room: int) -> list[list[int]]:
