@@ -60,6 +60,11 @@ def test_what_is_quoted_throughout_is_read_as_it_was_written(
     assert read(path) == wanted
 
 
+def test_lines_as_rows_in_a_table_of_quotes_are_text(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", '"client","text"\n"ann","x"\n"ben","one\nann,x"\n')
+    assert [row["text"] for row in read(path)] == ["x", "one\nann,x"]
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 @pytest.mark.parametrize("before", ["", "\ufeff", "sep", "\n\n"])

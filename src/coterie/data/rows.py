@@ -263,7 +263,8 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
 
 class _Seen:
     """The short values of each column, by which a quote is told that a later row has closed by
-    chance: then each line in it is as a row, with a value that its column has elsewhere.
+    chance: then each line in it is as a row, with a value that its column has elsewhere. (Where all
+    rows begin with a quote, such a line would have closed it: nothing can be hidden.)
     """
 
     def __init__(self, delimiter: str) -> None:
@@ -271,12 +272,14 @@ class _Seen:
         self._columns: list[set[str]] = []
         self._filling: list[tuple[int, set[str]]] = []  # those that may get more values
         self._suspects: list[tuple[str, list[str]]] = []
+        self._quoted = True  # all rows begin with a quote
 
     def add(self, where: Callable[[], str], fields: list[str], raw: list[str]) -> None:
         """Remember the values of a row, given with its place and its lines."""
         if not self._columns:
             self._columns = [set() for _ in fields]
             self._filling = list(enumerate(self._columns))
+        self._quoted = self._quoted and raw[0].startswith('"')
         for number, values in self._filling:
             if 0 < len(fields[number]) <= _SHORT:
                 values.add(fields[number])
@@ -290,7 +293,8 @@ class _Seen:
 
     def several_rows(self) -> list[str]:
         """Return the places of rows that are several, once all have been added."""
-        return [row for row, lines in self._suspects if all(map(self._is_row, lines))]
+        suspects = () if self._quoted else self._suspects
+        return [row for row, lines in suspects if all(map(self._is_row, lines))]
 
     def _is_row(self, line: str) -> bool:
         parts = line.rstrip("\r\n").split(self._delimiter)
