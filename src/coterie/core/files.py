@@ -13,8 +13,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file as _encode_file
 
+from coterie.core import foreign
 from coterie.core.errors import CheckpointError, Refused, SaveError
-from coterie.core.tensors import Named, Tensors, _dense, _owned
+from coterie.core.tensors import Named, Tensors, _dense, _owned, check_header
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
@@ -90,7 +91,7 @@ _HASHING = ThreadPoolExecutor(
 
 def digest_of(path: Path) -> str:
     """Return the SHA-256 of a file's content, as `sha256sum` writes it. Raises OSError."""
-    with open(path, "rb") as file:
+    with foreign.opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -103,22 +104,25 @@ def nbytes_of_file(path: Path) -> int:
     """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8
     bytes.
     """
-    with open(path, "rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    with foreign.opened(path) as file:
+        return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as file:
-            yield file
+        with foreign.opened(path) as file:
+            check_header(file)
+            with safe_open(foreign.path_of(file, path), framework="pt") as tensors:
+                yield tensors
     except (FileNotFoundError, IsADirectoryError):
         raise CheckpointError(
             f"no tensors at {path}: the file does not exist", "Check the path."
         ) from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({error})",
+            f"{path} is truncated or not a safetensors file ({reason})",
             "Use an earlier copy, or make it again.",
         ) from None
 
@@ -138,14 +142,14 @@ def make_folder(path: Path) -> None:
         ) from None
 
 
-def read_json(path: Path) -> Any:
-    """Read JSON.
+def read_json(path: Path, finite: bool = True) -> Any:
+    """Read JSON, see `foreign.json_of`.
 
     Raises:
         CheckpointError: The file is missing or damaged.
     """
     try:
-        return json.loads(path.read_bytes())
+        return foreign.json_of(foreign.read_bytes(path), finite)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`."
@@ -154,7 +158,7 @@ def read_json(path: Path) -> Any:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror})", "Check the path and its permissions."
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand."
         ) from None

@@ -2,6 +2,7 @@
 files.
 """
 
+import os
 from collections.abc import Set
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from coterie.core.errors import CheckpointError, TensorError
 from coterie.core.files import digest_later, unwritable
+from coterie.core.foreign import opened
 from coterie.core.tensors import Tensors, from_bytes
 
 LARGEST = 256 * 2**20  # bytes of a pack, about, behind which the next one begins
@@ -33,16 +35,15 @@ class Entry:
     def content(self) -> bytes:
         """Return the bytes. Raises CheckpointError where the file is gone or too short."""
         try:
-            with open(self.pack, "rb") as file:
+            with opened(self.pack) as file:
+                if self.offset + self.length > os.fstat(file.fileno()).st_size:
+                    raise CheckpointError(f"{self.pack} is truncated: it ends within what is read")
                 file.seek(self.offset)
-                found = file.read(self.length)
+                return file.read(self.length)
         except FileNotFoundError:
             raise CheckpointError(f"{self.pack} does not exist") from None
         except OSError as error:
             raise CheckpointError(f"{self.pack} cannot be read ({error.strerror})") from None
-        if len(found) < self.length:
-            raise CheckpointError(f"{self.pack} is truncated: it ends within what is read")
-        return found
 
     def read(self) -> Tensors:
         """Return the tensors. Raises CheckpointError."""

@@ -2,9 +2,10 @@
 every file.
 """
 
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -12,12 +13,14 @@ from safetensors.torch import load as _decode
 from safetensors.torch import save as _encode
 from torch import Tensor
 
-from coterie.core import devices
+from coterie.core import devices, foreign
 from coterie.core.errors import TensorError
 
 Named = Mapping[str, Tensor]
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
+
+MOST_HEADER = 16 << 20  # bytes of a safetensors header: of some 100,000 tensors
 
 
 def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
@@ -152,6 +155,7 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
         TensorError: The bytes are truncated or not safetensors.
     """
     try:
+        check_header(io.BytesIO(data))
         decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
     except (
         SafetensorError,
@@ -170,6 +174,16 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
             "It was truncated or damaged on the way: send it again.",
         ) from None
     return decoded
+
+
+def check_header(file: BinaryIO) -> None:
+    """Refuse the header of safetensors bytes that is longer than they are or than `MOST_HEADER`, or
+    names a tensor twice. Raises ValueError.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    if length > MOST_HEADER:
+        raise ValueError(f"a header of {length:,} bytes, at most {MOST_HEADER:,} are read")
+    foreign.json_of(file.read(length))
 
 
 def _owned(tensor: Tensor) -> Tensor:

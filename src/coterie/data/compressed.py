@@ -2,10 +2,12 @@
 
 import gzip
 import io
+import os
 from pathlib import Path
 from typing import cast
 
 from coterie.core.errors import DataError
+from coterie.core.foreign import opened
 
 _PLAIN, _RATIO = (
     64 << 20,
@@ -19,7 +21,7 @@ def binary(path: Path) -> io.BufferedReader:
     """Open the content of a file, decompressed if its name ends in .gz. Raises OSError."""
     if path.suffix.lower() == ".gz":
         return cast(io.BufferedReader, _Bounded(path))
-    return path.open("rb")
+    return opened(path)
 
 
 class _Bounded(gzip.GzipFile):
@@ -28,8 +30,10 @@ class _Bounded(gzip.GzipFile):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path, self.size = path, path.stat().st_size
+        file = opened(path)
+        super().__init__(fileobj=file)
+        self.myfileobj = file  # which `close` closes
+        self.path, self.size = path, os.fstat(file.fileno()).st_size
         self.most = max(_PLAIN, _RATIO * self.size)
 
     def read1(self, size: int = -1) -> bytes:

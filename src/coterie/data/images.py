@@ -9,7 +9,7 @@ from dataclasses import fields
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from pydantic import Field
 
 from coterie.core.errors import DataError, SaveError
 from coterie.core.extras import require
+from coterie.core.foreign import opened, path_of
 from coterie.data.federation import Federation
 from coterie.data.fetching import OFFLINE, fetch, located
 from coterie.data.partition import Labelled, Partitioner
@@ -170,7 +171,8 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
     from pyarrow import ArrowException, parquet
 
     try:
-        file = parquet.ParquetFile(path)
+        with opened(path) as binary:
+            file = parquet.ParquetFile(path_of(binary, path))
         if missing := [column for column in columns if column not in file.schema_arrow.names]:
             remedy = f"Name a folder whose files have {' and '.join(columns)}: --set data.root=DIR."
             raise DataError(f"{path}: no column {', '.join(map(repr, missing))}", remedy)
@@ -181,7 +183,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
         ) from error
 
 
-def pixels(file: Path | BytesIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
+def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
     """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL
     raises.
     """

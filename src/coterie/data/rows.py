@@ -11,6 +11,8 @@ from typing import Any
 
 from coterie.core.errors import DataError
 from coterie.core.extras import require
+from coterie.core.foreign import opened as opened_binary
+from coterie.core.foreign import path_of, unique
 from coterie.data.plain_text import empty, opened, read_text
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.values import text_mistake, uncolumned
@@ -81,18 +83,9 @@ def _numbered(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
         yield f"{path}, row {number}", row
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, none of whose values hides another."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        doubled = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-        raise ValueError(f"key {doubled!r} occurs twice in one object")
-    return found
-
-
 # NaN is no JSON, but what pandas and Python write for a missing value
 _JSON = json.JSONDecoder(
-    object_pairs_hook=_unique,
+    object_pairs_hook=unique,
     parse_constant=lambda name: None if name == "NaN" else float(name),
 )
 
@@ -334,7 +327,7 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
+        with opened_binary(path) as binary, parquet.ParquetFile(path_of(binary, path)) as file:
             for batch in file.iter_batches():
                 yield from map(uncolumned, batch.to_pylist())
     except (OSError, pa.ArrowException) as error:

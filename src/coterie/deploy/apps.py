@@ -5,7 +5,6 @@ device for every message.
 Nothing heavy is imported before it is used.
 """
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.errors import CoterieError, Refused
+from coterie.core.foreign import json_of
 from coterie.core.printing import printable
 from coterie.core.threads import wait_briefly
 from coterie.deploy import resident
@@ -126,7 +126,7 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
     if not name.lstrip().startswith("{"):
         return recipes.load(name, overrides)
     try:
-        section = json.loads(name)
+        section = json_of(name)
     except ValueError as error:
         raise Refused(
             f"recipe: not JSON ({error})",

@@ -20,6 +20,7 @@ from pydantic import (
 
 from coterie.core import names
 from coterie.core.errors import TensorError
+from coterie.core.foreign import json_of
 from coterie.core.version import __version__
 
 MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
@@ -33,6 +34,7 @@ Count = Annotated[
     int, Field(ge=0, le=1 << 53)
 ]  # as large as other programs read numbers of JSON without loss
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
+_DAMAGED = "It was damaged, or did not come from coterie."
 _MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
 
@@ -212,10 +214,10 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
     if len(text) > MOST_HEADER:
         raise TensorError(
             f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}",
-            "It was damaged, or did not come from coterie.",
+            _DAMAGED,
         )
     try:
-        found = kind.model_validate_json(text)
+        found = kind.model_validate(json_of(text))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
@@ -223,6 +225,8 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
             f"{what}: {where}: {first['msg']}",
             "Install the same version of coterie on server and devices.",
         ) from None
+    except ValueError as error:
+        raise TensorError(f"{what}: {error}", _DAMAGED) from None
     if found.version != __version__:
         raise TensorError(
             f"{what} from coterie {found.version}, but this is coterie {__version__}",

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from coterie.core.errors import ModelError
+from coterie.core.foreign import json_of, opened, read_bytes, refusing
 from coterie.core.importing import uncollected
 from coterie.models.families import (
     FAMILIES,
@@ -171,6 +172,7 @@ def locate(base: str | Path) -> str:
                 f"{path} is not a model folder: config.json is missing",
                 "Give the folder that `save_pretrained` wrote.",
             )
+        _check_files(path)
         return str(path)
     if (
         isinstance(base, Path)
@@ -184,6 +186,20 @@ def locate(base: str | Path) -> str:
             "Check the path, or give a Hub id such as openai-community/gpt2.",
         )
     return str(base)
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a base's folder in which transformers would wait for a pipe, or read a setting that
+    another of the same name hides. Raises ModelError.
+    """
+    for path in folder.iterdir():
+        if path.suffix in _READ and path.exists() and not path.is_dir():
+            what = f"cannot load base {str(folder)!r}: {path.name}"
+            with refusing(ModelError, what, "Get the base again."):
+                if path.name in _SETTINGS:  # some of which have infinite bounds
+                    json_of(read_bytes(path), finite=False)
+                else:
+                    opened(path).close()
 
 
 def refuse_adapter(base: str | Path) -> None:
@@ -214,6 +230,7 @@ _READ = (
     ".jinja",
     ".py",
 )  # endings of a base's files that change what it is
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def files_of(base: str | Path) -> list[Path]:

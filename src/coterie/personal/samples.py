@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
+from coterie.core.foreign import opened
 from coterie.data.documents import read_rows
 from coterie.data.examples import ExampleSplit
 from coterie.data.images import pixels
@@ -198,7 +199,8 @@ def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
     assert isinstance(shape, NetworkShape)
     _, height, width = shape.inputs
     try:
-        return pixels(path, shape.inputs)
+        with opened(path) as file:
+            return pixels(file, shape.inputs)
     except Exception as error:  # PIL's readers raise errors of many types; other sizes are refused
         problem = f"{path} is no image of {height} x {width} pixels: {error}"
         raise DataError(problem, f"Give images of height {height} and width {width}.") from None

@@ -19,6 +19,7 @@ from coterie.client.best import kept_round, recall
 from coterie.client.site import Site
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused
+from coterie.core.foreign import json_of
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
 from coterie.data.chats.jinja import is_template
@@ -56,7 +57,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         alone: Whether it is a device, with one client's layout at a time; otherwise one of many
             that are simulated here.
     """
-    found = json.loads(section)
+    found = json_of(section)
     if not alone:
         return prepare(recipes.validate(found, "of the server"))
     recipe = recipes.validate(_own(found, data, base), "of the server")

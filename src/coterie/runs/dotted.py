@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coterie.core.foreign import yaml_of
 from coterie.methods import METHODS, name_of
-from coterie.runs import recipes
 from coterie.runs.mistakes import SHOWN
 
 AUTO = "auto"  # the value of a field that the run chooses, see `coterie.runs.auto`
@@ -78,7 +78,7 @@ def apply(section: dict[str, Any], override: str) -> str | None:
         return f"{override!r} is not of the form key=value, for instance method.rounds=5"
     shown = override if len(override) < SHOWN else f"{override[:SHOWN]}..."
     try:
-        value = recipes.parse(text)
+        value = yaml_of(text)
     except ValueError as error:
         return f"{shown!r}: the value is not valid YAML ({str(error).splitlines()[0]})"
     return assign(section, key.strip(), value, override)

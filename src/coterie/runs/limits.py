@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.extras import require
+from coterie.core.foreign import read_text, yaml_of
 
 EXCHANGES = (
     8  # answers in a round of a device that protects its owner, unless its owner says otherwise
@@ -175,12 +175,12 @@ def read(path: Path) -> Limits:
         RecipeError: All of its mistakes, each naming its field.
     """
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        found = yaml_of(read_text(path))
     except OSError as error:
         raise Refused(
             f"limits {path}: {error.strerror}", "Name the owner's file: see docs/deploy.md."
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise Refused(f"limits {path}: not valid YAML\n  {error}", "See docs/deploy.md.") from None
     if not found:
         raise Refused(

@@ -7,12 +7,12 @@ from typing import Any
 from pydantic import BaseModel
 
 from coterie.core.errors import RecipeError
+from coterie.core.foreign import yaml_of
 from coterie.core.roles import GATE
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
 from coterie.runs import recipe as recipes
 from coterie.runs.recipe import Recipe
-from coterie.runs.recipes import parse as parse_yaml
 from coterie.runs.search import Candidate, Field
 
 EXPERTS, ROUTERS = "training.experts.lr", "training.routers.lr"
@@ -40,7 +40,7 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
     for text in texts:
         key, sign, values = (part.strip() for part in text.partition("="))
         try:
-            found = parse_yaml(f"[{values}]")
+            found = yaml_of(f"[{values}]")
         except ValueError as error:
             mistakes.append(
                 f"{text!r}: the values are not valid YAML ({str(error).splitlines()[0]})"

@@ -282,7 +282,7 @@ class AuditResult(_Nested):
         Raises CheckpointError.
         """
         path = folder / AUDITED
-        return cls.from_json(read_json(path)) if path.exists() else None
+        return cls.from_json(read_json(path, finite=False)) if path.exists() else None
 
     @classmethod
     def from_json(cls, found: Any) -> Self:

@@ -49,7 +49,8 @@ class Routing(Record):
         """Return what is in the routing.json of a folder; None without one. Raises
         CheckpointError.
         """
-        return cls.from_json(read_json(folder / ROUTING)) if (folder / ROUTING).exists() else None
+        path = folder / ROUTING
+        return cls.from_json(read_json(path, finite=False)) if path.exists() else None
 
     @classmethod
     def from_json(cls, found: Any) -> Self:

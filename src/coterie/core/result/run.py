@@ -210,7 +210,7 @@ class Result:
         """Return what is in the result.json of a folder. Raises CheckpointError where there is
         none, or where it lacks something.
         """
-        return cls.from_json(read_json(folder / RESULT))
+        return cls.from_json(read_json(folder / RESULT, finite=False))
 
     @classmethod
     def from_json(cls, found: Any) -> Self:

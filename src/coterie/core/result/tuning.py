@@ -142,7 +142,7 @@ class Tuning:
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Return what is in the tune.json of a folder. Raises CheckpointError."""
-        return cls.from_json(read_json(folder / TUNING), folder)
+        return cls.from_json(read_json(folder / TUNING, finite=False), folder)
 
     @classmethod
     def from_json(cls, found: Any, folder: Path | None = None) -> Self:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from coterie.core import names
 from coterie.core.errors import DataError
+from coterie.core.foreign import opened
 from coterie.data.archives import chatgpt, mail, slack, telegram, whatsapp
 from coterie.data.archives.conversations import Chat, Row, conversation_rows, name_keys
 from coterie.data.encodings import MARKS
@@ -45,7 +46,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def _beginning(path: Path) -> str:
-    with path.open("rb") as file:
+    with opened(path) as file:
         content = file.read(_BEGINNING)
     encoding = next((name for mark, name in MARKS if content.startswith(mark)), "utf-8")
     return content.decode(encoding, "ignore")

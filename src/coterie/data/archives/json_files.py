@@ -1,9 +1,9 @@
 """The JSON of archives."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from coterie.core.foreign import json_of
 from coterie.data.archives.conversations import damaged
 from coterie.data.plain_text import read_text
 
@@ -15,7 +15,6 @@ def load(path: Path) -> Any:
         DataError: It cannot be read, or is no JSON.
     """
     try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise damaged(str(path), f"not JSON ({reason})") from None
+        return json_of(read_text(path))
+    except ValueError as error:
+        raise damaged(str(path), f"not JSON ({error})") from None

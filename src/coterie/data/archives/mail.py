@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from coterie.core import names
+from coterie.core.errors import DataError
+from coterie.core.foreign import opened, path_of, read_bytes, refusing
 from coterie.data.archives.conversations import Chat, Post, damaged, plain_name
 from coterie.data.archives.mail_text import text_of_html, written_here
 
@@ -79,9 +81,12 @@ def _place(mail: _Mail, times: Mapping[str, float]) -> tuple[float, bool]:
 def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
     """Yield each mail, with its place."""
     if path.is_dir():
-        yield from ((str(file), file.read_bytes()) for file in files(path))
+        for mail in files(path):
+            with refusing(DataError, str(mail), "Leave it out."):
+                content = read_bytes(mail)
+            yield str(mail), content
         return
-    with closing(mailbox.mbox(path, create=False)) as box:
+    with opened(path) as file, closing(mailbox.mbox(path_of(file, path), create=False)) as box:
         pieces = (box.get_bytes(key, from_=True) for key in box.keys())  # noqa: SIM118
         for number, content in enumerate(_whole(pieces), start=1):
             yield f"{path}, mail {number}", content

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from coterie.core.foreign import read_text
+
 
 def template_text(value: str) -> str:
     """Return a template, given as Jinja or as the path of a file with it.
@@ -13,8 +15,8 @@ def template_text(value: str) -> str:
         return value
     path = Path(value).expanduser()
     try:
-        found = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        found = read_text(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a chat template ({error})") from None
     if not is_template(found):
         raise ValueError(f"{path} is no chat template: it has no Jinja in it")

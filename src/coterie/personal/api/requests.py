@@ -3,8 +3,9 @@
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic_core import ErrorDetails
 
+from coterie.core.foreign import json_of
 from coterie.data.chats.messages import REASONING, ROLES
 from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.sampling import Sampling
@@ -167,7 +168,7 @@ def parsed(kind: type[_R], body: bytes) -> _R:
         ApiError: It is no JSON, or a field is missing, unknown, unsupported or out of range.
     """
     try:
-        given = from_json(body, allow_inf_nan=False)
+        given = json_of(body)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {shown(error)}") from None
     if not isinstance(given, dict):

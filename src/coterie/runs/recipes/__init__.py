@@ -6,20 +6,13 @@ the file `NAME.yaml` in that package.
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from coterie.core.errors import Refused
+from coterie.core.foreign import read_text, yaml_of
 from coterie.core.own import installed
 
 FOLDER = Path(__file__).parent
 GROUP = "coterie.recipes"  # of the entry points
-LARGEST = 1_000_000  # characters of a recipe
-_MOST, _DEEPEST = (
-    100_000,
-    50,
-)  # values of a recipe, and of sections within sections; aliases count as what they stand for
 
 
 def names() -> list[str]:
@@ -68,58 +61,6 @@ def _brought(recipe: str) -> Path:
     )
 
 
-def parse(text: str) -> Any:
-    """Return what a text in YAML says, if it is no longer and no deeper than a recipe can be.
-
-    Raises:
-        ValueError: It is not YAML, has a value that is none (a month 99, a number of 5,000 digits),
-            or is too large.
-    """
-    if len(text) > LARGEST:
-        raise ValueError(f"{len(text):,} characters, a recipe has at most {LARGEST:,}")
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _measure(node, {}, 0)
-        return loader.construct_document(node)
-    except RecursionError:
-        raise ValueError(f"sections nested more than {_DEEPEST} deep") from None
-    except (
-        yaml.YAMLError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-    ) as error:  # of yaml's readers of dates and such
-        raise ValueError(str(error)) from None
-
-
-def _measure(node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """How many values a node stands for. Raises ValueError for too many, and RecursionError for
-    one within itself.
-    """
-    if depth > _DEEPEST:
-        raise RecursionError
-    if (found := known.get(id(node))) is not None:
-        return found
-    inner = (
-        [n for pair in node.value for n in pair]
-        if isinstance(node, yaml.MappingNode)
-        else node.value
-    )
-    size = (
-        1 + sum(_measure(n, known, depth + 1) for n in inner)
-        if isinstance(node, yaml.CollectionNode)
-        else 1
-    )
-    if size > _MOST:
-        raise ValueError(f"aliases that stand for more than {_MOST:,} values")
-    known[id(node)] = size
-    return size
-
-
 def read(path: Path) -> dict[str, object]:
     """Return the mapping in a recipe's file.
 
@@ -127,8 +68,7 @@ def read(path: Path) -> dict[str, object]:
         Refused: It cannot be read, is not YAML, is too large, or not a mapping.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            found = parse(file.read(LARGEST + 1))
+        found = yaml_of(read_text(path))
     except OSError as error:
         raise Refused(
             f"recipe {path}: cannot be read ({error.strerror})",

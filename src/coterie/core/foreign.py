@@ -1,0 +1,250 @@
+"""Strict readers of files and texts that others may have written: regular files only, their size
+first, no key twice, no endless nesting, no number without end.
+
+Nothing here needs torch: whoever starts a device has its files checked at once.
+"""
+
+import errno
+import io
+import json
+import math
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from coterie.core.errors import CoterieError
+
+MOST_BYTES = 256 << 20  # of a JSON file: the largest that coterie writes has some megabytes
+MOST_YAML = 1_000_000  # characters
+DEEPEST = 50  # objects within objects
+_MOST_VALUES = 100_000  # of YAML; an alias counts as what it stands for
+_MOST_DIGITS = 40  # of a whole number
+_HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair
+_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_OPENING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+
+
+def opened(path: Path) -> io.BufferedReader:
+    """Open a regular file: to open a pipe would wait for whoever writes into it, and a device may
+    have no end.
+
+    Raises:
+        OSError: It cannot be read, or is none.
+    """
+    return open(path, "rb", opener=_open_regular)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | _OPENING)
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    raise OSError(errno.EINVAL, "not a regular file", path)
+
+
+def path_of(file: io.BufferedReader, path: Path) -> str:
+    """Return a name under which another library opens the very file that is open here, whatever
+    lies at its path by now; where the system has none, the path.
+    """
+    name = f"/dev/fd/{file.fileno()}"
+    return name if os.path.exists(name) else str(path)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: As `opened`.
+        ValueError: It has more than `most` bytes.
+    """
+    with opened(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"{size:,} bytes, at most {most:,} are read")
+        return file.read(size)
+
+
+def read_text(path: Path, most: int = MOST_YAML) -> str:
+    r"""Return the text of a regular file in UTF-8, with \n line ends.
+
+    Raises:
+        OSError: As `opened`.
+        ValueError: It has more than `most` bytes, or is not UTF-8.
+    """
+    return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), "utf-8").read()
+
+
+@contextmanager
+def refusing(kind: type[CoterieError], what: str, remedy: str) -> Iterator[None]:
+    """Raise what goes wrong in the block, OSError or ValueError, as a CoterieError.
+
+    Args:
+        kind: Its class.
+        what: What is read, with its path.
+        remedy: What to do about it.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: cannot be read ({error.strerror or error})", remedy) from None
+    except ValueError as error:
+        raise kind(f"{what}: {error}", remedy) from None
+
+
+def json_of(text: str | bytes, finite: bool = True) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        text: The text; as bytes in UTF-8, or by its mark in UTF-16 or UTF-32.
+        finite: Whether NaN and infinite numbers are refused.
+
+    Raises:
+        ValueError: It is no JSON; an object has a key twice; it is nested more than `DEEPEST` deep;
+            a number has no end; a text holds half of a surrogate pair.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text))
+    try:
+        value = (_FINITE if finite else _ANY).decode(text)
+        if text.count("[") + text.count("{") > DEEPEST or _ESCAPED_HALF.search(text):
+            _check(value)
+    except _KeyTwice:
+        raise ValueError(_first_duplicate(json.loads(text, object_pairs_hook=_Pairs))) from None
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} deep") from None
+    return value
+
+
+class _KeyTwice(ValueError):
+    """An object has a key twice."""
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, none of whose values hides another. Raises ValueError."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _KeyTwice(_first_duplicate(_Pairs(pairs)))
+    return found
+
+
+class _Pairs(tuple[tuple[str, Any], ...]):
+    """An object with all of its keys, also those that it has twice."""
+
+    __slots__ = ()
+
+
+def _first_duplicate(value: Any, place: str = "") -> str:
+    """Return the first key that an object within a value has twice, in words; "": there is none."""
+    counts = Counter(name for name, _ in value) if isinstance(value, _Pairs) else {}
+    if twice := next((name for name, count in counts.items() if count > 1), None):
+        return f"{place}key {twice!r} occurs twice in one object"
+    inner = value if counts else enumerate(value) if isinstance(value, list) else ()
+    problems = (_first_duplicate(part, f"{place}{name}: ") for name, part in inner)
+    return next(filter(None, problems), "")
+
+
+def _int(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits):,} digits")
+    return int(digits)
+
+
+def _float(digits: str) -> float:
+    if not math.isfinite(value := float(digits)):
+        raise ValueError(f"{digits} is no finite number")
+    return value
+
+
+def _decoder(parse_float: Callable[[str], float]) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=unique,
+        parse_int=_int,
+        parse_float=parse_float,
+        parse_constant=parse_float,
+    )
+
+
+_FINITE, _ANY = _decoder(_float), _decoder(float)
+
+
+def _check(value: Any, depth: int = 0) -> None:
+    """Refuse what is nested too deep, and halves of surrogate pairs, which no file or page takes.
+    Raises ValueError and RecursionError.
+    """
+    if depth > DEEPEST:
+        raise RecursionError
+    if isinstance(value, str) and _HALF.search(value):
+        raise ValueError("half of a surrogate pair")
+    if isinstance(value, dict | list):
+        for part in chain(value, value.values() if isinstance(value, dict) else ()):
+            _check(part, depth + 1)
+
+
+def yaml_of(text: str) -> Any:
+    """Return the value of a text in YAML.
+
+    Raises:
+        ValueError: It is not YAML; has a key twice, or a value that is none (a month 99, a number
+            of 5,000 digits); or is too large, or nested too deep.
+    """
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{len(text):,} characters, at most {MOST_YAML:,} are read")
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _measure(loader, node, {}, 0)
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"sections nested more than {DEEPEST} deep") from None
+    except (
+        yaml.YAMLError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+    ) as error:  # of yaml's readers of dates and such
+        raise ValueError(str(error)) from None
+
+
+def _measure(loader: yaml.SafeLoader, node: yaml.Node, known: dict[int, int], depth: int) -> int:
+    """Return how many values a node stands for. Raises ValueError for too many, and for a key that
+    occurs twice; RecursionError for one within itself.
+    """
+    if depth > DEEPEST:
+        raise RecursionError
+    if (size := known.get(id(node))) is not None:
+        return size
+    inner = node.value if isinstance(node, yaml.SequenceNode) else ()
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(loader, node)
+        inner = [part for pair in node.value for part in pair]
+    size = 1 + sum(_measure(loader, part, known, depth + 1) for part in inner)
+    if size > _MOST_VALUES:
+        raise ValueError(f"aliases that stand for more than {_MOST_VALUES:,} values")
+    known[id(node)] = size
+    return size
+
+
+def _check_keys(loader: yaml.SafeLoader, node: yaml.MappingNode) -> None:
+    """Refuse a mapping that has a key twice, however it is written. Raises ValueError."""
+    seen = set[Any]()
+    for key, _ in node.value:
+        if isinstance(key, yaml.ScalarNode):
+            merge = key.tag == "tag:yaml.org,2002:merge"
+            name = key.value if merge else loader.construct_object(key)
+            if name in seen:
+                raise ValueError(f"line {key.start_mark.line + 1}: key {name!r} occurs twice")
+            seen.add(name)
