@@ -19,6 +19,7 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core import files
+from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, ClientError, SaveError
 from coterie.core.files import make_folder
 from coterie.core.packs import Entry
@@ -38,7 +39,6 @@ from coterie.models.networks import NetworkShape
 from coterie.reports import Callback
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.folder import write_sums
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.prepare import prepare

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.export import Source, export, peft
@@ -205,6 +206,7 @@ def test_a_base_that_has_moved_is_found_where_it_is_said_to_be(
     run = make_run("llama", ann=Layout(rank=2, routing="equal"))
     about = run / "clients/ann/client.json"
     about.write_text(about.read_text().replace(str(base_of("llama")), str(tmp_path / "gone")))
+    write_all_sums(about.parent)
     refused = CliRunner().invoke(app, ["export", str(run), "--out", str(tmp_path / "out")])
     assert (refused.exit_code, (tmp_path / "out").exists()) == (2, False)
     done = CliRunner().invoke(

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import RecipeError
 from coterie.core.own import installed
 from coterie.engines.messages import Reply, Request, parsed
@@ -172,6 +173,7 @@ def test_who_uses_a_personal_model_does_not_import_its_method(
     (package / "trap.py").write_text(f"open({str(package / 'sprung')!r}, 'w').close()\n")
     for file in (package / "run/clients").glob("*/client.json"):
         file.write_text(file.read_text().replace('"fedavg"', '"trap:Half"'))
+        write_all_sums(file.parent)
     models = coterie.load_many(package / "run", base=tiny_base)
     assert models.next_words("the")
     assert coterie.load(package / "run", "network", base=tiny_base).about.method == "trap:Half"

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import coterie
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, DataError, ModelError, Refused
 from coterie.core.files import load, save
 from coterie.data.examples import Examples, ExampleSplit
@@ -148,6 +149,7 @@ def test_the_folder_holds_all_that_a_device_needs(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "clients/ann").iterdir()} == {
         "classifier.safetensors",
         "client.json",
+        "SHA256SUMS",
     }
 
 
@@ -391,6 +393,7 @@ def test_a_base_that_has_moved_is_named(base: Path, tmp_path: Path) -> None:
     before = kept(tmp_path, pool(shape=TextShape(str(base), 3, 12)), split(np.array([[5]])))
     about = tmp_path / "clients/ann/client.json"
     about.write_text(about.read_text().replace(str(base), str(tmp_path / "gone")))
+    write_all_sums(about.parent)
     with pytest.raises(ModelError, match="no model folder"):
         coterie.load(tmp_path, "ann")
     moved = coterie.load(tmp_path, "ann", base=str(base))
@@ -478,6 +481,7 @@ def test_a_damaged_folder_is_refused(name: str, tmp_path: Path) -> None:
     kept(tmp_path, pool())
     change, message = DAMAGES[name]
     change(tmp_path / "clients/ann")
+    write_all_sums(tmp_path / "clients/ann")  # by whoever changed it on purpose
     with pytest.raises(Refused, match=message):
         coterie.load(tmp_path, "ann")
 

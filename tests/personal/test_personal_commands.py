@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.core.checksums import write_all_sums
 from coterie.core.files import load, save
 from coterie.models.adapter import Layout
 
@@ -75,6 +76,7 @@ def test_export_says_what_it_leaves_out(make_run, tmp_path):
         "adapter_model.safetensors",
         "export.json",
         "README.md",
+        "SHA256SUMS",
     }
 
 
@@ -82,6 +84,7 @@ def test_a_base_that_has_moved_is_named_by_an_option(make_run, bases, tmp_path):
     folder = make_run("few", ann=Layout(rank=2))
     about = folder / "clients/ann/client.json"
     about.write_text(about.read_text().replace(str(bases["few"]), str(tmp_path / "gone")))
+    write_all_sums(about.parent)
     lost = run("predict", folder, "--text", "cab")
     assert lost.returncode == 2
     assert "no model folder" in lost.stderr
@@ -158,6 +161,7 @@ def test_values_that_are_not_finite_are_refused(command, make_run, tmp_path):
     name = max(tensors)
     tensors[name].view(-1)[0] = float("nan")
     save(weights, tensors, metadata)
+    write_all_sums(weights.parent)
     options = {
         "predict": ["--text", "a"],
         "generate": ["--text", "a"],

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core import names
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused, SaveError
 from coterie.core.files import digest_of, make_folder, write_json
 from coterie.core.version import __version__
@@ -148,6 +149,7 @@ def _written(
             )
         )
     write_json(folder / SUMMARY, _summary(format, options, clients[0]) | {"clients": entries})
+    write_all_sums(folder)
     return found
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.core.checksums import SUMS, check_sums, read_sums, write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
 from coterie.core.files import load, make_folder, read_json
 from coterie.core.tensors import all_finite
@@ -25,7 +26,6 @@ from coterie.personal.artifact import (
 from coterie.personal.classifier import read_classifier
 from coterie.runs import recipes
 from coterie.runs.files import RECIPE
-from coterie.runs.folder import SUMS, check_sums, read_sums
 from coterie.runs.recipe import resolve
 from coterie.runs.shared_part import SHARED
 
@@ -195,6 +195,7 @@ def _verify_recipe(folder: Path) -> None:
     """Refuse a recipe that would import code of its own choosing, or that is none."""
     if not (folder / SHARED).is_file():
         (folder / RECIPE).unlink(missing_ok=True)  # nothing reads it
+        write_all_sums(folder)
         return
     section = recipes.read(folder / RECIPE)
     method = section.get("method")

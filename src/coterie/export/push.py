@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
-from coterie.core.files import digest_of, load, read_json, write_json
+from coterie.core.files import load, read_json, write_json
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.result import RESULT, Result
 from coterie.data.section import Section
@@ -15,10 +16,9 @@ from coterie.export.card import Facts, card
 from coterie.export.peft import portable
 from coterie.models.architecture import tokenizer
 from coterie.personal import folder_of
-from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS
+from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
 from coterie.runs.adapt import TRAINED
 from coterie.runs.files import RECIPE
-from coterie.runs.folder import write_sums
 from coterie.runs.recipe import Recipe, resolve
 from coterie.runs.shared_part import SharedPart, write_shared
 
@@ -82,7 +82,7 @@ def push(
         facts = _shared(run, folder) if shared else _personal(run, client, folder)
         (folder / CARD).write_text(card(facts, repo), encoding="utf-8")
         names = sorted(path.name for path in folder.iterdir())
-        write_sums(folder, {name: digest_of(folder / name) for name in names})
+        write_all_sums(folder)
         say(f"{', '.join(names)}: {sum((folder / n).stat().st_size for n in names):,} bytes ...")
         return _upload(folder, repo, public)
 
@@ -113,6 +113,7 @@ def _shared(run: Path, folder: Path) -> Facts:
 def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     """Copy a personal model, and return what is to be said of it."""
     source = folder_of(run, client)
+    verify(source)
     about = read_json(source / ABOUT)
     classifies = about.get("kind") == CLASSIFIER
     weights = CLASSIFIER_WEIGHTS if classifies else WEIGHTS

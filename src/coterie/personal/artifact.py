@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from coterie.core.checksums import SUMS, check_all_sums, replaced
 from coterie.core.errors import CheckpointError, ModelError, TensorError
 from coterie.core.files import read_json, write_json
 from coterie.core.files import save as save_tensors
@@ -26,6 +27,7 @@ Content = Literal["text", "chats"]
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
 CLASSIFIER = "classifier"  # the kind of a client's model that is a classifier
+CHECKSUMS = {"checksums": SUMS}  # in client.json: none of a model that an earlier coterie saved
 FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 
@@ -79,12 +81,24 @@ class About:
 
 def save(folder: Path, about: About, tensors: Named) -> None:
     """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
-    save_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     found = asdict(about)
     for name in ("chat_template", "content", "tokenizer"):  # which many are without
         if found[name] is None:
             del found[name]
-    write_json(folder / ABOUT, {"format": FORMAT} | found)
+    with replaced(folder) as new:
+        save_tensors(new / WEIGHTS, tensors, {"format": "pt"})
+        write_json(new / ABOUT, {"format": FORMAT} | CHECKSUMS | found)
+
+
+def verify(folder: Path) -> None:
+    """Refuse a personal model whose files are not those that were saved, before any of them is
+    used. One that an earlier coterie saved has no checksums.
+
+    Raises:
+        CheckpointError: Naming the file that has changed, is missing, or is one more.
+    """
+    if (folder / SUMS).exists() or CHECKSUMS.keys() <= _content(folder).keys():
+        check_all_sums(folder)
 
 
 def read_about(folder: Path) -> About:
@@ -138,6 +152,10 @@ def read_about_json(folder: Path) -> dict[str, Any]:
     """Read `client.json` in `folder`, of any kind of model. Raises
     CheckpointError.
     """
+    return {k: v for k, v in _content(folder).items() if k not in CHECKSUMS}
+
+
+def _content(folder: Path) -> dict[str, Any]:
     found = read_json(folder / ABOUT)
     if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
         raise CheckpointError(

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.files import save as save_tensors
@@ -26,6 +27,7 @@ from coterie.models.pool_layout import ABSENT, Mixture, PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal.artifact import (
     ABOUT,
+    CHECKSUMS,
     CLASSIFIER,
     CLASSIFIER_WEIGHTS,
     FORMAT,
@@ -33,6 +35,7 @@ from coterie.personal.artifact import (
     checked,
     fill,
     read_about_json,
+    verify,
 )
 from coterie.personal.samples import as_samples
 
@@ -254,6 +257,7 @@ class PersonalClassifier:
             ModelError: The base of a classifier of texts cannot be loaded.
             Refused: A base of a classifier of images.
         """
+        verify(folder)
         about = read_classifier(folder)
         about = about if base is None else about.at(base)
         source = folder / CLASSIFIER_WEIGHTS
@@ -313,8 +317,10 @@ def save_classifier(
     about = AboutClassifier(
         client, _known(model.shape), share, called, data.mean, data.std, **vars(origin)
     )
-    save_tensors(folder / CLASSIFIER_WEIGHTS, tensors, {"format": "pt"})
-    write_json(folder / ABOUT, {"format": FORMAT, "kind": CLASSIFIER} | asdict(about))
+    with replaced(folder) as new:
+        save_tensors(new / CLASSIFIER_WEIGHTS, tensors, {"format": "pt"})
+        content = {"format": FORMAT, "kind": CLASSIFIER} | CHECKSUMS | asdict(about)
+        write_json(new / ABOUT, content)
 
 
 def read_classifier(folder: Path) -> AboutClassifier:

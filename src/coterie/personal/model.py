@@ -25,6 +25,7 @@ from coterie.personal.artifact import (
     fill,
     read_about,
     save,
+    verify,
 )
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
@@ -285,6 +286,7 @@ class PersonalModel:
         merged: bool = False,
     ) -> "PersonalModel":
         """Return the personal model in a client's folder; see `personal.load`."""
+        verify(folder)
         about = read_about(folder)
         tensors, _ = load_tensors(folder / WEIGHTS)
         backbone = backbone or Backbone.load(

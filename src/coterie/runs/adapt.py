@@ -12,6 +12,7 @@ from pathlib import Path
 from coterie import personal
 from coterie.client.client import Client
 from coterie.core import names
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
@@ -209,6 +210,7 @@ def _keep(
                 execution.keep(owner, tensors, new)
             if found is not None:
                 write_json(new / TRAINED, found.summary)
+                write_all_sums(new)
             os.rename(new, folder)
     except OSError as error:
         raise SaveError(

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 
+from coterie.core.checksums import SUMS
 from coterie.core.errors import Refused
 from coterie.core.files import make_folder, write_json
 from coterie.core.names import encoded
 from coterie.core.result import RESULT, ROUTING
 from coterie.runs import recipe as recipes
 from coterie.runs.files import RECIPE
-from coterie.runs.folder import SUMS, alone
+from coterie.runs.folder import alone
 from coterie.runs.inputs import INPUTS, RecordedInputs
 from coterie.runs.metrics import METRICS
 from coterie.runs.recipe import Recipe

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coterie.core.checksums import check_sums, read_sums, write_sums
 from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.files import (
     digest_later,
@@ -25,7 +26,6 @@ from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import nbytes, to_bytes
 from coterie.engines.states import States, Stored, link
-from coterie.runs.folder import check_sums, read_sums, write_sums
 
 KEPT = 2  # checkpoints: the newest, and the one before it
 _SERVER, _ABOUT, _CLIENTS = "server.safetensors", "checkpoint.json", "clients.json"

@@ -1,20 +1,16 @@
-"""A run's folder: its lock, its name, and checksums of its files."""
+"""A run's folder: its lock and its name."""
 
 import os
-import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from coterie.core.errors import CheckpointError, Refused
-from coterie.core.files import digest_later, make_folder, write_atomically
-
-SUMS = "SHA256SUMS"  # checksums of files beside it, in the form of `sha256sum`
-_SUM = re.compile(r"([0-9a-f]{64})  (.+)")
+from coterie.core.errors import Refused
+from coterie.core.files import make_folder
 
 
 def new_folder(name: str) -> Path:
@@ -49,59 +45,6 @@ def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
         f"{option} {folder} {how} the folder of the data, {data}: results would be mixed with data",
         f"Choose a folder beside it: {option} {elsewhere}",
     )
-
-
-def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that
-    too. Raises SaveError.
-    """
-    write_atomically(
-        folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()
-    )
-
-
-def read_sums(folder: Path) -> dict[str, str]:
-    """Return what `write_sums` wrote.
-
-    Raises:
-        CheckpointError: It is missing or damaged.
-    """
-    path = folder / SUMS
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist, so the files beside it cannot be verified"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error})") from None
-    found = [_SUM.fullmatch(line) for line in lines]
-    if not all(found):
-        raise CheckpointError(f"{path} is damaged: not in the format of sha256sum")
-    return {line[2]: line[1] for line in found if line}
-
-
-def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
-    """Refuse files in a folder that are not as they were when their checksums were written.
-
-    Raises:
-        CheckpointError: Naming the first that is missing, has no checksum, or another one.
-    """
-    computed = {name: digest_later(folder / name) for name in names}
-    for name, digest in computed.items():
-        try:
-            same = digest.result() == sums.get(name)
-        except FileNotFoundError:
-            raise CheckpointError(f"{folder / name} does not exist") from None
-        except OSError as error:
-            raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
-        if not same:
-            how = (
-                "it has changed since it was written: its SHA-256 does not match"
-                if name in sums
-                else f"{SUMS} does not list it"
-            )
-            raise CheckpointError(f"{folder / name} is damaged: {how}")
 
 
 @contextmanager

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from coterie.core.checksums import check_sums, read_sums, write_sums
 from coterie.core.errors import CheckpointError, DataError
 from coterie.core.files import digest_later, digest_of, read_json, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT
 from coterie.data.splits import RemoteSplit
 from coterie.models.architecture import files_of
-from coterie.runs.folder import check_sums, read_sums, write_sums
 from coterie.runs.prepare import Prepared
 
 INPUTS = "inputs.json"

@@ -17,6 +17,7 @@ from coterie.core.metrics import mean, perplexity
 from coterie.core.protocol import ClientId
 from coterie.core.tensors import Tensors, check_alike
 from coterie.data.federation import ClientData, Federation
+from coterie.personal.artifact import verify
 from coterie.reports import Callback
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
@@ -152,9 +153,11 @@ def started(
 
     Raises:
         DataError: The text will not do.
-        CheckpointError: The tensors are not those of the recipe.
+        CheckpointError: A file has changed since it was written, or the tensors are not those of
+            the recipe.
     """
     assert recipe.model.kind == "language"
+    verify(folder)
     device = pick_device(recipe.model.device)
     backbone = load_backbone(recipe.model.base, pick_dtype(recipe.model.dtype, device), device)
     own = text_of(recipe, backbone, id, data, trains)
