@@ -23,7 +23,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "executorch": ("`coterie export --format executorch`", ("executorch",)),
     "serve": ("`coterie serve`", ("gradio",)),
     "privacy": ("differential privacy", ("opacus", "cryptography")),
-    "flower": ("clients on machines of their own", ("flwr",)),
+    "flower": ("clients on machines of their own", ("flwr", "psutil")),
     "simulation": ("the engine flower on one machine", ("flwr", "ray")),
     "wandb": ("`coterie run --track wandb`", ("wandb",)),
     "mlflow": ("`coterie run --track mlflow`", ("mlflow", "sqlalchemy", "alembic")),

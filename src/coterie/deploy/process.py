@@ -9,13 +9,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
 from coterie.core.errors import ClientError, Refused, extra
 from coterie.core.printing import printable
 from coterie.engines.flower import POSTED
+
+try:
+    import psutil
+
+    from coterie.deploy import guard
+except ImportError:  # pragma: no cover - it comes with the extra
+    raise Refused("psutil is not installed", extra("flower")) from None
 
 # nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a
 # second
@@ -27,11 +36,13 @@ _QUIET = {
 }
 _UP_S = 60.0  # seconds for a program to come up
 _AGAIN_S = 5.0  # seconds before a program that ended is started again
+_IN_USE = "COTERIE_HOME_IN_USE"  # in the environment of the programs that work in a folder
+_COMMAND_LINE = 200  # characters of a command line that are told
 _TAIL = 1 << 16  # bytes of a log that are looked at
 _TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
-_MARK = "COTERIE_PROGRAM"
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_ENDING_S = 10.0  # seconds for what is being ended to be gone
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -42,10 +53,11 @@ def posted(home: Path) -> Path:
 
 def environment(home: Path) -> dict[str, str]:
     """Return the environment of Flower's programs, whose own files are below `home`, and which find
-    each other.
+    each other. A guard ends them once we are gone.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path, POSTED: str(posted(home))}
+    own[guard.MARK] = _guarded()
     return os.environ | own | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
 
 
@@ -58,6 +70,24 @@ def program(name: str) -> str:
     return found
 
 
+@cache
+def _guarded() -> str:
+    """Return the mark of all processes that we start. A guard ends them once we are gone: it waits
+    until the pipe is closed whose end we keep.
+    """
+    mark = uuid4().hex
+    waiting, _ = os.pipe()
+    subprocess.Popen(
+        [sys.executable, "-P", guard.__file__, mark],
+        stdin=waiting,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(waiting)
+    return mark
+
+
 class Program(subprocess.Popen[bytes]):
     """A program in a group of its own that ends when we do, its output going to a file.
 
@@ -67,11 +97,11 @@ class Program(subprocess.Popen[bytes]):
 
     def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark = uuid4().hex
+        self._mark = f"{_guarded()}-{uuid4().hex}"
         with open(log, "ab") as out:
             super().__init__(
                 arguments,
-                env=environment(home) | {_MARK: self._mark},
+                env=environment(home) | {guard.MARK: self._mark, _IN_USE: str(home.resolve())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -83,53 +113,57 @@ class Program(subprocess.Popen[bytes]):
     def stop(self, patience: float = 10.0) -> None:
         """End it and what it started: first with SIGTERM, after so many seconds with SIGKILL."""
         try:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
-            end = time.monotonic() + patience
-            while (self.poll() is None or self._family()) and time.monotonic() < end:
-                time.sleep(0.1)
+            guard.end(self._mark, patience)
         finally:  # the wait may have been interrupted
-            self._end()
-
-    def _end(self) -> None:
-        """Kill it and all that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        while family := self._family():
-            for process in family:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            time.sleep(0.02)
-        self.wait()
-
-    def _family(self) -> list[int]:
-        """Return the processes with its mark. Where the system does not tell (not on Linux) they
-        end by themselves when their parent is gone.
-        """
-        mark, found = f"{_MARK}={self._mark}".encode(), []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with suppress(OSError):
-                if mark in path.read_bytes():
-                    found.append(int(path.parent.name))
-        return found
+            guard.kill(self._mark)
+            self.wait()
 
 
 def _with_us() -> None:
-    """In a new process: end when the one that started it ends, however that comes about (Linux;
-    elsewhere only when it is stopped).
-    """
+    """In a new process: end with the one that started it, even if the guard is gone (Linux)."""
     if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-@contextmanager
-def running(arguments: Sequence[str], home: Path, log: Path) -> Iterator[Program]:
-    """Run a program for as long as the block lasts."""
-    process = Program(arguments, home, log)
-    try:
-        yield process
-    finally:
-        process.stop()
+def check_unused(home: Path) -> None:
+    """Check that no program uses a folder any more; those that are just being ended are waited for.
+
+    Raises:
+        Refused: Some do. They are named: those of another server or device, or left over from one.
+    """
+    deadline = time.monotonic() + _ENDING_S
+    while programs := guard.processes(_IN_USE, str(home.resolve())):
+        if time.monotonic() > deadline:
+            numbers = " ".join(str(process.pid) for process in programs)
+            raise Refused(
+                f"{home} is used by other programs: {'; '.join(map(_described, programs))}",
+                "Stop the coterie server or client that uses it, or choose another --home. If it "
+                f"was killed, end what it left: kill -9 {numbers}",
+            )
+        time.sleep(0.1)
+
+
+def holder(port: int) -> str:
+    """Return a sentence that names the program that listens to a port of this machine; nothing
+    where the system does not tell.
+    """
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(
+                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+                for connection in process.net_connections("tcp")
+            ):
+                return f" It is held by {_described(process)}."
+    return ""
+
+
+def _described(process: psutil.Process) -> str:
+    """Return the id, start and command line of a process, as they can be printed."""
+    with suppress(psutil.Error):
+        started = datetime.fromtimestamp(process.create_time())
+        words = printable(" ".join(process.cmdline()))[:_COMMAND_LINE]
+        return f"process {process.pid} since {started:%Y-%m-%d %H:%M:%S} ({words})"
+    return f"process {process.pid}"
 
 
 class _RateLimit:

@@ -22,6 +22,8 @@ from coterie.deploy.process import (
     Program,
     _RateLimit,
     _wait_for,
+    check_unused,
+    holder,
     posted,
     program,
 )
@@ -219,12 +221,11 @@ def server(
             f"port {runs_port} cannot be used for runs",
             "Give different values to --port and --runs-port.",
         )
-    for link, option in ((devices, "--port"), (runs, "--runs-port")):
-        if listening(link.address):
-            raise Refused(
-                f"port {link.address.rpartition(':')[2]} is in use", f"Choose another {option}."
-            )
     private(home)
+    check_unused(home)
+    for link, number, option in ((devices, port, "--port"), (runs, runs_port, "--runs-port")):
+        if listening(link.address):
+            raise Refused(f"port {number} is in use", f"Choose another {option}.{holder(number)}")
     command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
     found = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
     with ExitStack() as stack:

@@ -13,7 +13,14 @@ from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
 from coterie.deploy.command import _toml
 from coterie.deploy.link import Link, _there, free_port
-from coterie.deploy.process import _AGAIN_S, Program, _last_lines, _RateLimit, program
+from coterie.deploy.process import (
+    _AGAIN_S,
+    Program,
+    _last_lines,
+    _RateLimit,
+    check_unused,
+    program,
+)
 from coterie.deploy.resident import private
 from coterie.runs import limits
 
@@ -101,6 +108,7 @@ def device(node: Node) -> Iterator["Supervisor"]:
     """Run a SuperNode and, if wanted, its resident process, started again whenever they end."""
     node.check()
     private(node.home)
+    check_unused(node.home)
     supervisor = Supervisor(node, {})
     try:
         supervisor.look()
