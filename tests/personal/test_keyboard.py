@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -168,16 +169,16 @@ def test_letters_and_colours_hold_on_either_ground(dark, address, models):
 
 
 def test_only_this_machine_is_served(address):
-    port = address.rpartition(":")[2]
+    port = urlsplit(address).port
     listening = subprocess.run(
         ["cat", "/proc/net/tcp", "/proc/net/tcp6"], capture_output=True, text=True, check=False
     ).stdout
     ours = [
         line.split()[1]
         for line in listening.splitlines()
-        if line.split()[3:4] == ["0A"] and f":{int(port):04X} " in line
+        if line.split()[3:4] == ["0A"] and f":{port:04X} " in line
     ]
-    assert ours == [f"0100007F:{int(port):04X}"]
+    assert ours == [f"0100007F:{port:04X}"]
 
 
 def test_a_taken_port_is_refused(models):

@@ -138,12 +138,16 @@ def test_serve_answers_and_stops(number, code, make_run):
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
     try:
-        assert (
-            process.stdout.readline()
-            == f"Open http://127.0.0.1:{port} (only this machine can). Ctrl-C stops it.\n"
+        told = re.fullmatch(
+            rf"Open (http://127\.0\.0\.1:{port}/\?token=\S{{32}}) \(only this machine can\)\. "
+            r"Ctrl-C stops it\.\n",
+            process.stdout.readline(),
         )
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
-            assert answer.status == 200
+        browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with browser.open(told[1], timeout=10) as answer:
+            assert (answer.status, answer.url) == (200, f"http://127.0.0.1:{port}/")
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=10)
         time.sleep(0.2)
         process.send_signal(number)
         assert process.wait(timeout=90) == code

@@ -110,9 +110,9 @@ def serve(
         with (
             keyboard.served(models, port, chat)
             if models
-            else sorter.served(classifiers, port) as address
+            else sorter.served(classifiers, port) as link
         ):
-            print(f"Open {address} (only this machine can). Ctrl-C stops it.", flush=True)
+            print(f"Open {link} (only this machine can). Ctrl-C stops it.", flush=True)
             threading.Event().wait()
 
 

@@ -19,12 +19,13 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coterie.core.errors import Refused, extra
+from coterie.core.strangers import Strangers
 from coterie.deploy.connection import _HOP, Keys, Limits, _Connection, _Rejected
 
 try:
@@ -112,8 +113,9 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         loop = asyncio.get_running_loop()
-        # The tasks of unknown callers and their addresses, the oldest first.
-        self._strangers: dict[asyncio.Task[None], str] = {}
+        self._strangers = Strangers[asyncio.Task[None]](
+            self.limits.of_an_address, lambda task: task.cancel()
+        )
         self._devices: dict[bytes, _Device] = {}
         self._asked = asyncio.Semaphore(self.limits.asked)
         self._sent = asyncio.Event()
@@ -133,7 +135,7 @@ class Proxy:
             try:
                 connection, address = await loop.sock_accept(self._listener)
             except OSError:  # the caller is gone already, or there are no descriptors left
-                self._dismiss(self._strangers)
+                self._strangers.dismiss_oldest()
                 await asyncio.sleep(0.05)
                 continue
             self._admit(connection, str(address[0]))
@@ -150,23 +152,12 @@ class Proxy:
 
     def _admit(self, connection: socket.socket, address: str) -> None:
         """Serve a new connection; if there are too many unknown callers, close the oldest one."""
-        alike = [task for task, where in self._strangers.items() if where == address]
-        if len(alike) >= self.limits.of_an_address:
-            self._dismiss(alike)
-        elif len(self._strangers) >= self.limits.strangers:
-            self._dismiss(self._strangers)
         task = asyncio.create_task(self._serve(connection, address))
-        self._strangers[task] = address
+        self._strangers.admit(task, address, self.limits.strangers)
         task.add_done_callback(self._left)
 
-    def _dismiss(self, among: Iterable[asyncio.Task[None]]) -> None:
-        """Close the oldest connection among these."""
-        if (task := next(iter(among), None)) is not None:
-            del self._strangers[task]
-            task.cancel()
-
     def _left(self, task: asyncio.Task[None]) -> None:
-        self._strangers.pop(task, None)
+        self._strangers.leave(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.problems.append(f"A request failed. {type(error).__name__}: {error}")
 
@@ -214,7 +205,7 @@ class Proxy:
             raise _Rejected(429, "Too many connections of this device")
         device.connections += 1
         if task is not None:
-            self._strangers.pop(task, None)
+            self._strangers.leave(task)
 
     def leave(self, key: bytes) -> None:
         """Undo `enter`."""

@@ -1,17 +1,22 @@
-"""What a server lets nobody do: ask under another name, ask without the token, or be slow."""
+"""What a server lets nobody do: ask under another name or from a foreign page, ask without the
+token, be slow, or keep others out.
+"""
 
 import hmac
 import ipaddress
 import re
+import secrets
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from starlette.datastructures import Headers
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coterie.core.strangers import Strangers
 from coterie.personal.api.errors import ApiError, shown
 
 _PORT = re.compile(r":\d{1,5}$")
@@ -27,7 +32,9 @@ class Limits:
             on.
         body_s: Seconds until its body is.
         write_s: Seconds until a caller who does not read what is sent is cut off.
-        connections: Open at once.
+        connections: Open at once. A further one takes the place of the oldest whose caller has not
+            shown the token.
+        of_an_address: Likewise from one address, of callers who have not shown the token.
     """
 
     body: int = 1 << 20
@@ -35,6 +42,12 @@ class Limits:
     body_s: float = 10.0
     write_s: float = 30.0
     connections: int = 512
+    of_an_address: int = 64
+
+
+def new_token() -> str:
+    """Return a token that nobody can guess: 192 bits."""
+    return secrets.token_urlsafe(24)
 
 
 def error_response(error: ApiError) -> JSONResponse:
@@ -45,13 +58,16 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 class Guard:
-    """Middleware that lets a request through if it names this server and has the token.
+    """Middleware that lets a request through if it names this server, comes from no foreign page,
+    and has the token.
 
     Args:
         app: What answers.
         host: The address that the server listens on.
         token: What callers must know.
     """
+
+    policy = "default-src 'none'; frame-ancestors 'none'"  # what browsers may do with an answer
 
     def __init__(self, app: ASGIApp, host: str, token: str) -> None:
         self.app = app
@@ -60,31 +76,66 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, as ASGI has it."""
-        try:
-            self._check(Headers(scope=scope))
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
             return
-        await self.app(scope, receive, send)
+        app, send = self.app, self._marked(scope, send)
+        try:
+            self._check(Request(scope))
+        except ApiError as error:
+            app = self.refusal(error)
+        await app(scope, receive, send)
 
-    def _check(self, headers: Headers) -> None:
-        """Refuse a request to another server's name, or without the token."""
-        host = headers.get("host", "")
+    def refusal(self, error: ApiError) -> ASGIApp:
+        """Return what answers a request that is not let through."""
+        return error_response(error)
+
+    def token_of(self, request: Request) -> str:
+        """Return the token that a request shows; empty where it shows none."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        return token if scheme.lower() == "bearer" else ""
+
+    def headers(self, scope: Scope) -> dict[str, str]:
+        """Return what every answer to a request says to a browser."""
+        return {
+            "Content-Security-Policy": self.policy,
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Referrer-Policy": "no-referrer",  # a link may have the token in it
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+
+    def _marked(self, scope: Scope, send: Send) -> Send:
+        """Return `send` with the headers of `headers` in every answer."""
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(self.headers(scope))
+            await send(message)
+
+        return marked
+
+    def _check(self, request: Request) -> None:
+        """Refuse a request to another server's name, from a foreign page, or without the token."""
+        host = request.headers.get("host", "")
         if not self._is_own(host):
             raise ApiError(
                 403,
                 f"This server is not called '{shown(host)}'. Use its address.",
                 code="wrong_host",
             )
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        known = hmac.compare_digest(given.encode("latin-1"), self._token)  # takes always as long
-        if scheme.lower() != "bearer" or not known:
+        if _is_foreign(request):
+            raise ApiError(403, "Pages of others may not use this server.", code="wrong_origin")
+        given = self.token_of(request).encode("latin-1", "replace")
+        if not hmac.compare_digest(given, self._token):  # takes always as long
             raise ApiError(
                 401,
                 "Incorrect API key provided. Send the server's token: Authorization: Bearer TOKEN.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        request.state.recognised()
 
     def _is_own(self, host: str) -> bool:
         """Whether a request was addressed to this server: by its address, or a name of its own.
@@ -100,17 +151,46 @@ class Guard:
         return True
 
 
+def _is_foreign(request: Request) -> bool:
+    """Whether a browser says that a page of another server asks. Links from there are no such
+    requests: who follows one looks at this server's own page.
+    """
+    headers = request.headers
+    if (origin := headers.get("origin")) is not None:
+        return origin.partition("://")[2] != headers["host"]
+    site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode")
+    return site not in ("none", "same-origin") and mode != "navigate"
+
+
 def protocol(limits: Limits) -> type[H11Protocol]:
     """Return uvicorn's protocol with limits that uvicorn has not: of connections, and of the time
-    until a request's head is complete and until a caller reads on.
+    until a request's head is complete and until a caller reads on. A connection is one of a
+    stranger's until the app has called `recognised` of a request's state.
     """
 
     class Limited(H11Protocol):
+        strangers: ClassVar[Strangers["Limited"]] = Strangers(
+            limits.of_an_address, lambda connection: connection.transport.abort()
+        )
+        known: ClassVar[set["Limited"]] = set()
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if len(self.connections) > limits.connections:
-                transport.abort()
-            self._expect_head()
+            self.app_state = {**self.app_state, "recognised": self._recognise}
+            address, _ = self.client or ("", 0)
+            self.strangers.admit(self, address, limits.connections - len(self.known))
+            self._waiting = self.loop.call_later(limits.head_s, self._close_unless_asked)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.strangers.leave(self)
+            self.known.discard(self)
+            self._waiting.cancel()
+
+        def _recognise(self) -> None:
+            self.strangers.leave(self)
+            if self in self.connections:  # it may have been closed meanwhile
+                self.known.add(self)
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -125,7 +205,8 @@ def protocol(limits: Limits) -> type[H11Protocol]:
             self._unread.cancel()
 
         def _expect_head(self) -> None:
-            self.loop.call_later(limits.head_s, self._close_unless_asked)
+            self._waiting.cancel()
+            self._waiting = self.loop.call_later(limits.head_s, self._close_unless_asked)
 
         def _close_unless_asked(self) -> None:
             if self.cycle is None or self.cycle.response_complete:

@@ -1,12 +1,7 @@
 """The server: one port, one thread for requests, one for the batch."""
 
-import errno
 import ipaddress
 import re
-import secrets
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,10 +12,9 @@ from coterie.personal.model import PersonalModel
 from coterie.personal.running_batch import ROWS
 
 try:
-    import uvicorn
-
     from coterie.personal.api.app import Api
-    from coterie.personal.api.guard import Guard, Limits, protocol
+    from coterie.personal.api.guard import Guard, Limits, new_token
+    from coterie.personal.api.listener import listening, running
 except ImportError:
     raise Refused("--api needs uvicorn and starlette", extra("serve")) from None
 
@@ -30,12 +24,6 @@ from coterie.personal.api.scheduler import Scheduler
 CONTEXT = 4096  # most tokens of a prompt and its answer, where the base's context is longer
 QUEUE = 64
 _TOKEN = re.compile(r"[!-~]{8,200}")  # what a header can carry, and nobody guesses at once
-_HEAD = 1 << 15  # bytes of a request's head
-
-
-def new_token() -> str:
-    """Return a token that nobody can guess: 192 bits."""
-    return secrets.token_urlsafe(24)
 
 
 @dataclass(frozen=True)
@@ -98,40 +86,16 @@ def served(
     preparation = Preparation(
         together, _context(together, settings), settings.rows + settings.queue, settings.rows
     )
-    with _listening(settings.host, settings.port) as listener:
+    with listening(settings.host, settings.port) as listener:
         scheduler = Scheduler(together, settings.rows, settings.queue, report)
         api = Api(preparation, scheduler, settings.limits, report)
         guard = Guard(api.app(), settings.host, settings.token)
-        server = uvicorn.Server(_configuration(guard, settings.limits))
-        thread = threading.Thread(target=server.run, args=([listener],), name="api", daemon=True)
-        thread.start()
-        while thread.is_alive() and not server.started:
-            time.sleep(0.01)
-        try:
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            yield f"http://{host}:{listener.getsockname()[1]}/v1"
-        finally:
-            scheduler.close()
-            server.should_exit = True
-            thread.join()
-
-
-def _configuration(guard: Guard, limits: Limits) -> "uvicorn.Config":
-    """Return uvicorn's settings: it logs nothing, neither texts nor who asks."""
-    return uvicorn.Config(
-        guard,
-        http=protocol(limits),
-        ws="none",
-        lifespan="off",
-        loop="asyncio",
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=2,
-        h11_max_incomplete_event_size=_HEAD,
-    )
+        with running(guard, listener, settings.limits):
+            try:
+                host = f"[{settings.host}]" if ":" in settings.host else settings.host
+                yield f"http://{host}:{listener.getsockname()[1]}/v1"
+            finally:
+                scheduler.close()
 
 
 def _context(models: ManyModels, settings: Settings) -> int:
@@ -142,23 +106,3 @@ def _context(models: ManyModels, settings: Settings) -> int:
             f"Give at most {limit}.",
         )
     return settings.context or min(limit, CONTEXT)
-
-
-@contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((host, port), family=family, backlog=256)
-    except socket.gaierror:
-        raise Refused(f"--host {host!r} is no address", "For example 127.0.0.1.") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise Refused(
-                f"port {port} is taken", f"Give another one, for example --port {port + 1}."
-            ) from None
-        raise Refused(
-            f"cannot listen on {host} port {port}: {error.strerror}",
-            "Give an address of this machine, for example --host 127.0.0.1.",
-        ) from None
-    with listener:
-        yield listener

@@ -1,0 +1,52 @@
+"""Connections to a server whose callers have not yet shown who they are."""
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+C = TypeVar("C")
+
+
+class Strangers(Generic[C]):
+    """The open connections of unknown callers, the oldest first. Each new one may cost the oldest
+    its place: who is silent or slow has a place until others need it, and a caller who shows at
+    once who it is gets through, whatever others from its address do.
+
+    Args:
+        of_an_address: Most connections from one address.
+        close: Closes a connection.
+    """
+
+    def __init__(self, of_an_address: int, close: Callable[[C], object]) -> None:
+        self._of_an_address, self._close = of_an_address, close
+        self._addresses: dict[C, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def admit(self, connection: C, address: str, most: int) -> None:
+        """Count a new connection; if there are now too many, close the oldest one.
+
+        Args:
+            connection: The new one.
+            address: Of its caller.
+            most: Connections of unknown callers, of all addresses.
+        """
+        self._addresses[connection] = address
+        alike = [other for other, where in self._addresses.items() if where == address]
+        if len(alike) > self._of_an_address:
+            self._dismiss(alike)
+        elif len(self._addresses) > most:
+            self.dismiss_oldest()
+
+    def dismiss_oldest(self) -> None:
+        """Close the oldest connection, if there is one."""
+        self._dismiss(self._addresses)
+
+    def leave(self, connection: C) -> None:
+        """Count a connection no more: its caller is known, or gone."""
+        self._addresses.pop(connection, None)
+
+    def _dismiss(self, among: Iterable[C]) -> None:
+        if (oldest := next(iter(among), None)) is not None:
+            self.leave(oldest)
+            self._close(oldest)
