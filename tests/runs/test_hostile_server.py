@@ -4,14 +4,18 @@ leaves.
 
 import json
 import os
+import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from coterie.aggregation.accountant import ORDERS, Accountant
 from coterie.aggregation.privacy import Privacy
+from coterie.cli import app
 from coterie.client.blueprint import Blueprint
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.protocol import Sends, declared
@@ -21,7 +25,7 @@ from coterie.deploy import apps, link, supernode
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
 from coterie.runs import limits as limiting
-from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply
+from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply, accepted, described
 from coterie.runs.device import Device
 from coterie.runs.limits import Limits, LocalPrivacy
 from coterie.runs.prepare import prepare
@@ -489,6 +493,177 @@ def test_what_cannot_be_written_down_does_not_leave(
     assert "nothing is sent" in refused(
         Device(tmp_path, CLIENT), noisy(), "local_round", moved(theta, 0.1)
     )
+
+
+# --- anchors of the account
+# --------------------------------------------------------------------------------------------------
+
+
+def spend(account: Account, *contents: str, run: str = "run") -> None:
+    for reply in contents:
+        account.record(leaving(reply, Cost(squared=0.04), run), Limits(), None)
+
+
+def two_entries(home: Path) -> bytes:
+    """Write an account of two entries, with a folder of their run; returns the account at one."""
+    (home / "run/states").mkdir(parents=True)
+    spend(Account(home / ACCOUNT), "a")
+    older = (home / ACCOUNT).read_bytes()
+    spend(Account(home / ACCOUNT), "b")
+    return older
+
+
+LOSSES = {
+    "an older copy": (
+        lambda path, older: path.write_bytes(older),
+        r"is an older copy: it has 1 entries, and .*\.anchor counts 2",
+    ),
+    "deleted": (lambda path, _: path.unlink(), r"is missing: .*\.anchor counts 2 entries"),
+    "cut off": (lambda path, older: path.write_bytes(older[:-5]), r"is damaged"),
+    "a pipe": (lambda path, _: (path.unlink(), os.mkfifo(path)), r"is damaged"),
+}
+WHERE = {"beside the secret": "run/.account.anchor", "in the run's folder": ".account.anchor"}
+
+
+@pytest.mark.parametrize("gone", [*WHERE.values(), None], ids=[*WHERE, "both"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_account_that_is_behind_an_anchor_is_refused(
+    loss: str, gone: str | None, tmp_path: Path
+) -> None:
+    older, path = two_entries(tmp_path), tmp_path / ACCOUNT
+    if gone:
+        (tmp_path / gone).unlink()
+    change, message = LOSSES[loss]
+    change(path, older)
+    account = Account(path)
+    refusals = (
+        account.verify,
+        lambda: account.epsilon(1e-5),
+        lambda: account.check(leaving("c", Cost()), Limits()),
+        lambda: spend(account, "c"),
+        lambda: spend(account, "c", run="fresh"),
+    )
+    for refusal in refusals:
+        with pytest.raises(Refused, match=rf"{re.escape(str(path))}, {message}") as error:
+            refusal()
+        assert "coterie client --accept-account" in error.value.remedy
+        assert "no longer a bound" in error.value.remedy
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_an_account_that_its_owner_accepts_has_spent_what_is_known_to_be_spent(
+    loss: str, tmp_path: Path
+) -> None:
+    older, path = two_entries(tmp_path), tmp_path / ACCOUNT
+    account = Account(path)
+    masked = OutgoingReply("run", "recipe", (3, 1), "m", masked=True)
+    account.record(masked, Limits(), None)
+    epsilon = account.epsilon(1e-5)
+    LOSSES[loss][0](path, older)
+    assert "no longer a bound" in accepted(tmp_path)
+    assert account.epsilon(1e-5) == epsilon
+    again = OutgoingReply("run", "recipe", (3, 1), "n", masked=True)
+    for refused in (again, OutgoingReply("run", "another", (4, 0))):
+        with pytest.raises(Refused, match=r"answers each exchange once|the run began with"):
+            account.check(refused, Limits())
+    noisy = Limits(local_privacy=LocalPrivacy(noise_at_least=1))
+    assert "at least, as entries" in described(tmp_path, noisy)
+    spend(account, "c")
+    assert account.epsilon(1e-5) > epsilon
+    with pytest.raises(Refused, match="nothing is to be accepted"):
+        account.accept()
+
+
+def test_an_account_that_was_accepted_is_not_put_back_either(tmp_path: Path) -> None:
+    older, account = two_entries(tmp_path), Account(tmp_path / ACCOUNT)
+    newest = account.path.read_bytes()
+    account.path.write_bytes(older)
+    account.accept()
+    for copy, count in ((older, 1), (newest, 2)):
+        account.path.write_bytes(copy)
+        with pytest.raises(Refused, match=f"it has {count} entries, and .* counts 3"):
+            account.verify()
+
+
+def test_a_damaged_anchor_is_named_and_mended_where_its_owner_accepts(tmp_path: Path) -> None:
+    two_entries(tmp_path)
+    account, anchor = Account(tmp_path / ACCOUNT), tmp_path / "run/.account.anchor"
+    epsilon = account.epsilon(1e-5)
+    anchor.write_bytes(anchor.read_bytes().replace(b'"count": 2', b'"count": 1'))
+    with pytest.raises(Refused, match=f"{re.escape(str(anchor))}, is damaged"):
+        account.verify()
+    account.accept()
+    assert account.epsilon(1e-5) == epsilon
+
+
+def test_a_device_that_dies_between_account_and_anchors_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_entries(tmp_path)
+    account, replace = Account(tmp_path / ACCOUNT), os.replace
+
+    def dies(new: Path, path: Path) -> None:
+        if path.suffix == ".anchor":
+            raise KeyboardInterrupt
+        replace(new, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            spend(account, "c")
+    epsilon = account.epsilon(1e-5)
+    spend(account, "c")  # which was charged
+    assert account.epsilon(1e-5) == epsilon
+    spend(account, "d")
+    assert account.epsilon(1e-5) > epsilon
+
+
+def test_an_account_without_a_counter_is_taken_up_once(tmp_path: Path) -> None:
+    """As an earlier coterie wrote it."""
+    text = json.dumps({"squared": 0.04, "noised": ["a"], "runs": {"run": {"recipe": "recipe"}}})
+    path = tmp_path / ACCOUNT
+    old = f"{sha256(text.encode()).hexdigest()}\n{text}"
+    path.write_text(old)
+    account = Account(path)
+    before = account.epsilon(1e-5)
+    spend(account, "a")
+    assert account.epsilon(1e-5) == before > 0
+    spend(account, "b")
+    path.write_text(old)
+    with pytest.raises(Refused, match="it has 0 entries"):
+        account.verify()
+
+
+def test_a_device_whose_account_went_back_sends_nothing(theta: Tensors, tmp_path: Path) -> None:
+    device = Device(tmp_path, CLIENT)
+    update(device, noisy(), theta)
+    older = (tmp_path / ACCOUNT).read_bytes()
+    update(device, noisy(), moved(theta, 0.1), round=1)
+    assert (tmp_path / "run" / f"{ACCOUNT}.anchor").is_file()
+    (tmp_path / ACCOUNT).write_bytes(older)
+    (tmp_path / f"{ACCOUNT}.anchor").unlink()
+    problem = refused(device, noisy(), "local_round", moved(theta, 0.2), round=2)
+    assert "is an older copy" in problem
+
+
+def test_the_command_refuses_an_older_account_until_it_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = two_entries(tmp_path)
+    (tmp_path / ACCOUNT).write_bytes(older)
+    words = ["client", "--server", "localhost:9", "--insecure", "--home", str(tmp_path)]
+    plain = CliRunner().invoke(app, words)
+    assert (plain.exit_code, "is an older copy" in plain.output) == (2, True)
+
+    def starts(node: supernode.Node) -> None:
+        raise Refused("it would start now", "")
+
+    monkeypatch.setattr(supernode, "device", starts)
+    done = CliRunner().invoke(app, [*words, "--accept-account"])
+    assert "no longer a bound" in done.output
+    assert "it would start now" in done.output
+    again = CliRunner().invoke(app, [*words, "--accept-account"])
+    assert (again.exit_code, "Leave out --accept-account" in again.output) == (2, True)
 
 
 # --- names and paths

@@ -169,6 +169,14 @@ def client(
             "--limits", help="YAML file with this device's limits, which no run can override."
         ),
     ] = None,
+    accept_account: Annotated[
+        bool,
+        typer.Option(
+            "--accept-account",
+            help="Go on although the account of what this device has sent is lost, damaged or an "
+            "older copy. Epsilon over all runs is then no longer a bound.",
+        ),
+    ] = False,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
 ) -> None:
@@ -192,8 +200,12 @@ def client(
             Link(server, ca), folder, id, data, base, key, resident, secure, limits
         )
         node.check()
+        from coterie.runs import account
+
+        if accept_account:
+            print(account.accepted(folder))
+        account.Account(folder / account.ACCOUNT).verify()
         if limits is not None:
-            from coterie.runs import account
             from coterie.runs import limits as allowed
 
             print(account.described(folder, allowed.read(limits)))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from coterie.core.errors import CheckpointError
 from coterie.core.files import digest_later, digest_of, unwritable, write_atomically
+from coterie.core.foreign import read_bytes
 
 SUMS = "SHA256SUMS"
 _SUM = re.compile(r"([0-9a-f]{64})  (.+)")
@@ -35,9 +36,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     """
     path = folder / SUMS
     try:
-        if path.exists() and not (path.is_file() and path.stat().st_size <= _MOST):
-            raise CheckpointError(f"{path} is damaged: no file, or one of above {_MOST:,} bytes")
-        *lines, rest = path.read_bytes().decode().split("\n")
+        *lines, rest = read_bytes(path, _MOST).decode().split("\n")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} does not exist, so the files beside it cannot be verified"
