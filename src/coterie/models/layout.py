@@ -9,6 +9,9 @@ from typing import Literal, get_args
 from coterie.core.errors import ModelError
 from coterie.core.roles import BACKBONE, SPECIALIST, Role
 
+# the largest number of half precision, in which bases are computed and exports written
+MOST_ALPHA = 65504.0
+
 Balance = Literal["none", "uniform", "generalist", "generalist-printed"]
 
 
@@ -66,7 +69,7 @@ class Layout:
             ),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
-            "alpha": (math.isfinite(self.alpha), "finite"),
+            "alpha": (abs(self.alpha) <= MOST_ALPHA, f"within ±{MOST_ALPHA:,.0f}"),
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "top_k": (self.top_k >= 1, "at least 1"),
             "routing": (self.routing in ("learned", "equal"), "'learned' or 'equal'"),

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from coterie.core.errors import ModelError
+from coterie.core.tensors import all_finite
 from coterie.models.families import Family, find, is_transposed
 
 Quantisation = Literal["int8", "int4", "nf4"]
@@ -50,6 +51,13 @@ class QuantisedLinear(nn.Module):
         self.kind, (self.out_features, self.in_features) = kind, weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         codes, scale, least = _ENCODE[kind](weight.detach().float())
+        if not all_finite({"scale": scale} if least is None else {"scale": scale, "least": least}):
+            raise ModelError(
+                f"{kind}: the scales of a layer of {self.out_features} x {self.in_features} "
+                f"weights are not finite in half precision",
+                "The base is damaged, or has weights too large to quantise: leave out "
+                "model.quantise.",
+            )
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
         self.register_buffer("least", least)

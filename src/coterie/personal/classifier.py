@@ -20,6 +20,7 @@ from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert, Normalisation
+from coterie.models.layout import MOST_ALPHA
 from coterie.models.network_tensors import check, check_size
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
@@ -38,6 +39,7 @@ from coterie.personal.artifact import (
     verify,
 )
 from coterie.personal.samples import as_samples
+from coterie.personal.sampling import not_usable, usable
 
 COMMON = "common"  # what the names of the common expert's tensors begin with
 _ROWS = 32  # samples at a time
@@ -115,6 +117,9 @@ class AboutClassifier:
     seed: int
 
     def __post_init__(self) -> None:
+        normal = (*map(abs, self.mean), *self.std, *(1 / s for s in self.std if s > 0))
+        if not all(value <= MOST_ALPHA for value in normal) or min(self.std, default=1) <= 0:
+            raise ValueError(f"images cannot be normalised by mean {self.mean} and std {self.std}")
         if len(self.names) != self.network.classes:
             raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
 
@@ -203,7 +208,16 @@ class PersonalClassifier:
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities as `__call__`, and (B,) the number of the expert that the gate
         wants most of those that the client has; None without a gate.
+
+        Raises:
+            ModelError: See `__call__`, or scores are not finite.
         """
+        found = self._answer(x)
+        if not usable(found[0]).all():
+            raise not_usable(f"the classifier of {self.about.client!r}")
+        return found
+
+    def _answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
         if isinstance(self.model, Classifier):
             inputs, _ = self.model.checked(batch)
@@ -222,6 +236,7 @@ class PersonalClassifier:
 
         Raises:
             DataError: The input is empty, or of an unsupported kind.
+            ModelError: See `answer`.
         """
         found: list[Prediction] = []
         for batch in self.batches(given):

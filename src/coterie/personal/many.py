@@ -56,7 +56,9 @@ class ManyModels:
         self._places = {client: place for place, client in enumerate(self.models)}
         self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
         self._chosen: dict[tuple[str, ...], Attachable] = {}
-        self._inference = TextInference(self.backbone, lambda: self.texts)
+        self._inference = TextInference(
+            self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
+        )
 
     def __repr__(self) -> str:
         return f"ManyModels({', '.join(self.models)})"

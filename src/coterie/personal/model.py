@@ -52,7 +52,11 @@ class PersonalModel:
         self.language, self.about, self._merged = language, about, merged
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
-        self._inference = TextInference(self.backbone, lambda: self.texts)
+        self._inference = self._made_inference()
+
+    def _made_inference(self) -> TextInference:
+        whose = f"the model of {self.about.client!r}"
+        return TextInference(self.backbone, lambda: self.texts, whose)
 
     def __repr__(self) -> str:
         return (
@@ -107,7 +111,7 @@ class PersonalModel:
             self.backbone.model.to(device)
             self.adapter.to(device)
             self.__dict__.pop("fast", None)  # made of tensors on the other device
-            self._inference = TextInference(self.backbone, lambda: self.texts)
+            self._inference = self._made_inference()
         return self
 
     def eval(self) -> "PersonalModel":

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from coterie.core.errors import ModelError
 from coterie.personal.inference.row_cache import RowCache
 from coterie.personal.many import ManyModels
-from coterie.personal.sampling import Sampling, Token, choose, scored
+from coterie.personal.sampling import Sampling, Token, choose, not_usable, scored, usable
 from coterie.personal.words import left_padded
 
 ROWS = 16  # texts that are continued at once
@@ -66,12 +67,14 @@ class Progress:
         token: None where a prompt was only scored.
         finish: "stop" after a token that ends texts, "length" after the last token that was
             allowed.
+        error: Why the text cannot go on.
     """
 
     of: Continuation
     choice: int
     token: Token | None
     finish: Finish | None
+    error: ModelError | None = None
 
 
 class _Row:
@@ -96,6 +99,12 @@ class _Row:
             finish = "length"
         self.over = finish is not None
         return Progress(self.of, self.choice, token, finish)
+
+    def fail(self) -> Progress:
+        """End the text of a model whose scores are not finite."""
+        self.over = True
+        error = not_usable(f"the model of {self.of.client!r}")
+        return Progress(self.of, self.choice, None, None, error)
 
 
 class _Prompts:
@@ -284,4 +293,7 @@ class RunningBatch:
             [row.generated for row in rows],
             [row.generator for row in rows],
         )
-        return [row.take(token) for row, token in zip(rows, tokens, strict=True)]
+        return [
+            row.take(token) if can_go_on else row.fail()
+            for row, token, can_go_on in zip(rows, tokens, usable(logits).tolist(), strict=True)
+        ]

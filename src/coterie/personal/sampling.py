@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from coterie.core.errors import ModelError
+
 COLDEST = 1e-6  # the least temperature: single precision cannot divide by much less
 NUCLEUS = 256  # most likely tokens that are sorted before the whole vocabulary is
 
@@ -79,6 +81,21 @@ def choose(
     for row, (token, own) in enumerate(zip(ids, settings, strict=True)):
         found += scored(logits[row : row + 1], [token], own.logprobs)
     return found
+
+
+def usable(logits: Tensor) -> Tensor:
+    """Return (B,) whether a token can be chosen by (B, V) logits: none is NaN, and the greatest is
+    finite.
+    """
+    return logits.amax(dim=-1).isfinite()
+
+
+def not_usable(whose: str) -> ModelError:
+    """Return the refusal of scores that are not `usable`."""
+    return ModelError(
+        f"{whose} computes scores that are not finite",
+        "Its values or those of its base are too large: take an earlier copy, or train it again.",
+    )
 
 
 def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Token]:

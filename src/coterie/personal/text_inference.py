@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from coterie.core.errors import ModelError
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable, Backbone
+from coterie.personal.sampling import not_usable, usable
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded
 
@@ -23,14 +25,17 @@ class TextInference:
     Args:
         backbone: The base.
         encoder: Returns what encodes texts for it, where it has a tokenizer.
+        whose: The model, for messages.
     """
 
-    def __init__(self, backbone: Backbone, encoder: Callable[[], TextEncoder]) -> None:
-        self.backbone, self._encoder = backbone, encoder
+    def __init__(
+        self, backbone: Backbone, encoder: Callable[[], TextEncoder], whose: str = "a model"
+    ) -> None:
+        self.backbone, self._encoder, self._whose = backbone, encoder, whose
 
     @cached_property
     def _words(self) -> Words:
-        return Words(self.backbone, self._encoder())
+        return Words(self.backbone, self._encoder(), self._whose)
 
     def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the base's output for (B, C) ids and its other arguments."""
@@ -44,7 +49,7 @@ class TextInference:
 
         Raises:
             ModelError: The text would grow longer than the base's context, or it has a token that
-                the base lacks.
+                the base lacks; or scores are not finite.
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))
@@ -57,11 +62,18 @@ class TextInference:
             )
         if ids is not None:
             self.backbone.check_ids(ids)
-        given = dict(settings)
+        processors = [*settings.get("logits_processor", ()), self._checked]
+        given = {**settings, "logits_processor": LogitsProcessorList(processors)}
         if generation.pad_token_id is None:  # transformers warns otherwise
             given = {"pad_token_id": generation.eos_token_id} | given
         with self.backbone.using(adapter):
             return cast(Tensor, self.backbone.model.generate(**self._moved(given)))
+
+    def _checked(self, ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores of a step of `generate`. Raises ModelError: they are not finite."""
+        if not usable(scores).all():
+            raise not_usable(self._whose)
+        return scores
 
     def generate_texts(
         self, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]

@@ -23,6 +23,7 @@ from torch import Tensor
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.routing import Routing
+from coterie.personal.sampling import not_usable, usable
 from coterie.personal.vocabulary import Vocabulary
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 
@@ -38,9 +39,11 @@ class Words:
     Args:
         backbone: The base.
         texts: Encodes texts for it.
+        whose: The model, for messages.
     """
 
-    def __init__(self, backbone: Backbone, texts: TextEncoder) -> None:
+    def __init__(self, backbone: Backbone, texts: TextEncoder, whose: str = "a model") -> None:
+        self._whose = whose
         self.backbone, self.texts, self.tokenizer = backbone, texts, texts.tokenizer
         size = backbone.architecture.vocabulary
         names = self.tokenizer.convert_ids_to_tokens(list(range(min(size, len(self.tokenizer)))))
@@ -66,6 +69,9 @@ class Words:
                 others, in the order of the texts.
             texts: What was written so far.
             k: How many words at most.
+
+        Raises:
+            ModelError: Scores are not finite.
         """
         own, searches = zip(*(self._begin(text, k) for text in texts), strict=True)
         prompts, present = left_padded(own, self.anchor)
@@ -243,7 +249,10 @@ class Words:
                 logits_to_keep=1,
                 **padding,
             )
-        p = output.logits[:, -1].float().softmax(dim=-1)
+        logits = output.logits[:, -1].float()
+        if not usable(logits).all():
+            raise not_usable(self._whose)
+        p = logits.softmax(dim=-1)
         if not record:
             return output.past_key_values, p, [None] * len(p)
         weights = torch.stack([r.weights.view(len(p), length, -1)[:, -1] for r in record]).mean(

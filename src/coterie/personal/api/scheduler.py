@@ -123,6 +123,8 @@ class Scheduler:
         if work is None:
             return
         try:
+            if progress.error is not None:
+                raise progress.error
             over = work.listener.progress(progress)
         except Exception as error:  # of one request, as of what its tokens mean: others go on
             self._report(f"a request failed: {type(error).__name__}: {error}")
