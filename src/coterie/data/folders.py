@@ -14,7 +14,7 @@ from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
 from coterie.data.documents import cut, read_many
 from coterie.data.federation import check_id
-from coterie.data.left_out import LeftOut
+from coterie.data.left_out import LeftOut, outward_links
 from coterie.data.refusals import Refusals
 from coterie.data.rows import ENDINGS as TABLES
 from coterie.data.rows import ending_of, rows_of
@@ -99,7 +99,8 @@ class Folders(ChatFields):
         paths = {id: [str(path) for path in own] for id, own in found.items()}
         parts = [part for own in found.values() for part in own.values()]
         every = [file for path in chain.from_iterable(parts) for file in archives.files_of(path)]
-        notes: list[str] = []
+        assert self.path is not None
+        notes = outward_links(self.path.expanduser(), every)
         skipped[""] = self._beside()
         read = partial(self._read, found, notes)
         return Source([paths, stamps(every)], read, notes=notes, skipped=skipped)

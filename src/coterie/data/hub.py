@@ -11,7 +11,7 @@ from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.by_client import ByClient
 from coterie.data.fetching import Format, fetch, files_of, local, tables
-from coterie.data.left_out import LeftOut
+from coterie.data.left_out import LeftOut, outward_links
 from coterie.data.refusals import Refusals
 from coterie.data.rows import Row, rows_of
 from coterie.data.section import Section, Source, TextFractions, Texts, stamps
@@ -156,12 +156,14 @@ class HubClients(Section):
 
     def source(self) -> Source:
         self._check(list(self.clients))
-        files = []
+        files, notes = [], list[str]()
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
-                    files.append(stamps(files_of(local(client.dataset, _REMEDY))))
-        notes: list[str] = []
+                    path = local(client.dataset, _REMEDY)
+                    files.append(stamps(files_of(path)))
+                    if path is not None and path.is_dir():
+                        notes += outward_links(path, files_of(path))
         return Source(files, partial(self._read, notes), notes=notes)
 
     def _read(self, notes: list[str]) -> Texts:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 from coterie.data.refusals import SHOWN
@@ -46,6 +47,23 @@ def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
         for client, files in skipped.items()
         if files
     ]
+
+
+def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
+    """Return which files are read through links that lead out of a folder, in words.
+
+    Args:
+        root: The folder.
+        paths: Files in it.
+    """
+    inside = root.resolve()
+    outside = {p: target for p in paths if not (target := p.resolve()).is_relative_to(inside)}
+    if not outside:
+        return []
+    shown = [f"{path.relative_to(root)} is {to}" for path, to in islice(outside.items(), SHOWN)]
+    more = ", ..." if len(outside) > SHOWN else ""
+    files = _plural("file", len(outside))
+    return [f"{len(outside):,} {files} outside {root}, by links: {', '.join(shown)}{more}"]
 
 
 def _kinds(files: Iterable[Path]) -> str:

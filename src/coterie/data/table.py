@@ -13,6 +13,7 @@ from pydantic import Field
 
 from coterie.core.errors import DataError, SaveError
 from coterie.data.by_client import ByClient
+from coterie.data.left_out import outward_links
 from coterie.data.rows import ENDINGS, rows_of
 from coterie.data.section import Source, stamps
 from coterie.data.store import default_cache
@@ -53,7 +54,7 @@ class Table(ByClient):
                 f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}",
                 remedy,
             )
-        notes: list[str] = []
+        notes = outward_links(path.parent, [path])
         return Source(
             [stamps([path])],
             lambda: self.by_client(rows_of([path]), str(path), notes),
