@@ -33,6 +33,7 @@ import numpy as np
 from filelock import FileLock
 
 from coterie.core.errors import Refused, SaveError, TensorError, extra
+from coterie.core.foreign import opened
 
 KEY = 32  # bytes
 MOST_STEPS = (
@@ -342,7 +343,8 @@ def kept_key(path: Path) -> bytes:
         if not path.exists():
             _write_key(path)
         try:
-            key = path.read_bytes()
+            with opened(path) as file:
+                key = file.read(KEY + 1)
         except OSError as error:
             raise Refused(
                 f"cannot read {path}: {error.strerror}",
@@ -350,7 +352,7 @@ def kept_key(path: Path) -> bytes:
             ) from None
     if len(key) != KEY:
         raise Refused(
-            f"{path} holds {len(key)} bytes, expected a key of {KEY}",
+            f"{path} holds {'more' if len(key) > KEY else len(key)} bytes, expected a key of {KEY}",
             "Delete it: a new one is made.",
         )
     return key

@@ -48,21 +48,25 @@ def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     Raises:
         DataError: As `read_text`, but for the empty.
     """
-    if path.exists() and not path.is_file():
-        raise DataError(
-            f"{path}: not a regular file", "Remove it, or put a text file in its place."
-        )
     encoding = ""
+    with _readable(path):
+        try:
+            with binary(path) as file:
+                encoding = encoding_of(path, file.peek(SAMPLE))
+                yield io.TextIOWrapper(file, encoding, newline=newline)
+        except UnicodeDecodeError:
+            if encoding != "utf-8":
+                problem = f"{path}: damaged {encoding.removesuffix('-sig').upper()} text"
+                raise DataError(problem, "Save it again.") from None
+            with binary(path) as file:
+                raise not_utf8(path, file) from None
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Refuse a file that cannot be read or decompressed in the block. Raises DataError."""
     try:
-        with binary(path) as file:
-            encoding = encoding_of(path, file.peek(SAMPLE))
-            yield io.TextIOWrapper(file, encoding, newline=newline)
-    except UnicodeDecodeError:
-        if encoding != "utf-8":
-            problem = f"{path}: damaged {encoding.removesuffix('-sig').upper()} text"
-            raise DataError(problem, "Save it again.") from None
-        with binary(path) as file:
-            raise not_utf8(path, file) from None
+        yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(
             f"{path}: damaged gzip file ({error})", "Copy or download it again."

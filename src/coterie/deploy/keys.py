@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coterie.core import names
 from coterie.core.errors import Refused, extra
+from coterie.core.foreign import opened, read_bytes
 
 try:
     from cryptography import x509
@@ -143,7 +144,7 @@ def _read(path: Path) -> str:
             raise Refused(
                 "It is not a file, or a broken link." if path.is_symlink() else "It is not a file."
             )
-        with open(path, "rb") as file:
+        with opened(path) as file:
             content = file.read(_MOST + 1)
         if len(content) > _MOST:
             raise Refused(f"It has more than {_MOST:,} bytes.")
@@ -245,7 +246,7 @@ def _name(host: str) -> x509.GeneralName:
 
 def _hosts(path: Path) -> list[str]:
     """Return the names and addresses that a certificate is for."""
-    extensions = x509.load_pem_x509_certificate(path.read_bytes()).extensions
+    extensions = x509.load_pem_x509_certificate(read_bytes(path)).extensions
     return [
         str(name.value)
         for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -16,6 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from coterie.core.errors import Refused, TensorError
+from coterie.core.foreign import read_bytes
 
 SOCKET = "resident.sock"
 _KEY = "resident.key"  # who can read it may ask
@@ -105,7 +106,7 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
     try:
         with (
             _address(home) as address,
-            Client(address, "AF_UNIX", authkey=(home / _KEY).read_bytes()) as connection,
+            Client(address, "AF_UNIX", authkey=read_bytes(home / _KEY)) as connection,
         ):
             connection.send_bytes(text.encode())
             connection.send_bytes(body)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from coterie.core.errors import ClientError, CoterieError, Refused
+from coterie.core.foreign import json_of, read_bytes
 from coterie.deploy.command import NAME, configure, flwr, register
 from coterie.deploy.link import _LAST_PORT, Link, _there, listening
 from coterie.deploy.process import (
@@ -24,8 +25,8 @@ from coterie.deploy.process import (
     _wait_for,
     check_unused,
     holder,
+    local_program,
     posted,
-    program,
 )
 from coterie.deploy.resident import private
 
@@ -260,7 +261,7 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
     try:
         found = {
             str(key): (str(client), str(node))
-            for key, (client, node) in json.loads(path.read_text()).items()
+            for key, (client, node) in json_of(read_bytes(path)).items()
         }
         for key in found:
             keys.public_key(key)
@@ -278,7 +279,7 @@ def _superlink(
 ) -> list[str]:
     """Return the command line of a SuperLink."""
     listen = [
-        program("flower-superlink"),
+        *local_program("flower-superlink"),
         "--host",
         "127.0.0.1",
         "--port",

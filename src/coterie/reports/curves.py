@@ -1,6 +1,5 @@
 """What changes over rounds on a page: scores, routers' weights, and what privacy has spent."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from coterie.core.foreign import json_of, opened
 from coterie.core.metrics import mean, prediction
 from coterie.core.result import ClientResult, Evaluation, Result
 from coterie.methods import METHODS
@@ -248,8 +248,11 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
 
 def _of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
     """Return the lines of one kind in metrics.jsonl; none where there is no such file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+    if not path.exists():
+        return []
+    with opened(path) as file:
+        lines = [json_of(line, finite=False) for line in file]
+    return [line for line in lines if line["kind"] == kind]
 
 
 def _depths(

@@ -10,6 +10,7 @@ from pathlib import Path
 from coterie.core.checksums import SUMS
 from coterie.core.errors import Refused
 from coterie.core.files import make_folder, write_json
+from coterie.core.foreign import read_text
 from coterie.core.names import encoded
 from coterie.core.result import RESULT, ROUTING
 from coterie.runs import recipe as recipes
@@ -100,7 +101,7 @@ def adopt(recipe: Recipe, source: Path, target: Path) -> None:
 def same_recipe(recipe: Recipe, folder: Path) -> bool:
     """Whether a folder's recipe is this one, word for word."""
     try:
-        return (folder / RECIPE).read_text(encoding="utf-8") == recipes.dump(recipe)
+        return read_text(folder / RECIPE) == recipes.dump(recipe)
     except (OSError, ValueError):
         return False
 

@@ -247,7 +247,7 @@ def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
         return Stored({})
     check_sums(folder, [_CLIENTS], sums)
     try:
-        index = _Index.model_validate_json((folder / _CLIENTS).read_bytes())
+        index = _Index.model_validate(read_json(folder / _CLIENTS))
         return Stored(index.entries(folder / _PACKS), _checked(folder, index.packs, sums))
     except (ValidationError, IndexError) as error:
         raise CheckpointError(f"{folder / _CLIENTS} is damaged ({error})") from None

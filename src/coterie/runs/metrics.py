@@ -11,6 +11,7 @@ from typing import Any
 from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.extras import available
 from coterie.core.files import write_atomically
+from coterie.core.foreign import json_of, opened
 from coterie.core.protocol import ClientId
 
 METRICS = "metrics.jsonl"
@@ -32,7 +33,7 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
         "Restore the file, or continue without what is lost: --resume-changed.",
     )
     try:
-        with open(path, "rb") as file:
+        with opened(path) as file:
             found = file.read(position)
     except FileNotFoundError:
         found = b""
@@ -165,14 +166,12 @@ class Released:
         Raises:
             CheckpointError: The file is damaged.
         """
-        lines = (
-            self.path.read_text(encoding="utf-8", errors="replace").splitlines()
-            if self.path.exists()
-            else []
-        )
+        if not self.path.exists():
+            return []
         try:
-            return [found for line in lines if (found := json.loads(line))["round"] >= round]
-        except (ValueError, TypeError, KeyError) as error:
+            with opened(self.path) as lines:
+                return [found for line in lines if (found := json_of(line))["round"] >= round]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"{self.path} is damaged ({error}): it is unknown what this run has sent"
             raise CheckpointError(problem, "Start a new run, with another --out.") from None
 

@@ -5,11 +5,11 @@ A message has a `role` and its `content` as text; an assistant's may have `reaso
 arguments as JSON text, empty lists, ShareGPT's `from` and `value`.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coterie.core.errors import DataError
+from coterie.core.foreign import json_of
 
 Message = dict[str, Any]
 
@@ -49,6 +49,11 @@ def is_answer(message: Message) -> bool:
 def is_trained(message: Message) -> bool:
     """Whether a message is an answer that may be trained."""
     return is_answer(message) and message.get(WEIGHT) != 0
+
+
+def leading(messages: Sequence[Message]) -> int:
+    """Return how many messages at the beginning are a system's."""
+    return int(bool(messages) and messages[0]["role"] in ("system", "developer"))
 
 
 def normal_messages(value: Any, name: str = "messages") -> list[Message]:
@@ -198,6 +203,6 @@ def parsed(value: Any, name: str, kind: str = "a list") -> Any:
     if not value.strip():
         return []
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        raise Mistake(f"{name} is text, not {kind}") from None
+        return json_of(value, finite=False)
+    except ValueError as error:
+        raise Mistake(f"{name} is text, not {kind} ({error})") from None

@@ -13,6 +13,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from coterie.core.errors import CheckpointError, ClientError, TensorError
+from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.engines.flower.nodes import Nodes, told
 from coterie.engines.flower.packing import _bodies
@@ -173,7 +174,7 @@ class Flower:
         for i in asked:
             if i in held:
                 self._heard(i, found.replies[nodes[i]], round)
-            else:
+            if nodes[i] in found.problems:
                 self.listener.lost(i, ask.name, printable(found.problems[nodes[i]], lines=True))
         return (
             {}
@@ -203,9 +204,9 @@ class Flower:
         if self.journal is None or not self.journal.exists():
             return None
         try:
-            found: dict[str, Any] = json.loads(self.journal.read_text())
+            found = json_of(read_bytes(self.journal))
             return {"run": str(found["run"]), "begun": [int(round) for round in found["begun"]]}
-        except (ValueError, TypeError, KeyError):
+        except (OSError, ValueError, TypeError, KeyError):
             raise CheckpointError(
                 f"{self.journal} is damaged", "Start a new run with another --out."
             ) from None
