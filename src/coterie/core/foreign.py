@@ -182,11 +182,11 @@ def _check(value: Any, depth: int = 0) -> None:
     """Refuse what is nested too deep, and halves of surrogate pairs, which no file or page takes.
     Raises ValueError and RecursionError.
     """
-    if depth > DEEPEST:
-        raise RecursionError
     if isinstance(value, str) and _HALF.search(value):
         raise ValueError("half of a surrogate pair")
     if isinstance(value, dict | list):
+        if depth == DEEPEST:
+            raise RecursionError
         for part in chain(value, value.values() if isinstance(value, dict) else ()):
             _check(part, depth + 1)
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from coterie.core.errors import DataError, SaveError
+from coterie.core.foreign import json_of, read_bytes
 from coterie.core.protocol import ClientId
 from coterie.data.splits import Tokens
 
@@ -104,7 +105,7 @@ def stored(
 def _open(entry: Path) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ...]] | None:
     """Return the streams and the notes of an entry; None if it is missing or damaged."""
     try:
-        manifest = json.loads((entry / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json_of(read_bytes(entry / "manifest.json"))
         dtype, total = np.dtype(manifest["dtype"]), int(manifest["tokens"])
         if (entry / "tokens.bin").stat().st_size != total * dtype.itemsize:
             return None

@@ -9,6 +9,7 @@ from typing import Any
 from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, read_json, write_json
+from coterie.core.foreign import opened
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.result import RESULT, Result
 from coterie.data.section import Section
@@ -119,7 +120,8 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     weights = CLASSIFIER_WEIGHTS if classifies else WEIGHTS
     load(source / weights)  # refused here if it is damaged
     write_json(folder / ABOUT, _with_portable_bases(about))
-    (folder / weights).write_bytes((source / weights).read_bytes())
+    with opened(source / weights) as file:
+        (folder / weights).write_bytes(file.read())
     whole = run if (run / RECIPE).is_file() else source.parent.parent
     result = _result(whole) if (whole / RESULT).is_file() else None
     before, after = _scores(whole, result, about["client"]) if result else (None, None)

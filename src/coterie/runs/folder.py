@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from coterie.core.errors import Refused
 from coterie.core.files import make_folder
+from coterie.core.foreign import opened
 
 
 def new_folder(name: str) -> Path:
@@ -58,8 +59,8 @@ def alone(folder: Path) -> Iterator[None]:
     path = folder / "lock"
     lock = FileLock(path, timeout=0, is_singleton=True)
     holder = ""
-    with suppress(OSError):
-        holder = path.read_text(errors="replace")[:200].strip()
+    with suppress(OSError), opened(path) as file:
+        holder = file.read(200).decode(errors="replace").strip()
     try:
         lock.acquire()
     except Timeout:
