@@ -263,15 +263,15 @@ class _Connection:
 
 
 def _length(request: h11.Request) -> int:
-    """Bytes of the body. Raises _Rejected for what devices may not ask, and where two programs
-    might not agree on the length.
+    """Bytes of the body. Raises _Rejected for what devices may not ask, where a web page asks, and
+    where two programs might not agree on the length.
     """
     lengths = [value for name, value in request.headers if name == b"content-length"]
-    chunked = any(name == b"transfer-encoding" for name, _ in request.headers)
+    odd = any(name in (b"transfer-encoding", b"origin") for name, _ in request.headers)
     if (
         request.method != b"POST"
         or not _MAY.fullmatch(request.target)
-        or chunked
+        or odd
         or len(lengths) != 1
         or not lengths[0].isdigit()
     ):

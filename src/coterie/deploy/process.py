@@ -70,6 +70,14 @@ def program(name: str) -> str:
     return found
 
 
+def local_program(name: str) -> list[str]:
+    """Return how a command line begins that runs one of Flower's programs, whose port answers under
+    this machine's names only. Raises Refused where Flower is not installed.
+    """
+    wrapper = Path(__file__).with_name("local_program.py")
+    return [sys.executable, "-P", str(wrapper), program(name)]
+
+
 @cache
 def _guarded() -> str:
     """Return the mark of all processes that we start. A guard ends them once we are gone: it waits

@@ -19,7 +19,7 @@ from coterie.deploy.process import (
     _last_lines,
     _RateLimit,
     check_unused,
-    program,
+    local_program,
 )
 from coterie.deploy.resident import private
 from coterie.runs import limits
@@ -91,7 +91,7 @@ class Node:
         port = free_port()
         keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
         return [
-            program("flower-supernode"),
+            *local_program("flower-supernode"),
             *self.link.flags,
             *keys,
             "--host",
