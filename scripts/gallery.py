@@ -25,7 +25,7 @@ COMMANDS = {
     "quickstart": "run quickstart",
 }
 WEB = "--all --format web --precision int8"
-ABOUT = {"README.md", "export.json"}  # for who has the folder alone
+ABOUT = {"README.md", "export.json", "SHA256SUMS"}  # for who has the folder alone
 
 
 def make(name: str) -> None:

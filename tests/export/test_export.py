@@ -4,6 +4,7 @@ says what it is.
 
 import json
 import re
+import subprocess
 from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import version
@@ -117,3 +118,20 @@ def test_the_text_of_a_client_is_that_of_its_run(quickstart):
     (same,) = Source(quickstart, "network").load()
     assert client.test.digest() == same.test.digest()
     assert (len(client.valid), len(client.test)) == (200, 200)
+
+
+def test_one_flipped_bit_of_any_file_shows_by_its_checksum(make_run, tmp_path):
+    source = Source(make_run("llama", ann=Layout(rank=2), ben=Layout(rank=2)), everyone=True)
+    export(source, "peft", tmp_path / "out", part="generalist")
+    out, check = tmp_path / "out", ["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"]
+    subprocess.run(check, cwd=out, check=True)
+    listed = [line[66:] for line in (out / "SHA256SUMS").read_text().splitlines()]
+    files = [path for path in out.rglob("*") if path.is_file() and path.name != "SHA256SUMS"]
+    assert listed == sorted(path.relative_to(out).as_posix() for path in files)
+    assert {"export.json", "ann/adapter_model.safetensors"} <= {*listed}
+    for file in files:
+        whole = file.read_bytes()
+        file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        done = subprocess.run(check, cwd=out, capture_output=True, text=True, check=False)
+        assert f"{file.relative_to(out)}: FAILED" in done.stdout
+        file.write_bytes(whole)

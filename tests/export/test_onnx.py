@@ -263,7 +263,7 @@ def test_a_quantised_base_says_its_cost(make_run, own_text, tmp_path):
     assert found.check.difference > 1e-4
     assert found.check.perplexity == pytest.approx(found.check.original, rel=0.02)
     assert sorted(path.name for path in out.iterdir()) == sorted(
-        [*found.files, *found.shared, "export.json"]
+        [*found.files, *found.shared, "export.json", "SHA256SUMS"]
     )
     assert re.search(r"from the personal model: 0\.\d+, token by token 0\.", found.sentences[0])
 
