@@ -3,6 +3,7 @@ experts and its router. Stock programs run them, and choose the client by reques
 """
 
 import json
+import secrets
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,7 +115,8 @@ def _obstacles(model: PersonalModel) -> Iterator[str]:
 
 
 class LlamaServer(Runtime):
-    """A server of llama.cpp in this process, which other programs of this machine can reach.
+    """A server of llama.cpp in this process, with a port on this machine, which answers nobody
+    else: they lack the key.
 
     Args:
         base: The file of the base.
@@ -131,6 +133,7 @@ class LlamaServer(Runtime):
     def __init__(self, base: Path, context: int, tokenizer: Any, slots: int = 1) -> None:
         self.base, self.context, self.slots = base, context, slots
         self.vocabulary = self.adapter = 0
+        self._key = secrets.token_urlsafe(24)
         self.plain = int(tokenizer("a", add_special_tokens=False)["input_ids"][0])
         self.server: Any = None
 
@@ -151,6 +154,7 @@ class LlamaServer(Runtime):
         params.n_gpu_layers = 0
         params.cpuparams.n_threads = torch.get_num_threads()
         params.verbosity = -1
+        params.api_keys = [self._key]
         params.warmup = params.ui = params.fit_params = False
         params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(p), 0.0) for p in adapters]
         if precise:
@@ -170,7 +174,7 @@ class LlamaServer(Runtime):
         request = urllib.request.Request(
             f"{self.server.listening_address}{path}",
             None if content is None else json.dumps(content).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"},
         )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
