@@ -99,11 +99,12 @@ class Folders(ChatFields):
         paths = {id: [str(path) for path in own] for id, own in found.items()}
         parts = [part for own in found.values() for part in own.values()]
         every = [file for path in chain.from_iterable(parts) for file in archives.files_of(path)]
+        notes: list[str] = []
         assert self.path is not None
-        notes = outward_links(self.path.expanduser(), every)
+        links = outward_links(self.path.expanduser(), every)
         skipped[""] = self._beside()
         read = partial(self._read, found, notes)
-        return Source([paths, stamps(every)], read, notes=notes, skipped=skipped)
+        return Source([paths, stamps(every)], read, notes=notes, skipped=skipped, links=links)
 
     def _check_me(self, clients: Mapping[str, Files]) -> None:
         """Refuse `me` of clients that are not there, and without any archive. Raises DataError."""
@@ -286,7 +287,7 @@ def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
     ]
     for path in texts:
         if path not in exported and not path.is_file():
-            what = "a broken link" if path.is_symlink() else "not a regular file"
+            what = "not a regular file" if path.exists() else "a broken link"
             raise DataError(f"{path}: {what}", "Remove it, or put a text file in its place.")
     return texts
 

@@ -156,15 +156,16 @@ class HubClients(Section):
 
     def source(self) -> Source:
         self._check(list(self.clients))
-        files, notes = [], list[str]()
+        files, links = [], list[str]()
         with Refusals() as refusals:
             for id, client in self.clients.items():
                 with refusals.gather(f"data.clients.{id}: "):
                     path = local(client.dataset, _REMEDY)
                     files.append(stamps(files_of(path)))
                     if path is not None and path.is_dir():
-                        notes += outward_links(path, files_of(path))
-        return Source(files, partial(self._read, notes), notes=notes)
+                        links += outward_links(path, files_of(path))
+        notes: list[str] = []
+        return Source(files, partial(self._read, notes), notes=notes, links=links)
 
     def _read(self, notes: list[str]) -> Texts:
         documents = {}

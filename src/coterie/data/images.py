@@ -177,7 +177,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
             remedy = f"Name a folder whose files have {' and '.join(columns)}: --set data.root=DIR."
             raise DataError(f"{path}: no column {', '.join(map(repr, missing))}", remedy)
         return file.read(columns=list(columns))
-    except (ArrowException, OSError) as error:
+    except (ArrowException, OSError, ValueError) as error:
         raise DataError(
             f"{path} cannot be read: {error}", "It must be a parquet file; fetch it again."
         ) from error

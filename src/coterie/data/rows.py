@@ -330,7 +330,6 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         with opened_binary(path) as binary, parquet.ParquetFile(path_of(binary, path)) as file:
             for batch in file.iter_batches():
                 yield from map(uncolumned, batch.to_pylist())
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(
-            f"{path}: cannot be read ({str(error).splitlines()[0]})", "Write it again."
-        ) from None
+    except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: text that is not UTF-8
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}: cannot be read ({reason})", "Write it again.") from None

@@ -42,6 +42,7 @@ class Source:
             their contents are kept with a run.
         notes: Sentences about the texts for people; `read` may add some, which the cache keeps.
         skipped: Files in a client's folder that are not read; under "" those beside the folders.
+        links: Sentences about links that lead out of a folder, which the cache does not keep.
     """
 
     fingerprint: Any
@@ -49,6 +50,7 @@ class Source:
     files: Mapping[str, Path] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     skipped: Mapping[ClientId, Sequence[Path]] = field(default_factory=dict)
+    links: Sequence[str] = ()
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -185,7 +187,9 @@ class Section(BaseModel, ABC):
         said = "; ".join(filter(None, (said, encoder.said(arrays), left)))
         found = federate(arrays, context, order_seed, said, encoder.maker)
         files = {name: digest_of(path) for name, path in source.files.items()}
-        found = replace(found, files=files, notes=(*not_read(source.skipped), *notes))
+        found = replace(
+            found, files=files, notes=(*not_read(source.skipped), *source.links, *notes)
+        )
         if not self.newcomers:
             return found
         seen, new = (

@@ -54,11 +54,12 @@ class Table(ByClient):
                 f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}",
                 remedy,
             )
-        notes = outward_links(path.parent, [path])
+        notes: list[str] = []
         return Source(
             [stamps([path])],
             lambda: self.by_client(rows_of([path]), str(path), notes),
             notes=notes,
+            links=outward_links(path.parent, [path]),
         )
 
 

@@ -11,14 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from coterie.core.errors import ExportError
 from coterie.core.files import load, save
+from coterie.core.tensors import all_finite
 
 PRECISIONS = ("f32", "f16", "int8")
 ENDING, SCALE = ".safetensors", ".scale"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
-    """Write tensors in a precision. Raises SaveError.
+    """Write tensors in a precision. Raises SaveError, and ExportError for values beyond it.
 
     `int8` rounds every matrix to 8 bits: beside NAME (..., width) lies NAME.scale (..., 1), and the
     value is their product. Integers, and vectors in `int8`, stay as they are.
@@ -31,6 +33,11 @@ def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
             found[name], found[name + SCALE] = _rounded(tensor)
         else:
             found[name] = tensor
+    if broken := [name for name, tensor in found.items() if not all_finite({name: tensor})]:
+        raise ExportError(
+            f"{path}: {broken[0]} has values that {precision} cannot hold",
+            "Export it in f32, or train it again.",
+        )
     save(path, found, {"format": "pt", "precision": precision})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from coterie.core.errors import ExportError, ModelError
 from coterie.export.format import ClientModel
 from coterie.export.gguf_tokens import Tokens
 from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
@@ -140,8 +141,8 @@ def write_client(path: Path, model: PersonalModel, precision: str) -> None:
             pairs[f"mlp.{theirs}"] = (A, B) if experts > 1 else (A[0], B[0])
         for layer, (A, B) in pairs.items():
             name = f"blk.{i}.{layers[layer]}.weight"
-            writer.add_tensor(f"{name}.lora_a", _values(A).astype(dtype))
-            up = _interleaved(_values(B), layer, model)
+            writer.add_tensor(f"{name}.lora_a", _within(name, _values(A), precision).astype(dtype))
+            up = _within(name, _interleaved(_values(B), layer, model), precision)
             writer.add_tensor(f"{name}.lora_b", np.ascontiguousarray(up).astype(dtype))
         if model.layout.routed:
             name = f"blk.{i}.ffn_gate_inp.weight"
@@ -167,7 +168,11 @@ def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
     writer.add_key_length(head)
     writer.add_value_length(head)
     writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
+    theta = float(config.rope_parameters["rope_theta"])
+    for name, scale in (("rope_theta", theta), ("rms_norm_eps", config.rms_norm_eps)):
+        if not 0 < scale <= np.finfo(np.float32).max:
+            raise ModelError(f"the base's {name} is {scale:g}", "Get the base again.")
+    writer.add_rope_freq_base(theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[precision]))
@@ -190,6 +195,7 @@ def _add(writer: Any, name: str, values: Values, precision: str) -> None:
     """Add a tensor of a base: norms as they are, matrices in the precision asked for."""
     import gguf
 
+    values = _within(name, values, "f32" if values.ndim == 1 else precision)
     if values.ndim == 1 or precision == "f32":
         writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
         return
@@ -201,6 +207,19 @@ def _add(writer: Any, name: str, values: Values, precision: str) -> None:
     kind = gguf.GGMLQuantizationType[whole]
     quantized = gguf.quants.quantize(np.ascontiguousarray(values), kind)
     writer.add_tensor(name, quantized, raw_dtype=kind)
+
+
+def _within(name: str, values: Values, precision: str) -> Values:
+    """Return values that a precision can hold: all but f32 have numbers of half precision, or
+    scales in it. Raises ExportError.
+    """
+    most = np.finfo(np.float32 if precision == "f32" else np.float16).max
+    if not (np.abs(values).max(initial=0) <= most):  # NaN, too
+        raise ExportError(
+            f"{name} has values that are not within ±{most:g}, which {precision} can hold",
+            "Export it in f32, or train it again.",
+        )
+    return values
 
 
 def _finish(writer: Any) -> None:

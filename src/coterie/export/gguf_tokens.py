@@ -59,6 +59,13 @@ class Tokens:
                 "Use --format mixtral, whose checkpoint llama.cpp's own convert_hf_to_gguf.py "
                 "reads, or --format peft.",
             )
+        ids = [*model["vocab"].values(), *(token["id"] for token in found["added_tokens"])]
+        if not 0 <= min(ids, default=0) <= max(ids, default=0) < size:
+            raise Refused(
+                f"the base's tokenizer has tokens from {min(ids)} to {max(ids)}, and the base "
+                f"{size}",
+                "The tokenizer belongs to another base: get both again.",
+            )
         texts = [f"[UNUSED{i}]" for i in range(size)]
         kinds = [UNUSED] * size
         for text, i in model["vocab"].items():

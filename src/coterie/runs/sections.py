@@ -19,7 +19,7 @@ from coterie.core import devices
 from coterie.core.protocol import derive_seed
 from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
-from coterie.models.layout import Layout
+from coterie.models.layout import MOST_ALPHA, Layout
 from coterie.models.networks import NetworkShape
 from coterie.models.quantised import Quantisation
 from coterie.models.text import TextShape
@@ -77,7 +77,9 @@ class LanguageSection(BaseModel):
     alpha: Annotated[
         float,
         Field(
-            gt=0, description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)"
+            gt=0,
+            le=MOST_ALPHA,
+            description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)",
         ),
     ] = 16.0
     dropout: Annotated[
