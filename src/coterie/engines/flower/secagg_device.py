@@ -2,8 +2,12 @@
 own, imported only by runs that ask for it.
 
 Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has
-one exchange done so that only the sum of the clients' updates is seen. Flower's own workflow and
-modifier run; what is here decides who may say what, and refuses the rest.
+one exchange done so that only the sum of the clients' updates is seen. Flower's own modifier runs;
+what is here decides who may say what, and refuses the rest.
+
+Before anybody trains, each client checks what every other one dealt it (see `secagg_keys`) and says
+whose shares it cannot use; such a share is opened once to the server, which then sees who of the
+two is wrong. So what is left when updates are sent can be unmasked, whatever one client does.
 
 Shares of keys say for which exchange and which cohort they are, and masks are made of that and of
 what the clients got. A client that was shown another cohort, round or model than the others refuses
@@ -14,168 +18,85 @@ are not signed: a server that makes up clients, or stands between them with keys
 kept out.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, cast
 
 import numpy as np
-from flwr.app import ConfigRecord, Context, Error, Message
+from cryptography.fernet import InvalidToken
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.client.mod.secure_aggregation import secaggplus_mod
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+from flwr.client.mod.secure_aggregation.secaggplus_mod import SecAggPlusState
+from flwr.common import (
+    Code,
+    FitRes,
+    Status,
+    bytes_to_ndarray,
+    ndarray_to_bytes,
+    ndarrays_to_parameters,
+)
+from flwr.common.secure_aggregation.crypto.symmetric_encryption import decrypt, encrypt
 from flwr.common.secure_aggregation.secaggplus_constants import (
     RECORD_KEY_CONFIGS,
     RECORD_KEY_STATE,
     Key,
     Stage,
 )
-from flwr.common.secure_aggregation.secaggplus_utils import (
-    share_keys_plaintext_concat,
-    share_keys_plaintext_separate,
-)
 from flwr.compat.common import recorddict_compat as compat
-from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow
 
-from coterie.aggregation.noise import Source
-from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, UPDATE, levels, threshold
-from coterie.core.errors import CoterieError, Refused, TensorError
+from coterie.aggregation.secure import FEWEST, RANGE, UPDATE, levels
+from coterie.core.errors import CoterieError, TensorError
+from coterie.engines.flower.secagg_keys import (
+    CHECK_SHARES,
+    CHECKS,
+    COMPLAINER,
+    COMPLAINTS,
+    OPEN_SHARE,
+    OPENED,
+    PROOFS,
+    SHARE_OPENED,
+    SIGNATURES,
+    signatures,
+)
+from coterie.engines.flower.secagg_masks import (
+    ABOUT,
+    EXCHANGE,
+    SAME_VERSION,
+    TEXT,
+    TRAIN,
+    Bound,
+    binding,
+    digest_of,
+    exchange_name,
+    share_read,
+    shares_hold,
+    terms,
+    weight_sent,
+)
 from coterie.engines.messages import Reply, Request, parsed
 
 Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
-TRAIN = "train"  # the only type of message that Flower's modifier does not pass through as it is
-_TEXT, _FITRES = "text", "fitres"
-_SAME = "Install the same version of coterie on server and devices."
 _RAISED = 2  # Flower's code of an error of the program
-EXCHANGE = "coterie.exchange"  # the record of which exchange it is; on a device also of its cohort
-_ABOUT, _COHORT = "about", "cohort"
-_DIGEST = 32  # bytes
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """The digests that an exchange is bound to.
-
-    Args:
-        cohort: Of the exchange, and of the clients in it with their public keys, see `_digest_of`.
-        sent: Of the tensors that they got.
-    """
-
-    cohort: bytes = b""
-    sent: bytes = b""
-
-
-_NOTHING = _Bound()
-_bound: ContextVar[_Bound] = ContextVar("_bound", default=_NOTHING)
-
-
-@contextmanager
-def _binding(bound: _Bound) -> Iterator[None]:
-    """Within the block shares and masks are of this exchange."""
-    token = _bound.set(bound)
-    try:
-        yield
-    finally:
-        _bound.reset(token)
-
-
-def _about(request: Request) -> str:
-    """Name an exchange."""
-    return json.dumps([request.run, request.round, request.number, request.task])
-
-
-def _digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
-    """Digest of an exchange and of all its clients' public keys, by node."""
-    cohort = [[node, *(key.hex() for key in keys[node])] for node in sorted(keys)]
-    return sha256(json.dumps([about, cohort]).encode()).digest()
-
-
-def _expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Return a mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange.
-    Of a seed one mask is made.
-
-    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne
-    Twister: with three clients a server finds both of a client's masks in minutes.
-    """
-    if modulus != MODULUS:
-        raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", _SAME)
-    sizes, bound = [math.prod(shape) for shape in shapes], _bound.get()
-    key = sha256(bound.cohort + bound.sent + seed).digest()
-    stream = Source(key).read(4 * sum(sizes))
-    parts = np.split(np.frombuffer(stream, "<u4").astype(np.int64), np.cumsum(sizes)[:-1])
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
-    """Return what a client tells another under encryption: for which exchange and cohort, and
-    Flower's own part.
-    """
-    return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
-
-
-def _share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
-    """Return the inverse of `_share`. Raises TensorError: the other client takes part in another
-    exchange, or was shown another cohort.
-    """
-    if share[:_DIGEST] != _bound.get().cohort:
-        problem = (
-            "secure aggregation: another client was sent a different cohort or exchange from this"
-        )
-        raise TensorError(
-            problem,
-            "A server that tells clients different things could see a single client's update; "
-            "nothing was sent.",
-        )
-    return share_keys_plaintext_separate(share[_DIGEST:])
-
-
-_REPLACED = {
-    "pseudo_rand_gen": (_expanded, (secaggplus_mod, SecAggPlusWorkflow.unmask_stage)),
-    "share_keys_plaintext_concat": (_share, (secaggplus_mod,)),
-    "share_keys_plaintext_separate": (_share_read, (secaggplus_mod,)),
-}
-
-
-for _name, (_ours, _users) in _REPLACED.items():
-    for _user in _users:
-        if _name not in _user.__globals__:  # pragma: no cover - another release of Flower
-            raise Refused(
-                f"this release of Flower makes masks differently ({_user.__module__})",
-                "Install flwr 1.41.",
-            )
-        _user.__globals__[_name] = _ours
-
-
-def _terms(clients: int) -> dict[str, int | float]:
-    """Return Flower's terms for so many clients in the first stage, without the stage's name."""
-    return {
-        Key.SAMPLE_NUMBER: clients,
-        Key.SHARE_NUMBER: clients,
-        Key.THRESHOLD: threshold(clients),
-        Key.CLIPPING_RANGE: RANGE,
-        Key.TARGET_RANGE: levels(clients),
-        Key.MOD_RANGE: MODULUS,
-        Key.MAX_WEIGHT: 1.0,
-    }
+_COHORT = "cohort"
 
 
 def masked(handle: Handle, message: Message, context: Context) -> Message:
-    """One stage of SecAgg+ on a device: keys, shares of keys, the masked update, shares that take
-    masks from the sum.
+    """One stage of SecAgg+ on a device: keys, shares of keys, checks of what the others dealt, the
+    masked update, shares that take masks from the sum.
 
     Whatever goes wrong it answers with an error, which says no more than what went wrong, and
     forgets its keys.
     """
     try:
         stage = _admitted(message, context)
-        with _binding(_bound_by(message, context, stage)):
+        bound = _bound_by(message, context, stage)
+        with binding(bound):
+            if stage in _OWN_STAGES:
+                return Message(_OWN_STAGES[stage](message, context), reply_to=message)
             reply = secaggplus_mod(
                 message, context, lambda message, context: _trained(handle, message, context)
             )
-        _refuse_open(reply, stage)
+        _complete(reply, context, stage, bound)
     except Exception as error:
         _forget(context)
         said = (
@@ -195,7 +116,7 @@ def _forget(context: Context) -> None:
         context.state.config_records.pop(record, None)
 
 
-def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
+def _bound_by(message: Message, context: Context, stage: str) -> Bound:
     """Return what a device binds the exchange to, as far as it knows by this stage, and remembers
     until the last.
 
@@ -204,27 +125,99 @@ def _bound_by(message: Message, context: Context, stage: str) -> _Bound:
     """
     content, state = message.content, context.state.config_records
     if stage == Stage.SETUP:
-        about = content.config_records.get(EXCHANGE, ConfigRecord()).get(_ABOUT)
+        about = content.config_records.get(EXCHANGE, ConfigRecord()).get(ABOUT)
         if not isinstance(about, str):
-            raise TensorError("secure aggregation: the server does not name the exchange", _SAME)
-        state[EXCHANGE] = ConfigRecord({_ABOUT: about})
+            raise TensorError(
+                "secure aggregation: the server does not name the exchange", SAME_VERSION
+            )
+        state[EXCHANGE] = ConfigRecord({ABOUT: about})
     if EXCHANGE not in state:
         raise TensorError(f"asked for {stage} before the first stage", "")
-    about = str(state[EXCHANGE][_ABOUT])
+    about = str(state[EXCHANGE][ABOUT])
     if stage == Stage.SHARE_KEYS:
-        keys = {
-            int(node): pair
-            for node, pair in content.config_records[RECORD_KEY_CONFIGS].items()
-            if node != Key.STAGE
-        }
-        state[EXCHANGE][_COHORT] = _digest_of(about, cast(Mapping[int, Sequence[bytes]], keys))
+        configs = content.config_records[RECORD_KEY_CONFIGS]
+        nodes = sorted(int(node) for node in configs if node != Key.STAGE)
+        keys = {node: cast(Sequence[bytes], configs[str(node)]) for node in nodes}
+        state[EXCHANGE][_COHORT] = digest_of(about, keys)
+        ordered = {str(node): list(keys[node]) for node in nodes}  # a client's place is its rank
+        content.config_records[RECORD_KEY_CONFIGS] = ConfigRecord({Key.STAGE: stage, **ordered})
     sent = b""
     if stage == Stage.COLLECT_MASKED_VECTORS:
         ins = compat.recorddict_to_fitins(content, keep_input=True)
-        if _about(parsed(Request, str(ins.config[_TEXT]))) != about:
+        if exchange_name(parsed(Request, str(ins.config[TEXT]))) != about:
             raise TensorError("the masks are for another exchange than the update asked for", "")
         sent = sha256(ins.parameters.tensors[0]).digest()
-    return _Bound(cast(bytes, state[EXCHANGE].get(_COHORT, b"")), sent)
+        _take_opened(content, context)
+    cohort = cast(bytes, state[EXCHANGE].get(_COHORT, b""))
+    return Bound(cohort, sent, message.metadata.dst_node_id)
+
+
+def _flower_state(context: Context) -> SecAggPlusState:
+    """Return what Flower's modifier keeps of an exchange between two stages. Raises TensorError:
+    the device has not just dealt its secrets.
+    """
+    state = SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
+    if state.current_stage != Stage.SHARE_KEYS:
+        raise TensorError("asked about shares of keys that were not dealt, or are in use", "")
+    return state
+
+
+def _checked(message: Message, context: Context) -> RecordDict:
+    """Say whose shares this device cannot use."""
+    configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
+    lists = (configs[key] for key in (Key.SOURCE_LIST, Key.CIPHERTEXT_LIST, CHECKS))
+    dealt = zip(*(cast(list[Any], values) for values in lists), strict=True)
+    complaints = [
+        source
+        for source, ciphertext, checks in dealt
+        if not _usable(state, source, ciphertext, checks)
+    ]
+    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({COMPLAINTS: complaints})})
+
+
+def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: bytes) -> bool:
+    """Whether a device can use the shares that it got of a client."""
+    try:
+        plain = decrypt(state.ss2_dict[source], ciphertext)
+        return shares_hold(plain, source, state.nid, checks)
+    except (InvalidToken, TensorError, ValueError):
+        return False
+
+
+def _opened(message: Message, context: Context) -> RecordDict:
+    """Tell the server the shares that this device dealt to one client, which cannot use them. It
+    does so for one client of an exchange: with the shares of more, fewer clients than
+    `threshold` would have to collude with a server to take masks away.
+
+    Raises:
+        TensorError: It was asked about another client before, or did not send this.
+    """
+    configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
+    complainer = cast(int, configs[COMPLAINER])
+    record = context.state.config_records[EXCHANGE]
+    if record.get(OPENED, complainer) != complainer:
+        raise TensorError("asked to open the shares of a second client", "")
+    record[OPENED] = complainer
+    plain = decrypt(state.ss2_dict[complainer], cast(bytes, configs[Key.CIPHERTEXT_LIST]))
+    if share_read(plain)[:2] != (state.nid, complainer):
+        raise TensorError("asked to open shares that this device did not deal", "")
+    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({SHARE_OPENED: plain})})
+
+
+_OWN_STAGES = {CHECK_SHARES: _checked, OPEN_SHARE: _opened}
+
+
+def _take_opened(content: RecordDict, context: Context) -> None:
+    """Put the shares that another client opened for this one in the place of those that it could
+    not use.
+    """
+    opened = content.config_records.get(EXCHANGE)
+    if opened is None:
+        return
+    configs, state = content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
+    place = cast(list[int], configs[Key.SOURCE_LIST]).index(source := cast(int, opened[OPENED]))
+    plain = cast(bytes, opened[SHARE_OPENED])
+    cast(list[bytes], configs[Key.CIPHERTEXT_LIST])[place] = encrypt(state.ss2_dict[source], plain)
 
 
 def _admitted(message: Message, context: Context) -> str:
@@ -241,7 +234,7 @@ def _admitted(message: Message, context: Context) -> str:
         )
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
     stage = str(configs.get(Key.STAGE))
-    if stage not in Stage.all():
+    if stage not in (*Stage.all(), *_OWN_STAGES):
         raise TensorError(
             "a training message that names no stage of secure aggregation",
             "It did not come from coterie.",
@@ -249,11 +242,11 @@ def _admitted(message: Message, context: Context) -> str:
     said = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
         clients = said.get(Key.SAMPLE_NUMBER)
-        if not isinstance(clients, int) or clients < FEWEST or said != _terms(clients):
+        if not isinstance(clients, int) or clients < FEWEST or said != terms(clients):
             expected = (
                 f"at least {FEWEST} clients"
                 if not isinstance(clients, int) or clients < FEWEST
-                else f"{_terms(clients)}"
+                else f"{terms(clients)}"
             )
             raise TensorError(f"secure aggregation with settings {said}, expected {expected}", "")
     if stage == Stage.COLLECT_MASKED_VECTORS:
@@ -284,7 +277,7 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     from safetensors.numpy import load
 
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
-    text = str(ins.config[_TEXT])
+    text = str(ins.config[TEXT])
     if not parsed(Request, text).masked:
         raise TensorError("secure aggregation asked for a reply that is not to be masked", "")
     text, body = handle(dict(context.node_config), text, ins.parameters.tensors[0])
@@ -297,21 +290,44 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
             f"an update of {update.dtype}{list(update.shape)} that cannot be masked", ""
         )
     done = FitRes(
-        Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={_TEXT: text}
+        Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={TEXT: text}
     )
     return Message(compat.fitres_to_recorddict(done, keep_input=True), reply_to=message)
 
 
-def _refuse_open(reply: Message, stage: str) -> None:
-    """Refuse, with a TensorError, a message that would carry tensors which are not masked."""
+def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> None:
+    """Add to Flower's reply what the others check it with. Raises TensorError for one that would
+    carry tensors which are not masked.
+    """
     content = reply.content
+    configs = content.config_records[RECORD_KEY_CONFIGS]
     if any(record for record in content.array_records.values()):
         raise TensorError(
             "Flower left the update unmasked", "This release of Flower cannot be used."
         )
-    if (Key.MASKED_PARAMETERS in content.config_records[RECORD_KEY_CONFIGS]) != (
-        stage == Stage.COLLECT_MASKED_VECTORS
-    ):
+    state = context.state.config_records[RECORD_KEY_STATE]
+    if stage == Stage.SETUP:
+        keys = [cast(bytes, state[name]) for name in ("sk1", "sk2")]
+        about = str(context.state.config_records[EXCHANGE][ABOUT])
+        configs[SIGNATURES] = signatures(keys, about, bound.node)
+    if stage == Stage.SHARE_KEYS:
+        configs[PROOFS] = bound.published
+    if (Key.MASKED_PARAMETERS in configs) != (stage == Stage.COLLECT_MASKED_VECTORS):
         raise TensorError(
             "Flower did not mask the update", "This release of Flower cannot be used."
         )
+    if stage == Stage.COLLECT_MASKED_VECTORS:
+        _show_weight(configs, bound, cast(int, state["sample_num"]))
+
+
+def _show_weight(configs: ConfigRecord, bound: Bound, clients: int) -> None:
+    """Put a weight that everybody can check in the place of the masked one. Raises TensorError:
+    that was not masked, as it is but with a chance of 2^-32.
+    """
+    values = cast(list[bytes], configs[Key.MASKED_PARAMETERS])
+    if int(bytes_to_ndarray(values[0])[0]) == levels(clients):
+        raise TensorError(
+            "Flower did not mask the update", "This release of Flower cannot be used."
+        )
+    shown = ndarray_to_bytes(np.array([weight_sent(bound, clients)]))
+    configs[Key.MASKED_PARAMETERS] = [shown, *values[1:]]

@@ -1,0 +1,190 @@
+"""Shamir's secret sharing whose shares can be checked, without the secret, by whoever holds one.
+
+The dealer of a secret f(0) draws a second polynomial r of the same degree, gives client i the share
+(f(i), r(i)), and publishes a digest of each share and the polynomial r + c f, where the challenge c
+is a hash of the digests. A share that has its digest and lies on that polynomial is right but with
+a chance of 2^-384: c is known only once f and r are fixed. What is published tells nothing of f, as
+r is drawn for this one use (Atapoor et al., "VSS from Distributed ZK Proofs and Applications",
+ASIACRYPT 2023).
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256, sha384
+
+# Order of the curve P-384: its private keys are shared, so arithmetic is modulo it.
+ORDER = int("f" * 48 + "c7634d81f4372ddf581a0db248b0a77aecec196accc52973", 16)
+SCALAR = 48  # bytes of a number below ORDER
+DIGEST = 32  # bytes
+_PLACE = 4
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one client holds of a secret.
+
+    Args:
+        place: Of the client, from 1.
+        value: f(place).
+        blind: r(place).
+    """
+
+    place: int
+    value: int
+    blind: int
+
+    def to_bytes(self) -> bytes:
+        """Return it as `SHARE` bytes."""
+        return self.place.to_bytes(_PLACE) + _bytes(self.value) + _bytes(self.blind)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Share":
+        """Return the inverse of `to_bytes`. Raises ValueError for another number of bytes."""
+        if len(data) != SHARE:
+            raise ValueError(f"a share of {len(data)} bytes, expected {SHARE}")
+        middle = _PLACE + SCALAR
+        return Share(
+            int.from_bytes(data[:_PLACE]), _number(data[_PLACE:middle]), _number(data[middle:])
+        )
+
+
+SHARE = _PLACE + 2 * SCALAR  # bytes of a share
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a client needs to check its share.
+
+    Args:
+        digest: Of the share.
+        challenge: c.
+        answer: r + c f at the client's place.
+    """
+
+    digest: bytes
+    challenge: int
+    answer: int
+
+    def holds(self, share: Share) -> bool:
+        """Whether a share is the one that was dealt, and lies on the dealer's polynomial."""
+        return (
+            sha256(share.to_bytes()).digest() == self.digest
+            and (share.blind + self.challenge * share.value - self.answer) % ORDER == 0
+        )
+
+    def to_bytes(self) -> bytes:
+        """Return it as `CHECK` bytes."""
+        return self.digest + _bytes(self.challenge) + _bytes(self.answer)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Check":
+        """Return the inverse of `to_bytes`."""
+        middle = DIGEST + SCALAR
+        return Check(data[:DIGEST], _number(data[DIGEST:middle]), _number(data[middle:]))
+
+
+CHECK = DIGEST + 2 * SCALAR  # bytes of a check
+
+
+@dataclass(frozen=True)
+class SharingProof:
+    """What the dealer of a secret publishes.
+
+    Args:
+        digests: Of the shares, by place.
+        response: The coefficients of r + c f, the constant one first.
+        context: What the secret is for: for something else there is another challenge.
+    """
+
+    digests: tuple[bytes, ...]
+    response: tuple[int, ...]
+    context: bytes
+
+    @cached_property
+    def challenge(self) -> int:
+        """c, which is known once the digests are."""
+        return _challenge(self.digests, self.context)
+
+    def check(self, place: int) -> Check:
+        """Return what the client at a place checks its share with."""
+        return Check(self.digests[place - 1], self.challenge, _at(self.response, place))
+
+    def to_bytes(self) -> tuple[bytes, bytes]:
+        """Return the digests and the response, each as bytes."""
+        return b"".join(self.digests), b"".join(map(_bytes, self.response))
+
+    @staticmethod
+    def from_bytes(digests: bytes, response: bytes, context: bytes) -> "SharingProof":
+        """Return the inverse of `to_bytes`."""
+        return SharingProof(
+            _pieces(digests, DIGEST), tuple(map(_number, _pieces(response, SCALAR))), context
+        )
+
+
+def share_secret(
+    secret: int, blind: int, threshold: int, clients: int, context: bytes
+) -> tuple[list[Share], SharingProof]:
+    """Return shares of a secret, of which any `threshold` make it up, and what is published.
+
+    Args:
+        secret: f(0), below `ORDER`.
+        blind: r(0): drawn at random for this secret.
+        threshold: Shares that are needed.
+        clients: Shares, by place.
+        context: See `SharingProof`.
+    """
+    f, r = ([first, *map(_drawn, range(threshold - 1))] for first in (secret, blind))
+    shares = [Share(place, _at(f, place), _at(r, place)) for place in range(1, clients + 1)]
+    digests = tuple(sha256(share.to_bytes()).digest() for share in shares)
+    c = _challenge(digests, context)
+    response = tuple((b + c * a) % ORDER for a, b in zip(f, r, strict=True))
+    return shares, SharingProof(digests, response, context)
+
+
+def combined(shares: Sequence[Share]) -> int:
+    """Return the secret of as many shares as are needed, of different places."""
+    weights = _weights(tuple(share.place for share in shares))
+    return sum(w * share.value for w, share in zip(weights, shares, strict=True)) % ORDER
+
+
+@lru_cache(maxsize=64)
+def _weights(places: tuple[int, ...]) -> tuple[int, ...]:
+    """Return Lagrange's weights of these places for the value at 0."""
+    weights = []
+    for place in places:
+        above, below = 1, 1
+        for other in places:
+            if other != place:
+                above, below = above * other % ORDER, below * (other - place) % ORDER
+        weights.append(above * pow(below, -1, ORDER) % ORDER)
+    return tuple(weights)
+
+
+def _challenge(digests: Sequence[bytes], context: bytes) -> int:
+    return int.from_bytes(sha384(sha256(context).digest() + b"".join(digests)).digest()) % ORDER
+
+
+def _at(coefficients: Sequence[int], place: int) -> int:
+    """Return the value of a polynomial."""
+    value = 0
+    for coefficient in reversed(coefficients):
+        value = (value * place + coefficient) % ORDER
+    return value
+
+
+def _drawn(_: int) -> int:
+    return secrets.randbelow(ORDER)
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(SCALAR)
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data)
+
+
+def _pieces(data: bytes, size: int) -> tuple[bytes, ...]:
+    return tuple(data[start : start + size] for start in range(0, len(data), size))

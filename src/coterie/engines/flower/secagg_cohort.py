@@ -1,0 +1,287 @@
+"""The clients of an exchange of secure aggregation, until all of them can be unmasked: their keys,
+and shares of these that everybody has checked. See `secagg_device`.
+
+What a client sends is checked when it arrives. Where two clients disagree, one about the other's
+shares, a client that disagrees with several is the liar; of a single pair the accused one opens the
+shares, which shows whether they were good, and the accuser goes on with what was opened.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common.secure_aggregation.secaggplus_constants import Key, Stage
+
+from coterie.aggregation.secure import threshold
+from coterie.core.errors import CoterieError, TensorError
+from coterie.engines.flower.secagg_keys import (
+    CHECK_SHARES,
+    CHECKS,
+    CIPHERTEXT,
+    COMPLAINER,
+    COMPLAINTS,
+    MOST_SIGNATURE,
+    OPEN_SHARE,
+    PROOFS,
+    PUBLIC_KEY,
+    SHARE_OPENED,
+    SIGNATURES,
+    Proofs,
+    proves,
+)
+from coterie.engines.flower.secagg_masks import (
+    ABOUT,
+    TRAIN,
+    Bound,
+    binding,
+    digest_of,
+    shares_hold,
+    terms,
+)
+from coterie.engines.flower.secagg_replies import (
+    FOREIGN,
+    Gone,
+    check_lengths,
+    configs_of,
+    content_of,
+    content_with,
+    values_of,
+)
+
+Carry = Callable[
+    [Mapping[int, Message]], Mapping[int, Message]
+]  # messages by node -> what nodes answered in time
+Read = TypeVar("Read")
+
+
+@dataclass
+class Participants:
+    """The clients of an exchange: each stage goes on with those whose replies fitted before.
+
+    Args:
+        carry: Brings the messages of one stage to nodes, and back what they answered in time.
+        about: The exchange, see `secagg_masks.exchange_name`.
+        nodes: Who is asked.
+        problems: Receives why a client is not among them any more, by node; or what it did wrong
+            when its update was in the sum.
+        left: Receives who left then.
+        keys: Public keys of clients.
+        digest: Of the exchange and the keys, see `digest_of`.
+        ranks: Of clients among those that have shares.
+        proofs: What clients published of their secrets; only those are here that can be unmasked.
+        ciphertexts: Shares by sender and receiver.
+    """
+
+    carry: Carry
+    about: str
+    nodes: Collection[int]
+    problems: dict[int, str] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)
+    keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
+    digest: bytes = b""
+    ranks: dict[int, int] = field(default_factory=dict)
+    proofs: dict[int, Proofs] = field(default_factory=dict)
+    ciphertexts: dict[int, dict[int, bytes]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clients, self.threshold = len(self.nodes), threshold(len(self.nodes))
+
+    def agree(self) -> dict[int, tuple[int, bytes]]:
+        """Have clients exchange keys, and shares that all have checked.
+
+        Returns:
+            By client that could not use the shares of another: whose, and these as that one opened
+            them.
+
+        Raises:
+            TensorError: Too few are left.
+        """
+        self._agree_on_keys()
+        self._share_secrets()
+        return self._check_shares()
+
+    def _agree_on_keys(self) -> None:
+        contents = {
+            node: content_with(
+                configs_of(Stage.SETUP, **terms(self.clients)), ConfigRecord({ABOUT: self.about})
+            )
+            for node in self.nodes
+        }
+        keys = self.asked(Stage.SETUP, contents, self._keys)
+        often = Counter(key for pair in keys.values() for key in pair)
+        for node, pair in keys.items():
+            if any(often[key] > 1 for key in pair):
+                self.problems[node] = "another client, or it twice, has the same private key"
+            else:
+                self.keys[node] = pair
+        self.suffice(self.keys)
+        self.digest = digest_of(self.about, self.keys)
+        self.ranks = {node: place for place, node in enumerate(sorted(self.keys), 1)}
+
+    def _keys(self, node: int, content: RecordDict) -> tuple[bytes, bytes]:
+        """Return a client's public keys."""
+        names = (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)
+        configs = values_of(content, dict.fromkeys(names, bytes), (SIGNATURES,))
+        pair = cast(tuple[bytes, bytes], tuple(configs[name] for name in names))
+        proofs = cast(list[bytes], configs[SIGNATURES])
+        check_lengths(pair, [PUBLIC_KEY] * 2)
+        check_lengths([proof[MOST_SIGNATURE:] for proof in proofs], [0, 0])
+        if not all(proves(*proof, self.about, node) for proof in zip(pair, proofs, strict=True)):
+            raise TensorError("public keys that are none, or not its own", FOREIGN)
+        return pair
+
+    def _share_secrets(self) -> None:
+        keys = {str(node): list(pair) for node, pair in self.keys.items()}
+        contents = {node: content_with(configs_of(Stage.SHARE_KEYS, **keys)) for node in self.keys}
+        dealt = self.asked(Stage.SHARE_KEYS, contents, self._shares_of)
+        self.proofs = {node: proofs for node, (proofs, _) in dealt.items()}
+        self.ciphertexts = {node: ciphertexts for node, (_, ciphertexts) in dealt.items()}
+        self.suffice(self.proofs)
+
+    def _shares_of(self, node: int, content: RecordDict) -> tuple[Proofs, dict[int, bytes]]:
+        """Return what a client publishes of its secrets, and the shares of them, by receiver."""
+        configs = values_of(content, {}, (Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, PROOFS))
+        others = sorted(self.keys.keys() - {node})
+        destinations = cast(list[int], configs[Key.DESTINATION_LIST])
+        ciphertexts = cast(list[bytes], configs[Key.CIPHERTEXT_LIST])
+        data = cast(list[bytes], configs[PROOFS])
+        if len(destinations) != len(others) or sorted(destinations) != others:
+            raise TensorError("shares of keys for others than the clients of the exchange", "")
+        check_lengths(ciphertexts, [CIPHERTEXT] * len(others))
+        check_lengths(data, Proofs.lengths(self.clients, self.threshold))
+        proofs = Proofs.from_list(data, self.digest, node)
+        if not proofs.is_of(self.keys[node][0]):
+            raise TensorError("shares of another key than its own", FOREIGN)
+        return proofs, dict(zip(destinations, ciphertexts, strict=True))
+
+    def _check_shares(self) -> dict[int, tuple[int, bytes]]:
+        """Have all clients check the shares that they got, and leave out whose shares are wrong, or
+        who says so of good ones. What is returned is described at `agree`.
+        """
+        contents = {}
+        for node in self.proofs:
+            lists = self.forwarded(node)
+            lists[CHECKS] = [self._checks(other, node) for other in lists[Key.SOURCE_LIST]]
+            contents[node] = content_with(configs_of(CHECK_SHARES, **lists))
+        complaints = self.asked(CHECK_SHARES, contents, self._complaints)
+        self._keep(complaints)
+        self._leave_out_liars(complaints)
+        opened = self._opened(complaints)
+        self.suffice(self.proofs)
+        return {node: pair for node, pair in opened.items() if pair[0] in self.proofs}
+
+    def forwarded(self, node: int) -> dict[str, Any]:
+        """Return the shares that a client gets, with whose they are."""
+        others = [other for other in self.proofs if other != node]
+        return {
+            Key.SOURCE_LIST: others,
+            Key.CIPHERTEXT_LIST: [self.ciphertexts[other][node] for other in others],
+        }
+
+    def _checks(self, source: int, node: int) -> bytes:
+        """Return what a client checks the shares of another with."""
+        place, proofs = self.ranks[node], self.proofs[source]
+        return b"".join(d.check(place).to_bytes() for d in (proofs.seed, proofs.key))
+
+    def _complaints(self, node: int, content: RecordDict) -> list[int]:
+        """Return whose shares a client cannot use."""
+        sources = cast(list[int], values_of(content, {}, (COMPLAINTS,))[COMPLAINTS])
+        if len(set(sources)) != len(sources) or not set(sources) <= self.proofs.keys() - {node}:
+            raise TensorError("complaints about others than the clients of the exchange", "")
+        return sources
+
+    def _leave_out_liars(self, complaints: Mapping[int, Sequence[int]]) -> None:
+        """Leave out who disagrees with more than one other client. Of one liar each honest client
+        disagrees with that one alone.
+        """
+        pairs = {
+            frozenset((node, other))
+            for node in complaints
+            for other in self.proofs.keys() & set(complaints[node])
+        }
+        while pairs:
+            (worst, times), *_ = Counter(node for pair in pairs for node in pair).most_common(1)
+            if times == 1:
+                return
+            problem = f"it and {times} others cannot use the shares of keys that they sent"
+            self.problems[worst] = problem
+            self._keep(self.proofs.keys() - {worst})
+            pairs = {pair for pair in pairs if worst not in pair}
+
+    def _opened(self, complaints: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, bytes]]:
+        """Return the shares that clients dealt to one that cannot use them, by that one: whose, and
+        what these show. Who does not show good ones is left out.
+        """
+        pairs = {
+            source: node
+            for node in self.proofs.keys() & complaints.keys()
+            for source in self.proofs.keys() & set(complaints[node])
+        }
+        contents = {}
+        for source, node in pairs.items():
+            ciphertext = {Key.CIPHERTEXT_LIST: self.ciphertexts[source][node]}
+            configs = configs_of(OPEN_SHARE, **{COMPLAINER: node}, **ciphertext)
+            contents[source] = content_with(configs)
+
+        def read(source: int, content: RecordDict) -> bytes:
+            return self._shown(source, pairs[source], content)
+
+        shown = self.asked(OPEN_SHARE, contents, read) if contents else {}
+        self._keep(self.proofs.keys() - pairs.keys() | shown.keys())
+        return {pairs[source]: (source, plain) for source, plain in shown.items()}
+
+    def _shown(self, source: int, node: int, content: RecordDict) -> bytes:
+        """Return the shares that a client opened."""
+        plain = cast(bytes, values_of(content, {SHARE_OPENED: bytes})[SHARE_OPENED])
+        with binding(Bound(self.digest)):
+            if not shares_hold(plain, source, node, self._checks(source, node)):
+                raise TensorError("shares of keys that are wrong", FOREIGN)
+        return plain
+
+    def suffice(self, nodes: Collection[int]) -> None:
+        """Raise TensorError if these clients are too few for a sum."""
+        if len(nodes) < self.threshold:
+            raise TensorError(
+                f"the sum could not be computed: fewer than {self.threshold} of {self.clients} "
+                f"clients stayed to the end",
+                "",
+            )
+
+    def _keep(self, nodes: Collection[int]) -> None:
+        """Leave out all others."""
+        self.proofs = {node: dealt for node, dealt in self.proofs.items() if node in nodes}
+
+    def asked(
+        self,
+        stage: str,
+        contents: Mapping[int, RecordDict],
+        read: Callable[[int, RecordDict], Read],
+    ) -> dict[int, Read]:
+        """Return what nodes answered in one stage, as far as it fits; of the others the reason is
+        kept.
+
+        Args:
+            stage: Its name.
+            contents: By node.
+            read: Of a node and the content of its reply; raises TensorError, or whatever an
+                impossible message leads to.
+        """
+        answered = self.carry(
+            {node: Message(content, node, TRAIN) for node, content in contents.items()}
+        )
+        fitting = {}
+        for node in contents:
+            try:
+                fitting[node] = read(node, content_of(node, stage, answered.get(node)))
+            except Gone as error:
+                left = self.left if stage == Stage.UNMASK else self.problems
+                left[node] = error.problem
+            except CoterieError as error:
+                said = filter(None, (error.problem, error.remedy))
+                self.problems[node] = "\n  ".join(said)
+            except Exception as error:  # whatever a foreign node managed to send
+                problem = f"unreadable: {type(error).__name__}: {error}"[:2000]
+                self.problems[node] = problem
+        return fitting

@@ -1,0 +1,183 @@
+"""Masks of secure aggregation and what they are bound to, which device and server both know.
+
+Flower's functions that make masks and shares are replaced by those here, see `_REPLACED`.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+from flwr.client.mod.secure_aggregation import secaggplus_mod
+from flwr.common.secure_aggregation.secaggplus_constants import Key
+from flwr.common.secure_aggregation.secaggplus_utils import (
+    share_keys_plaintext_concat,
+    share_keys_plaintext_separate,
+)
+from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow
+
+from coterie.aggregation.noise import Source
+from coterie.aggregation.secure import MODULUS, RANGE, levels, threshold
+from coterie.aggregation.sharing import DIGEST, Check, Share
+from coterie.core.errors import Refused, TensorError
+from coterie.engines.flower.secagg_keys import SEED, share_key, share_seed
+from coterie.engines.messages import Request
+
+SAME_VERSION = "Install the same version of coterie on server and devices."
+TRAIN = "train"  # the only type of message that Flower's modifier does not pass through as it is
+TEXT, FITRES = "text", "fitres"
+EXCHANGE = "coterie.exchange"  # the record of which exchange it is; on a device also of its cohort
+ABOUT = "about"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The digests that an exchange is bound to.
+
+    Args:
+        cohort: Of the exchange, and of the clients in it with their public keys, see `digest_of`.
+        sent: Of the tensors that they got.
+        node: The device's own.
+        published: Receives what the device publishes of the secrets that it deals.
+    """
+
+    cohort: bytes = b""
+    sent: bytes = b""
+    node: int = 0
+    published: list[bytes] = field(default_factory=list)
+
+
+_NOTHING = Bound()
+_bound: ContextVar[Bound] = ContextVar("_bound", default=_NOTHING)
+
+
+@contextmanager
+def binding(bound: Bound) -> Iterator[None]:
+    """Within the block shares and masks are of this exchange."""
+    token = _bound.set(bound)
+    try:
+        yield
+    finally:
+        _bound.reset(token)
+
+
+def exchange_name(request: Request) -> str:
+    """Name an exchange."""
+    return json.dumps([request.run, request.round, request.number, request.task])
+
+
+def digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
+    """Digest of an exchange and of all its clients' public keys, by node."""
+    cohort = [[node, *(key.hex() for key in keys[node])] for node in sorted(keys)]
+    return sha256(json.dumps([about, cohort]).encode()).digest()
+
+
+def expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """Return a mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange.
+    Of a seed one mask is made.
+
+    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne
+    Twister: with three clients a server finds both of a client's masks in minutes.
+    """
+    if modulus != MODULUS:
+        raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", SAME_VERSION)
+    sizes, bound = [math.prod(shape) for shape in shapes], _bound.get()
+    key = sha256(bound.cohort + bound.sent + seed).digest()
+    stream = Source(key).read(4 * sum(sizes))
+    parts = np.split(np.frombuffer(stream, "<u4").astype(np.int64), np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
+    """Return shares of the seed of a device's own mask, or of its private key, by place; and keep
+    what is to be published of them. Flower's own shares cannot be checked.
+    """
+    bound = _bound.get()
+    point: list[bytes] = []
+    if len(secret) == SEED:
+        shares, proof = share_seed(secret, threshold, clients, bound.cohort, bound.node)
+    else:
+        shares, proof, *point = share_key(secret, threshold, clients, bound.cohort, bound.node)
+    bound.published.extend([*proof.to_bytes(), *point])
+    return [share.to_bytes() for share in shares]
+
+
+def weight_sent(bound: Bound, clients: int) -> int:
+    """Return what a client sends as its weight, which is 1, under a mask that everybody knows: so
+    no client's weight can hide in the sum of all.
+    """
+    text = b"weight" + bound.cohort + bound.sent + bound.node.to_bytes(8)
+    return (levels(clients) + int.from_bytes(sha256(text).digest()[:4])) % MODULUS
+
+
+def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
+    """Return what a client tells another under encryption: for which exchange and cohort, and
+    Flower's own part.
+    """
+    return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
+
+
+def share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
+    """Return the inverse of `_share`. Raises TensorError: the other client takes part in another
+    exchange, or was shown another cohort.
+    """
+    if share[:DIGEST] != _bound.get().cohort:
+        problem = (
+            "secure aggregation: another client was sent a different cohort or exchange from this"
+        )
+        raise TensorError(
+            problem,
+            "A server that tells clients different things could see a single client's update; "
+            "nothing was sent.",
+        )
+    return share_keys_plaintext_separate(share[DIGEST:])
+
+
+_REPLACED = {
+    "pseudo_rand_gen": (expanded, (secaggplus_mod, SecAggPlusWorkflow.unmask_stage)),
+    "create_shares": (_shares_of, (secaggplus_mod,)),
+    "share_keys_plaintext_concat": (_share, (secaggplus_mod,)),
+    "share_keys_plaintext_separate": (share_read, (secaggplus_mod,)),
+}
+
+
+for _name, (_ours, _users) in _REPLACED.items():
+    for _user in _users:
+        if _name not in _user.__globals__:  # pragma: no cover - another release of Flower
+            raise Refused(
+                f"this release of Flower makes masks differently ({_user.__module__})",
+                "Install flwr 1.41.",
+            )
+        _user.__globals__[_name] = _ours
+
+
+def terms(clients: int) -> dict[str, int | float]:
+    """Return Flower's terms for so many clients in the first stage, without the stage's name."""
+    return {
+        Key.SAMPLE_NUMBER: clients,
+        Key.SHARE_NUMBER: clients,
+        Key.THRESHOLD: threshold(clients),
+        Key.CLIPPING_RANGE: RANGE,
+        Key.TARGET_RANGE: levels(clients),
+        Key.MOD_RANGE: MODULUS,
+        Key.MAX_WEIGHT: 1.0,
+    }
+
+
+def shares_hold(plain: bytes, source: int, target: int, checks: bytes) -> bool:
+    """Whether a client dealt these shares, see `_share`, of its seed and its key to another.
+
+    Raises:
+        TensorError: They are for another exchange or cohort.
+        ValueError: They are no shares.
+    """
+    sent_by, sent_to, *shares = share_read(plain)
+    middle = len(checks) // 2
+    return (sent_by, sent_to) == (source, target) and all(
+        Check.from_bytes(check).holds(Share.from_bytes(share))
+        for share, check in zip(shares, (checks[:middle], checks[middle:]), strict=True)
+    )

@@ -1,0 +1,138 @@
+"""What a server of secure aggregation takes from a client: values of the kinds, numbers and lengths
+that were asked for, which are checked before anything reads them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.common import ndarray_to_bytes
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+
+from coterie.aggregation.secure import MODULUS
+from coterie.core.errors import TensorError
+from coterie.engines.flower.secagg_keys import COMPLAINTS
+from coterie.engines.flower.secagg_masks import EXCHANGE, FITRES, SAME_VERSION, TEXT
+from coterie.engines.messages import Reply, Request, parsed
+
+FOREIGN = "It did not come from coterie, or was changed on its way."
+_REPLY = {f"{FITRES}.metrics", f"{FITRES}.status", RECORD_KEY_CONFIGS}
+
+
+class Gone(TensorError):
+    """The error of a node that does not answer."""
+
+
+def content_of(node: int, stage: str, answered: Message | None) -> RecordDict:
+    """Return what a node answered. Raises TensorError: nothing, an error, or in another's place."""
+    if answered is None:
+        raise Gone(f"no reply in time ({stage})", "")
+    if answered.has_error():
+        raise Gone(answered.error.reason or f"no reason (code {answered.error.code})", "")
+    if answered.metadata.src_node_id != node:
+        raise TensorError(f"node {answered.metadata.src_node_id} answered in its place", "")
+    return answered.content
+
+
+def configs_of(stage: str, **values: Any) -> ConfigRecord:
+    return ConfigRecord({Key.STAGE: stage, **values})
+
+
+def content_with(configs: ConfigRecord, exchange: ConfigRecord | None = None) -> RecordDict:
+    records = {RECORD_KEY_CONFIGS: configs} | ({} if exchange is None else {EXCHANGE: exchange})
+    return RecordDict(cast(Any, records))
+
+
+_ITEMS: dict[str, type] = {
+    Key.DESTINATION_LIST: int,
+    Key.NODE_ID_LIST: int,
+    COMPLAINTS: int,
+}  # others: bytes
+
+
+def values_of(
+    content: RecordDict, kinds: Mapping[str, type], lists: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return the values of a reply that has nothing else. Raises TensorError, see `_listed`."""
+    if set(content) != {RECORD_KEY_CONFIGS}:
+        raise TensorError(
+            f"records {sorted(content)[:5]} where only keys were asked for",
+            "It did not come from coterie.",
+        )
+    return listed(content.config_records[RECORD_KEY_CONFIGS], kinds, lists)
+
+
+def listed(
+    configs: ConfigRecord, kinds: Mapping[str, type], lists: Sequence[str]
+) -> dict[str, Any]:
+    """Return the values of a record. Raises TensorError: it has other ones than these, of these
+    kinds, and these lists.
+    """
+    if (
+        set(configs) != {*kinds, *lists}
+        or not all(isinstance(configs[key], kind) for key, kind in kinds.items())
+        or not all(_is_list(configs[key], _ITEMS.get(key, bytes)) for key in lists)
+    ):
+        raise TensorError(
+            f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *lists]}",
+            "It did not come from coterie.",
+        )
+    return dict(configs)
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
+
+
+def check_lengths(values: Sequence[bytes], expected: Sequence[int]) -> None:
+    """Check, with a TensorError otherwise, how long values are, before anything reads them."""
+    if [len(value) for value in values] != list(expected):
+        raise TensorError(
+            f"values of {[len(value) for value in values[:5]]} bytes, expected "
+            f"{list(expected[:5])}",
+            FOREIGN,
+        )
+
+
+def integers_of(data: bytes, size: int, expected: str) -> np.ndarray:
+    """Return integers modulo 2^32, (size,) int64. Raises TensorError: it holds something else; only
+    its bytes are compared, so nothing in them decides how much is read.
+    """
+    whole = ndarray_to_bytes(np.zeros(size, np.int64))
+    head = len(whole) - 8 * size
+    if len(data) != len(whole) or data[:head] != whole[:head]:
+        raise TensorError(f"a masked update of {len(data)} bytes, {expected}", "")
+    values = np.frombuffer(data, np.int64, offset=head)
+    if ((values < 0) | (values >= MODULUS)).any():
+        raise TensorError("a masked update with values that are not integers modulo 2^32", "")
+    return values
+
+
+def described(request: Request, content: RecordDict) -> Reply:
+    """Return what a client says beside its masked update. Raises TensorError: it is not what was
+    asked for.
+    """
+    arrays = content.array_records
+    if set(arrays) != {f"{FITRES}.parameters"} or any(record for record in arrays.values()):
+        raise TensorError("tensors that are not masked", SAME_VERSION)
+    if set(content.config_records) != _REPLY or dict(
+        content.metric_records[f"{FITRES}.num_examples"]
+    ) != {"num_examples": 1}:
+        raise TensorError(
+            f"records {sorted(content.config_records)[:5]}, or another weight than 1",
+            "It did not come from coterie.",
+        )
+    reply: Reply = parsed(Reply, str(content.config_records[f"{FITRES}.metrics"][TEXT]))
+    if (reply.client, reply.task, reply.round, reply.number) != (
+        request.client,
+        request.task,
+        request.round,
+        request.number,
+    ):
+        raise TensorError(
+            f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
+            f"was not requested",
+            "",
+        )
+    return reply
