@@ -341,6 +341,27 @@ def test_what_was_kept_is_taken_over_unread(tmp_path: Path, reads: list[str]) ->
     assert [float(own["x"][0]) for own in keeper.values()] == [0, 1, 2, 3]
 
 
+def test_an_interrupted_run_names_its_packs_as_one_that_was_not(tmp_path: Path) -> None:
+    checkpoints, keeper = Checkpoints(tmp_path / "checkpoints", {}), filled(tmp_path, "ab", most=0)
+
+    def rounds(keeper: States, numbers: range) -> list[str]:
+        for number in numbers:
+            for client in "ab":
+                own = keeper.take(client)
+                own["x"] += 1
+                keeper.put(client, own)
+            folder = checkpoints.save(Checkpoint(number, {}, keeper, {}))
+        return [path.name for path in packs(folder)]
+
+    rounds(keeper, range(1, 4))
+    kept = checkpoints.latest()
+    assert kept is not None
+    again = States(tmp_path, 0)
+    again.restore(kept.clients)
+    uninterrupted = rounds(keeper, range(4, 6))
+    assert rounds(again, range(4, 6)) == uninterrupted
+
+
 def test_states_that_were_taken_over_are_in_memory_for_clients_at_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints", {})
     checkpoints.save(Checkpoint(1, {}, {i: state(k) for k, i in enumerate("abc")}, {}))

@@ -78,7 +78,8 @@ class Packs:
         if self._open is not None and self._sizes[self._open] >= LARGEST:
             self.seal()
         if self._open is None:
-            self._open = self._next()
+            self._count += 1
+            self._open = self._new(self._count)
         path, offset = self._open, self._sizes[self._open]
         try:
             with open(path, "r+b" if offset else "wb") as file:
@@ -94,7 +95,11 @@ class Packs:
         """Return the name of a new pack that is sealed, and of which nothing is needed so far; the
         caller makes the file a link to `source`, or a copy.
         """
-        path = self._next()
+        number = int(source.stem) if source.stem.isdecimal() else 0
+        if not number or self._named(number) in self._sizes:
+            number = self._count + 1
+        # Its own number: a run that was interrupted names the next packs as one that was not.
+        self._count, path = max(self._count, number), self._new(number)
         self._sizes[path], self._digests[path] = source.stat().st_size, digest
         return path
 
@@ -126,9 +131,11 @@ class Packs:
         """Return the sealed packs of which less than half is needed."""
         return {path for path in self._digests if 2 * self._live[path] < self._sizes[path]}
 
-    def _next(self) -> Path:
-        self._count += 1
-        path = self._folder / f"{self._count:06d}.pack"
+    def _named(self, number: int) -> Path:
+        return self._folder / f"{number:06d}.pack"
+
+    def _new(self, number: int) -> Path:
+        path = self._named(number)
         self._sizes[path] = self._live[path] = 0
         return path
 
