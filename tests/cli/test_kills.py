@@ -2,7 +2,6 @@
 file as the undisturbed run.
 """
 
-import json
 import os
 import random
 import shutil
@@ -10,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from folders import contents
 
 QUICK = (
     "method.rounds=4",
@@ -37,39 +36,11 @@ JOBS = {  # settings, and how many kills
     ),
     "ddome-digits": (("method.rounds=30", "checkpoint_every=3", "compare_with=[fedavg]"), 16),
 }
-LATE = {"wall_s", "peak_memory_bytes", "seconds"}
 
 
 def command(recipe: str, out: Path, *more: str) -> list[str]:
     settings = [word for setting in JOBS[recipe][0] for word in ("--set", setting)]
     return [sys.executable, "-m", "coterie", "run", recipe, *settings, "--out", str(out), *more]
-
-
-def clean(found: object) -> object:
-    if isinstance(found, dict):
-        return {key: clean(value) for key, value in found.items() if key not in LATE}
-    return [clean(value) for value in found] if isinstance(found, list) else found
-
-
-def contents(folder: Path) -> dict[str, str]:
-    """All files but pictures and events, by their content without what is measured by a clock."""
-    found = {}
-    for path in sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file() and "tensorboard" not in path.parts and path.suffix != ".html"
-    ):
-        text = path.read_bytes()
-        if path.name in ("result.json", "checkpoint.json"):
-            text = json.dumps(clean(json.loads(text)), sort_keys=True).encode()
-        elif path.name == "SHA256SUMS":  # of files with a clock in them
-            text = b"".join(
-                line
-                for line in text.splitlines(True)
-                if b"result.json" not in line and b"checkpoint.json" not in line
-            )
-        found[str(path.relative_to(folder))] = sha256(text).hexdigest()
-    return found
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 texts for them.
 """
 
+import json
 import os
 import random
 import signal
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from coterie.deploy.link import free_port
 from coterie.runs import recipe as recipes
 from coterie.runs.recipe import Recipe
 
@@ -125,6 +127,90 @@ class Terminal:
     def stop(self, how: int = signal.SIGTERM) -> int:
         self.process.send_signal(how)
         return self.ends(MINUTE)
+
+
+class Site:
+    """A server at two free ports, its keys, and devices with data of their own.
+
+    Args:
+        folder: For all of it.
+        open: Callable[..., Terminal]s a terminal in a folder of that one.
+        clients: Whose keys are made.
+    """
+
+    def __init__(self, folder: Path, open: Callable[..., Terminal], *clients: str) -> None:
+        self.folder, self.open, self.ports = folder, open, (free_port(), free_port())
+        assert (
+            open(
+                "server",
+                "keys",
+                "keys",
+                *(part for client in clients for part in ("--client", client)),
+            ).ends()
+            == 0
+        )
+        self.keys, self.run = folder / "server/keys", folder / "server/run"
+        self.door = self.ports[0]
+
+    def server(self, *new: str) -> Terminal:
+        """Which says whose devices it has come to know; what it knew before it was killed it
+        knows.
+        """
+        ports = ("--port", str(self.ports[0]), "--runs-port", str(self.ports[1]))
+        terminal = self.open(
+            "server", "server", "--keys", "keys", "--host", "127.0.0.1", *ports, "--home", "home"
+        )
+        terminal.says("Ctrl-C stops it.")
+        for client in new:
+            terminal.says(f"The device of {client} is registered.")
+        return terminal
+
+    def client(self, client: str, *more: str) -> Terminal:
+        """Its data are made when it is started for the first time."""
+        if not (self.folder / client / "data").exists():
+            texts(self.folder / client / "data", client)
+        known = ("--ca", str(self.keys / "ca.crt"), "--key", str(self.keys / "clients" / client))
+        server = ("--server", f"127.0.0.1:{self.door}")
+        return self.open(
+            client,
+            "client",
+            *server,
+            "--client",
+            client,
+            "--data",
+            "data",
+            "--home",
+            "home",
+            *(more or known),
+        )
+
+    def submit(self, recipe: Path, clients: int, *more: str) -> Terminal:
+        server = ("--server", f"127.0.0.1:{self.ports[1]}", "--ca", "keys/ca.crt", "--home", "home")
+        return self.open(
+            "server",
+            "submit",
+            str(recipe),
+            *server,
+            "--clients",
+            str(clients),
+            "--out",
+            self.run.name,
+            *more,
+        )
+
+    def lines(self, kind: str, client: str = "") -> list[dict[str, Any]]:
+        """Those of metrics.jsonl."""
+        path = self.run / "metrics.jsonl"
+        found = (
+            [
+                json.loads(line)
+                for line in path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if path.exists()
+            else []
+        )
+        return [line for line in found if line["kind"] == kind and client in ("", line["client"])]
 
 
 @contextmanager

@@ -5,102 +5,16 @@ real processes.
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from figures import as_json
-from terminals import MINUTE, OWN, Terminal, kill, left, loaded, terminals, texts, until, written
+from terminals import MINUTE, OWN, Site, kill, left, loaded, terminals, texts, until, written
 
 from coterie.deploy.link import Link, free_port
 from coterie.runs.run import run
 
 pytestmark = pytest.mark.slow
-Open = Callable[..., Terminal]
-
-
-class Site:
-    """A server at two free ports, its keys, and devices with data of their own.
-
-    Args:
-        folder: For all of it.
-        open: Opens a terminal in a folder of that one.
-        clients: Whose keys are made.
-    """
-
-    def __init__(self, folder: Path, open: Open, *clients: str) -> None:
-        self.folder, self.open, self.ports = folder, open, (free_port(), free_port())
-        assert (
-            open(
-                "server",
-                "keys",
-                "keys",
-                *(part for client in clients for part in ("--client", client)),
-            ).ends()
-            == 0
-        )
-        self.keys, self.run = folder / "server/keys", folder / "server/run"
-
-    def server(self, *new: str) -> Terminal:
-        """Which says whose devices it has come to know; what it knew before it was killed it
-        knows.
-        """
-        ports = ("--port", str(self.ports[0]), "--runs-port", str(self.ports[1]))
-        terminal = self.open(
-            "server", "server", "--keys", "keys", "--host", "127.0.0.1", *ports, "--home", "home"
-        )
-        terminal.says("Ctrl-C stops it.")
-        for client in new:
-            terminal.says(f"The device of {client} is registered.")
-        return terminal
-
-    def client(self, client: str, *more: str) -> Terminal:
-        """Its data are made when it is started for the first time."""
-        if not (self.folder / client / "data").exists():
-            texts(self.folder / client / "data", client)
-        known = ("--ca", str(self.keys / "ca.crt"), "--key", str(self.keys / "clients" / client))
-        server = ("--server", f"127.0.0.1:{self.ports[0]}")
-        return self.open(
-            client,
-            "client",
-            *server,
-            "--client",
-            client,
-            "--data",
-            "data",
-            "--home",
-            "home",
-            *(more or known),
-        )
-
-    def submit(self, recipe: Path, clients: int, *more: str) -> Terminal:
-        server = ("--server", f"127.0.0.1:{self.ports[1]}", "--ca", "keys/ca.crt", "--home", "home")
-        return self.open(
-            "server",
-            "submit",
-            str(recipe),
-            *server,
-            "--clients",
-            str(clients),
-            "--out",
-            "run",
-            *more,
-        )
-
-    def lines(self, kind: str, client: str = "") -> list[dict[str, Any]]:
-        """Those of metrics.jsonl."""
-        path = self.run / "metrics.jsonl"
-        found = (
-            [
-                json.loads(line)
-                for line in path.read_text().splitlines(keepends=True)
-                if line.endswith("\n")
-            ]
-            if path.exists()
-            else []
-        )
-        return [line for line in found if line["kind"] == kind and client in ("", line["client"])]
 
 
 def test_strangers_are_refused_and_never_appear_in_a_run(tmp_path: Path) -> None:
