@@ -3,9 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEVICE ?= cuda
+SEED ?= 1
+BUDGET ?= 900
+TARGET ?= wire recipes limits accounts personal-models packs gguf bases tables chats api
+MINUTES ?= 10
 GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
 
-.PHONY: quickstart test test-all lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
+.PHONY: quickstart test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 
 quickstart: .venv/.run  ## set up, then train four personal language models and compare
 	$(BIN)/coterie run quickstart
@@ -16,6 +20,9 @@ test: $(INSTALLED)  ## set up, then run the tests
 test-all: $(INSTALLED)  ## also the slow tests; COTERIE_DATA names the folder of the data sets
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow"
 
+chaos: $(INSTALLED)  ## faults on purpose, 20 minutes at most: kills, clocks, disks, networks, 64 devices. SEED=n: their order; BUDGET=seconds
+	CHAOS_SEED=$(SEED) CHAOS_BUDGET=$(BUDGET) timeout --foreground -s INT 1200 $(BIN)/python -m pytest -q -s tests/chaos/checks.py
+
 lint: $(INSTALLED)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -24,6 +31,12 @@ lint: $(INSTALLED)  ## ruff and mypy
 format: $(INSTALLED)  ## let ruff rewrite the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+fuzz: $(INSTALLED)  ## every reader of foreign bytes against a fuzzer, on Linux: TARGET=recipes MINUTES=60; a finding fails
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	rm -f build/fuzz/*-finding-*
+	for target in $(TARGET); do nice -n 19 $(BIN)/python fuzz/run.py $$target $(MINUTES) || exit 1; done
+	! ls build/fuzz/*-finding-* 2>/dev/null
 
 docs: $(INSTALLED)  ## build the documentation site; any warning fails
 	$(BIN)/python scripts/website/build.py
