@@ -38,7 +38,7 @@ def without_extras(words: list[str], cwd: Path) -> subprocess.CompletedProcess[s
 
 def test_every_extra_is_described() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {*EXTRAS, "all", "dev", "docs"}
+    assert set(project["optional-dependencies"]) == {*EXTRAS, "all", "dev", "docs", "fuzz"}
 
 
 def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
