@@ -59,7 +59,9 @@ class Findings:
         """Run an input."""
         try:
             targets.run(target, data)
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust, too
+            if isinstance(error, KeyboardInterrupt):
+                raise
             frame = traceback.extract_tb(error.__traceback__)[-1]
             kind = f"{type(error).__name__} at {frame.filename}:{frame.lineno}"
             if kind not in self.seen:

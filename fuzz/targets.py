@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from coterie.core import packs
 from coterie.core.checksums import write_sums
@@ -27,7 +25,7 @@ from coterie.data.chats.reading import read_conversations
 from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.export.gguf_tokens import Tokens
-from coterie.models.architecture import locate
+from coterie.models.architecture import Architecture, tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
@@ -173,11 +171,12 @@ def pack_seeds() -> list[bytes]:
 
 def gguf(data: bytes) -> None:
     """Read a foreign base's tokenizer as what is written into a GGUF file: coterie reads none."""
-    try:
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_buffer(data))
-    except Exception:  # of the tokenizers library, which `architecture.tokenizer` turns into ours
-        return
-    Tokens.of(tokenizer, 300)
+    folder = ROOM / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer.json").write_bytes(data)
+    Tokens.of(tokenizer(folder), 300)
 
 
 def gguf_seeds() -> list[bytes]:
@@ -195,7 +194,16 @@ def base_folder(data: bytes) -> None:
     folder = ROOM / "base"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_bytes(data)
-    locate(folder)
+    Architecture.from_base(folder)
+
+
+def base_seeds() -> list[bytes]:
+    """Return the settings of a small base of each of two families."""
+    llama = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 9}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}
+    gpt2 = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 9}
+    bases = ({"model_type": "llama"} | llama | heads, {"model_type": "gpt2"} | gpt2)
+    return [json.dumps(base).encode() for base in bases]
 
 
 def table(data: bytes) -> None:
@@ -315,7 +323,7 @@ TARGETS = {
     "personal-models": Target(personal_model, model_seeds, [*About.__dataclass_fields__, "F32"]),
     "packs": Target(pack, pack_seeds, ("dtype", "shape", "data_offsets", "F32", "I64", "BOOL")),
     "gguf": Target(gguf, gguf_seeds, ("vocab", "merges", "added_tokens", "BPE", "Split")),
-    "bases": Target(base_folder, lambda: [b'{"model_type": "llama", "vocab_size": 300}'], ()),
+    "bases": Target(base_folder, base_seeds, ("gpt2", "gemma3_text", "rope_theta", "head_dim")),
     "tables": Target(table, table_seeds, ("client", "text", '"",""', "sep=;", "\ufeff")),
     "chats": Target(chat, chat_seeds, ("messages", "role", "content", "mapping", "text_entities")),
     "api": Target(body, body_seeds, fields(CompletionRequest, ChatRequest)),

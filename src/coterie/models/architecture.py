@@ -266,7 +266,8 @@ def tokenizer(base: str | Path) -> Any:
     source = locate(base)
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trusted())
-    except Exception as error:  # transformers raises whatever its readers happen to
+    except BaseException as error:  # transformers raises whatever its readers happen to
+        _raise_signals(error)
         reason = str(error).strip().split("\n")[0]
         if not trusted() and "custom code" in reason:
             raise ModelError(
@@ -280,6 +281,14 @@ def tokenizer(base: str | Path) -> Any:
         raise ModelError(f"base {source!r} has no usable tokenizer: {reason}", remedy) from error
 
 
+def _raise_signals(error: BaseException) -> None:
+    """Raise again what does not come from reading: an interrupt or an exit. A panic of a library in
+    Rust is no Exception either.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+
+
 @contextmanager
 def explained(base: str | Path) -> Iterator[None]:
     """Turn what transformers raises while it loads `base` into a ModelError."""
@@ -287,7 +296,8 @@ def explained(base: str | Path) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except Exception as error:  # whatever the readers of configurations and weights happen to raise
+    except BaseException as error:  # what readers of configurations and weights happen to raise
+        _raise_signals(error)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         local = os.path.isdir(locate(base))
         remedy = (

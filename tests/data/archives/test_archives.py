@@ -432,7 +432,7 @@ CIRCLE = [{"mapping": {"a": node("a", "b"), "b": node("b", "a")}, "current_node"
         ("r.json", telegram(said("A", 3)), "message 1: 'text' is damaged"),
         ("r.json", telegram(said("A", "b", "yesterday-")), "'yesterday-' is no time"),
         ("r.json", json.dumps(telegram(said("A", "b")))[:-1], "not JSON"),
-        ("r.json", '{"type": "message", "messages": ' + "[" * 9000, "nested too deeply"),
+        ("r.json", '{"type": "message", "messages": ' + "[" * 9000, "nested more than 50 deep"),
         ("w.txt", "12.05.24, 14:32 - A: a\n45.13.24, 14:32 - A: b", ":2: 45/13/24 is no date"),
         ("w.txt", "12.05.24, 14:32 - A: a\n12.05.24, 99:32 - A: b", ":2: 99:32 is no time"),
     ],
