@@ -85,9 +85,16 @@ def save(folder: Path, about: About, tensors: Named) -> None:
     for name in ("chat_template", "content", "tokenizer"):  # which many are without
         if found[name] is None:
             del found[name]
+    write(folder, WEIGHTS, tensors, found)
+
+
+def write(folder: Path, weights: str, tensors: Named, content: Mapping[str, Any]) -> None:
+    """Write the files of a personal model of any kind: tensors, `client.json`, checksums. Raises
+    SaveError; the previous files stay valid.
+    """
     with replaced(folder) as new:
-        save_tensors(new / WEIGHTS, tensors, {"format": "pt"})
-        write_json(new / ABOUT, {"format": FORMAT} | CHECKSUMS | found)
+        save_tensors(new / weights, tensors, {"format": "pt"})
+        write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, **content})
 
 
 def verify(folder: Path) -> None:

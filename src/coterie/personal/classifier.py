@@ -10,11 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import load as load_tensors
-from coterie.core.files import save as save_tensors
-from coterie.core.files import write_json
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.data.examples import Examples, ExampleSplit
@@ -27,16 +24,14 @@ from coterie.models.pool import PoolClassifier
 from coterie.models.pool_layout import ABSENT, Mixture, PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal.artifact import (
-    ABOUT,
-    CHECKSUMS,
     CLASSIFIER,
     CLASSIFIER_WEIGHTS,
-    FORMAT,
     Origin,
     checked,
     fill,
     read_about_json,
     verify,
+    write,
 )
 from coterie.personal.samples import as_samples
 from coterie.personal.sampling import not_usable, usable
@@ -332,10 +327,7 @@ def save_classifier(
     about = AboutClassifier(
         client, _known(model.shape), share, called, data.mean, data.std, **vars(origin)
     )
-    with replaced(folder) as new:
-        save_tensors(new / CLASSIFIER_WEIGHTS, tensors, {"format": "pt"})
-        content = {"format": FORMAT, "kind": CLASSIFIER} | CHECKSUMS | asdict(about)
-        write_json(new / ABOUT, content)
+    write(folder, CLASSIFIER_WEIGHTS, tensors, {"kind": CLASSIFIER} | asdict(about))
 
 
 def read_classifier(folder: Path) -> AboutClassifier:

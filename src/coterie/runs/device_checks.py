@@ -17,7 +17,8 @@ from coterie.core.protocol import Sends, declared, find_task
 from coterie.data.own import GROUP as DATA_GROUP
 from coterie.engines.messages import Request
 from coterie.methods import GROUP as METHODS_GROUP
-from coterie.runs.account import Account, Cost, OutgoingReply
+from coterie.runs.account import Account, OutgoingReply
+from coterie.runs.ledger import Cost
 from coterie.runs.limits import EXCHANGES, Limits
 from coterie.runs.prepare import Prepared
 from coterie.runs.recipe import Recipe
