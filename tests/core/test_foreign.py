@@ -242,3 +242,14 @@ def test_text_is_read_as_python_reads_it(tmp_path: Path) -> None:
 def test_archives_in_pipes_are_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "chat.json")
     assert archives_in([tmp_path / "chat.json"]) == []
+
+
+def test_tensors_beyond_memory_are_not_loaded(tmp_path: Path) -> None:
+    """A sparse file takes no room on a disk, and all of the memory."""
+    numbers = 2**40
+    entry = {"dtype": "F32", "shape": [numbers], "data_offsets": [0, 4 * numbers]}
+    header = json.dumps({"x": entry}).encode()
+    (tmp_path / "a").write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(tmp_path / "a", 8 + len(header) + 4 * numbers)
+    with pytest.raises(CheckpointError, match=r"4,398,046,511,[0-9]+ bytes of tensors do not fit"):
+        load(tmp_path / "a")

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,7 +77,7 @@ def load(path: Path) -> tuple[Tensors, dict[str, str]]:
     """Load the tensors and metadata of a safetensors file. The tensors own their memory.
 
     Raises:
-        CheckpointError: The file is missing, truncated or not safetensors.
+        CheckpointError: The file is missing, truncated, not safetensors, or larger than memory.
     """
     with _opened(path) as file:
         return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(  # noqa: SIM118
@@ -108,13 +109,28 @@ def nbytes_of_file(path: Path) -> int:
         return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
 
 
+def _too_large(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: {path.stat().st_size:,} bytes of tensors do not fit into memory",
+        "It was not written by coterie on a machine like this, or other programs need the memory.",
+    )
+
+
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    from coterie.core.metrics import free_memory  # which imports this module
+
     try:
         with foreign.opened(path) as file:
             check_header(file)
+            if os.fstat(file.fileno()).st_size > (
+                free_memory() or math.inf
+            ):  # a sparse file takes no disk
+                raise _too_large(path)
             with safe_open(foreign.path_of(file, path), framework="pt") as tensors:
                 yield tensors
+    except RuntimeError:  # of PyTorch, which has no other where memory cannot be had
+        raise _too_large(path) from None
     except (FileNotFoundError, IsADirectoryError):
         raise CheckpointError(
             f"no tensors at {path}: the file does not exist", "Check the path."
