@@ -119,6 +119,26 @@ def test_whoever_holds_a_port_is_named() -> None:
     assert process.holder(port) == ""
 
 
+def test_a_program_whose_executor_was_killed_counts_as_ended(tmp_path: Path) -> None:
+    """Flower does not start it again: no task would ever be done."""
+    (tmp_path / "flower-superexec").write_text("import time; time.sleep(600)")
+    (tmp_path / "parent.py").write_text(
+        "import subprocess, sys, time\n"
+        "name = __file__.replace('parent.py', 'flower-superexec')\n"
+        "subprocess.Popen([sys.executable, name]).wait()\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    program = process.Program(command, tmp_path, tmp_path / "log")
+    until(lambda: left(tmp_path, "flower-superexec"), "both run", 20)
+    assert not program.ended()
+    (number,) = left(tmp_path, "flower-superexec")
+    os.kill(number, signal.SIGKILL)
+    until(program.ended, "that is noticed", 20)
+    assert program.poll() is None
+    program.stop()
+
+
 def killed(terminal: Terminal, folder: Path) -> None:
     terminal.process.kill()
     until(lambda: not left(folder), "nothing is left", 20)

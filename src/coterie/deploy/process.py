@@ -38,6 +38,7 @@ _UP_S = 60.0  # seconds for a program to come up
 _AGAIN_S = 5.0  # seconds before a program that ended is started again
 _IN_USE = "COTERIE_HOME_IN_USE"  # in the environment of the programs that work in a folder
 _COMMAND_LINE = 200  # characters of a command line that are told
+_EXECUTOR = "flower-superexec"  # a program of a SuperLink or SuperNode that starts its tasks
 _TAIL = 1 << 16  # bytes of a log that are looked at
 _TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
 _PR_SET_PDEATHSIG = 1
@@ -105,7 +106,7 @@ class Program(subprocess.Popen[bytes]):
 
     def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
-        self._mark = f"{_guarded()}-{uuid4().hex}"
+        self._mark, self._had_executor = f"{_guarded()}-{uuid4().hex}", False
         with open(log, "ab") as out:
             super().__init__(
                 arguments,
@@ -117,6 +118,19 @@ class Program(subprocess.Popen[bytes]):
                 # it makes one system call, and takes no lock that another thread may hold
                 preexec_fn=_with_us,
             )
+
+    def ended(self) -> bool:
+        """Whether it has ended, or the process with which it starts tasks: Flower does not start
+        that again.
+        """
+        has_executor = any(
+            _EXECUTOR in word
+            for process in guard.processes(guard.MARK, self._mark)
+            for word in _words(process)
+        )
+        lost = self._had_executor and not has_executor
+        self._had_executor = has_executor
+        return self.poll() is not None or lost
 
     def stop(self, patience: float = 10.0) -> None:
         """End it and what it started: first with SIGTERM, after so many seconds with SIGKILL."""
@@ -165,11 +179,20 @@ def holder(port: int) -> str:
     return ""
 
 
+def _words(process: psutil.Process) -> list[str]:
+    """Return the command line of a process; nothing once it has ended."""
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return words
+
+
 def _described(process: psutil.Process) -> str:
     """Return the id, start and command line of a process, as they can be printed."""
     with suppress(psutil.Error):
         started = datetime.fromtimestamp(process.create_time())
-        words = printable(" ".join(process.cmdline()))[:_COMMAND_LINE]
+        words = printable(" ".join(_words(process)))[:_COMMAND_LINE]
         return f"process {process.pid} since {started:%Y-%m-%d %H:%M:%S} ({words})"
     return f"process {process.pid}"
 

@@ -150,7 +150,7 @@ class Server:
         """Check everything once; no error in it ends the server."""
         try:
             yield from self._proxy_problems()
-            if self.process.poll() is not None:
+            if self.process.ended():
                 yield from self._start_again()
             elif not self._starting or listening(self.runs.address):
                 self._starting = False

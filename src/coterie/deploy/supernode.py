@@ -130,7 +130,7 @@ class Supervisor:
         ended = [
             name
             for name in self._names
-            if name not in self.processes or self.processes[name].poll() is not None
+            if name not in self.processes or self.processes[name].ended()
         ]
         for name in ended:
             if name in self.processes:
