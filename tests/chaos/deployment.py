@@ -19,14 +19,17 @@ from coterie.runs.recipe import Recipe
 PEOPLE = ("ann", "ben")
 ROUNDS = 3
 _LONGEST = 10 * MINUTE  # for a run that is not disturbed any more, however busy the machine
-VICTIMS = {  # where they run, and words of their command lines
-    "SuperLink": ("server", "flower-superlink"),
-    "the run's program on the server": ("server", "flwr-serverapp"),
-    "coterie server": ("server", "-m coterie server"),
-    "coterie submit": ("server", "-m coterie submit"),
-    "a SuperNode": ("device", "bin/flower-supernode"),
-    "a device's resident process": ("device", "-m coterie resident"),
-    "coterie client": ("device", "-m coterie client"),
+PROGRAMS = {  # of a machine: words of their command lines
+    "server": {
+        "the SuperLink": "bin/flower-superlink",
+        "the run's program": "bin/flwr-serverapp",
+        "what starts it": "bin/flower-superexec",
+    },
+    "device": {
+        "the SuperNode": "bin/flower-supernode",
+        "the resident process": "-m coterie resident",
+        "what starts tasks": "bin/flower-superexec",
+    },
 }
 
 
@@ -83,28 +86,29 @@ class Deployment:
         self.site = Site(folder, open, *PEOPLE)
         self.network = Network(self.site.ports[0], rng)
         self.site.door = self.network.port
-        self.server = self.site.server(*PEOPLE)
-        self.devices = {client: self.site.client(client) for client in PEOPLE}
+        self._commands = {"server": {"coterie server": self.site.server(*PEOPLE)}} | {
+            client: {"coterie client": self.site.client(client)} for client in PEOPLE
+        }
         self._runs = 0
 
     # Disturbances.
 
     def kill(self) -> str:
         """Kill -9 for one program."""
-        what = self.rng.choice(list(VICTIMS))
-        where, words = VICTIMS[what]
-        machine = self.rng.choice(PEOPLE) if where == "device" else where
-        victims = left(self.folder / machine, words) or {
-            number: line
-            for number, line in left(self.folder).items()
-            if words in line and _in(number, self.folder / machine)
-        }
+        machine = self.rng.choice(self._machines)
+        programs = PROGRAMS["server" if machine == "server" else "device"]
+        what = self.rng.choice([*programs, *self._commands[machine]])
+        victims = (
+            left(self.folder / machine, programs[what])
+            if what in programs
+            else [self._commands[machine][what].process.pid]
+        )
         if not victims:
-            return f"{what} of {machine} is not running just now"
+            return f"{what} on {machine} is not running just now"
         number = self.rng.choice(sorted(victims))
         with suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
-        return f"kill -9 of {what} of {machine}, process {number}"
+        return f"kill -9 of {what} on {machine}, process {number}"
 
     def set_clock(self) -> str:
         """Have one machine's clock, or all of them, jump, and jump back."""
@@ -153,23 +157,27 @@ class Deployment:
         self._runs += 1
         self.site.run = self.folder / f"server/run-{self._runs}"
         before = self._personal()
-        running = self._submit()
+        self._submit()
         for disturbance in disturbances:
             until(
-                lambda after=disturbance.after, running=running: (
-                    self._rounds() >= after or running.process.poll() is not None
+                lambda after=disturbance.after: (
+                    self._rounds() >= after or self._running.process.poll() is not None
                 ),
-                f"{disturbance.after} rounds of\n{running.text}",
+                f"{disturbance.after} rounds of\n{self._running.text}",
                 _LONGEST,
             )
             time.sleep(disturbance.delay)
             self.say(disturbance.act())
             self._revive()
-            if running.process.poll() is not None and running.process.returncode != 0:
-                running = self._again(running)
-        while running.ends(_LONGEST) != 0:
-            running = self._again(running)
+            if self._running.process.poll():
+                self._submit_again()
+        while self._running.ends(_LONGEST) != 0:
+            self._submit_again()
         self._compare(self._personal() - before)
+
+    @property
+    def _running(self) -> Terminal:
+        return self._commands["server"]["coterie submit"]
 
     def _rounds(self) -> int:
         """Return how many rounds are in checkpoints."""
@@ -181,30 +189,32 @@ class Deployment:
             default=0,
         )
 
-    def _submit(self) -> Terminal:
+    def _submit(self) -> None:
         more = ("--resume",) if self.site.run.exists() else ()
-        return self.site.submit(self.folder.parent / "tiny.yaml", len(PEOPLE), *more)
+        recipe = self.folder.parent / "tiny.yaml"
+        self._commands["server"]["coterie submit"] = self.site.submit(recipe, len(PEOPLE), *more)
 
-    def _again(self, ended: Terminal) -> Terminal:
-        """Submit a run again that has ended by a fault: which one it must say."""
-        code = ended.process.returncode
+    def _submit_again(self) -> None:
+        """Submit a run again that has ended by a fault; it must have said by which."""
+        text, code = self._running.text, self._running.process.returncode
         if code != -signal.SIGKILL:
-            assert code in (1, 2), f"exit code {code}:\n{ended.text}"
-            problem = [line for line in ended.text.splitlines() if line.startswith("coterie: ")]
-            assert problem, f"no reason is given:\n{ended.text}"
-            assert "Traceback" not in ended.text, ended.text
-            self.say(f"  refused, exit code {code}: {problem[-1]}")
+            assert code in (1, 2), f"exit code {code}:\n{text}"
+            problems = [line for line in text.splitlines() if line.startswith("coterie: ")]
+            assert problems, f"no reason is given:\n{text}"
+            assert "Traceback" not in text, text
+            self.say(f"  refused, exit code {code}: {problems[-1]}")
         self._revive()
         time.sleep(2.0)
-        return self._submit()
+        self._submit()
 
     def _revive(self) -> None:
         """Start the commands again that were killed, as their owners would."""
-        if self.server.process.poll() is not None:
-            self.server = self.site.server()
-        for client, terminal in self.devices.items():
-            if terminal.process.poll() is not None:
-                self.devices[client] = self.site.client(client)
+        for machine, commands in self._commands.items():
+            for command, terminal in commands.items():
+                if command != "coterie submit" and terminal.process.poll() is not None:
+                    commands[command] = (
+                        self.site.server() if machine == "server" else self.site.client(machine)
+                    )
         devices = Link(f"127.0.0.1:{self.site.ports[0]}", self.site.keys / "ca.crt")
         until(lambda: devices.answers("fleet"), "the server answers")
 
@@ -226,13 +236,6 @@ class Deployment:
         for path in personal:
             expected = self.undisturbed / "clients" / path.name / "adapter.safetensors"
             assert (path / "adapter.safetensors").read_bytes() == expected.read_bytes()
-
-
-def _in(process: int, folder: Path) -> bool:
-    try:
-        return Path(os.readlink(f"/proc/{process}/cwd")) == folder
-    except OSError:
-        return False
 
 
 def _result(run: Path) -> object:

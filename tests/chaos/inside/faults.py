@@ -80,7 +80,7 @@ def shift_clock(faults: Path) -> None:
 
         @classmethod
         def now(cls, tz: datetime.tzinfo | None = None) -> Any:
-            return _datetime.now(tz) + datetime.timedelta(seconds=wrong_by())
+            return super().now(tz) + datetime.timedelta(seconds=wrong_by())
 
         @classmethod
         def utcnow(cls) -> Any:
