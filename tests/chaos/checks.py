@@ -168,7 +168,7 @@ def test_64_devices_on_the_proxy(tmp_path: Path) -> None:
             for client in clients
             for shown, key in known(tmp_path / "clients" / client).items()
         }
-        network = Network(port, rng)
+        network = Network(port, random.Random(rng.random()))
         Behind.seen.clear()
         talking = [
             threading.Thread(target=talk, args=(network.port, tmp_path, client, 10, failures))
@@ -228,8 +228,8 @@ def test_a_deployment_over_tls(deployment: Deployment) -> None:
         deployment.fill_disk,
         deployment.break_network,
     ]
-    rng.shuffle(kinds)
-    for act in cycle(kinds):
+    first = SEED % len(kinds)  # so that short runs of several seeds have all kinds too
+    for act in cycle(kinds[first:] + kinds[:first]):
         if time.monotonic() > end:
             break
         disturbances = sorted(

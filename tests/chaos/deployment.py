@@ -84,7 +84,7 @@ class Deployment:
         for machine in ("server", *PEOPLE):
             (folder / machine / "faults").mkdir(parents=True)
         self.site = Site(folder, open, *PEOPLE)
-        self.network = Network(self.site.ports[0], rng)
+        self.network = Network(self.site.ports[0], random.Random(rng.random()))
         self.site.door = self.network.port
         self._commands = {"server": {"coterie server": self.site.server(*PEOPLE)}} | {
             client: {"coterie client": self.site.client(client)} for client in PEOPLE
