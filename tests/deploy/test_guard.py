@@ -135,6 +135,7 @@ def test_a_program_whose_executor_was_killed_counts_as_ended(tmp_path: Path) -> 
     (number,) = left(tmp_path, "flower-superexec")
     os.kill(number, signal.SIGKILL)
     until(program.ended, "that is noticed", 20)
+    assert program.ended(), "until it is started again"
     assert program.poll() is None
     program.stop()
 

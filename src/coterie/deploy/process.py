@@ -128,9 +128,8 @@ class Program(subprocess.Popen[bytes]):
             for process in guard.processes(guard.MARK, self._mark)
             for word in _words(process)
         )
-        lost = self._had_executor and not has_executor
-        self._had_executor = has_executor
-        return self.poll() is not None or lost
+        self._had_executor |= has_executor
+        return self.poll() is not None or (self._had_executor and not has_executor)
 
     def stop(self, patience: float = 10.0) -> None:
         """End it and what it started: first with SIGTERM, after so many seconds with SIGKILL."""
