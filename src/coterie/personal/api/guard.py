@@ -20,6 +20,13 @@ from coterie.core.strangers import Strangers
 from coterie.personal.api.errors import ApiError, shown
 
 _PORT = re.compile(r":\d{1,5}$")
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",  # a link may have the token in it
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        app, send = self.app, self._marked(scope, send)
+        app, send = self.app, self._marked(send)
         try:
             self._check(Request(scope))
         except ApiError as error:
@@ -95,23 +102,14 @@ class Guard:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         return token if scheme.lower() == "bearer" else ""
 
-    def headers(self, scope: Scope) -> dict[str, str]:
-        """Return what every answer to a request says to a browser."""
-        return {
-            "Content-Security-Policy": self.policy,
-            "X-Content-Type-Options": "nosniff",
-            "X-Frame-Options": "DENY",
-            "Referrer-Policy": "no-referrer",  # a link may have the token in it
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Cache-Control": "no-store",
-        }
-
-    def _marked(self, scope: Scope, send: Send) -> Send:
-        """Return `send` with the headers of `headers` in every answer."""
+    def _marked(self, send: Send) -> Send:
+        """Return `send` with what every answer says to a browser."""
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self.headers(scope))
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers.setdefault("Content-Security-Policy", self.policy)
             await send(message)
 
         return marked

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.guard import Guard
 
-_INLINE = re.compile(rb"<script[^>]*>(.+?)</script>", re.DOTALL)  # scripts within a page
+_INLINE = re.compile(rb"<script[^>]*>(.*?)</script>", re.DOTALL)  # scripts within a page
 
 
 class PageGuard(Guard):
@@ -82,7 +82,7 @@ class PageGuard(Guard):
 
         await self._page({**scope, "headers": headers}, receive, keep)
         body = b"".join(message.get("body", b"") for message in messages)
-        hashes = [base64.b64encode(hashlib.sha256(s).digest()) for s in _INLINE.findall(body)]
+        hashes = [base64.b64encode(hashlib.sha256(s).digest()) for s in _INLINE.findall(body) if s]
         policy = " ".join([self.policy, *(f"'sha256-{value.decode()}'" for value in hashes)])
         MutableHeaders(scope=messages[0])["Content-Security-Policy"] = policy
         for message in messages:
