@@ -29,3 +29,17 @@ def test_text_in_parquet_that_is_not_utf8(where: str, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(text, b"\xe9" * len(text)))
     with pytest.raises(DataError, match=r"t.parquet: cannot be read"):
         list(rows_of([path]))
+
+
+def test_a_column_of_parquet_hides_no_other(tmp_path: Path) -> None:
+    """Of two with the same name the last one won."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="several columns are called 'text'"):
+        list(rows_of([tmp_path / "t.parquet"]))
+    struct = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
+    parquet.write_table(pa.table({"text": struct}), tmp_path / "s.parquet")
+    with pytest.raises(DataError, match="duplicate field names"):
+        list(rows_of([tmp_path / "s.parquet"]))

@@ -51,7 +51,7 @@ def test_the_greatest_alpha_is_that_of_half_precision() -> None:
     Layout(alpha=MOST_ALPHA)
     with pytest.raises(ModelError, match="alpha must be within ±65,504"):
         Layout(alpha=65505)
-    with pytest.raises(Refused, match="model.alpha: input should be less than or equal to 65504"):
+    with pytest.raises(Refused, match=r"model\.alpha: input should be less than or equal to 65504"):
         recipes.load("quickstart", ["model.alpha=65505"])
 
 
@@ -66,6 +66,19 @@ def test_scores_that_are_not_finite_name_the_model(family: str, make_run) -> Non
     for sampled in (False, True):
         with pytest.raises(ModelError, match=problem):
             model.generate("a", max_new_tokens=2, do_sample=sampled)
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-7, 1e30, float("inf"), float("nan")])
+def test_an_absurd_temperature_is_refused_by_name(temperature: float, make_run) -> None:
+    """Also that of a base's generation_config.json."""
+    model = personal.load(make_run("llama", **LAYOUTS), "ann")
+    with pytest.raises(ModelError, match="the temperature is"):
+        model.generate("a", max_new_tokens=1, do_sample=True, temperature=temperature)
+    model.generation_config.temperature = temperature
+    with pytest.raises(ModelError, match="the temperature is"):
+        model.generate("a", max_new_tokens=1, do_sample=True)
+    model.generation_config.temperature = 1.0
+    model.generate("a", max_new_tokens=1, do_sample=True, temperature=0.5)
 
 
 def test_a_spoilt_model_harms_no_other_in_its_batch(make_run) -> None:

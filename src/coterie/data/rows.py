@@ -328,6 +328,7 @@ def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
 
     try:
         with opened_binary(path) as binary, parquet.ParquetFile(path_of(binary, path)) as file:
+            _names(path, file.schema_arrow.names)
             for batch in file.iter_batches():
                 yield from map(uncolumned, batch.to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: text that is not UTF-8

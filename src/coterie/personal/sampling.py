@@ -90,6 +90,15 @@ def usable(logits: Tensor) -> Tensor:
     return logits.amax(dim=-1).isfinite()
 
 
+def check_temperature(temperature: float | None) -> None:
+    """Refuse what scores in single precision cannot be divided by. Raises ModelError."""
+    if temperature is not None and not COLDEST <= temperature <= 1 / COLDEST:
+        raise ModelError(
+            f"the temperature is {temperature:g}",
+            f"Use one from {COLDEST:g} to {1 / COLDEST:g}, or the most likely token (0).",
+        )
+
+
 def not_usable(whose: str) -> ModelError:
     """Return the refusal of scores that are not `usable`."""
     return ModelError(

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from coterie.core.errors import ModelError
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Attachable, Backbone
-from coterie.personal.sampling import not_usable, usable
+from coterie.personal.sampling import check_temperature, not_usable, usable
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded
 
@@ -49,7 +49,7 @@ class TextInference:
 
         Raises:
             ModelError: The text would grow longer than the base's context, or it has a token that
-                the base lacks; or scores are not finite.
+                the base lacks; the temperature is absurd; or scores are not finite.
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))
@@ -62,6 +62,8 @@ class TextInference:
             )
         if ids is not None:
             self.backbone.check_ids(ids)
+        if settings.get("do_sample", generation.do_sample):
+            check_temperature(settings.get("temperature", generation.temperature))
         processors = [*settings.get("logits_processor", ()), self._checked]
         given = {**settings, "logits_processor": LogitsProcessorList(processors)}
         if generation.pad_token_id is None:  # transformers warns otherwise

@@ -202,7 +202,7 @@ def _read(folder: Path) -> _About:
     """Return the description of a checkpoint. Raises CheckpointError."""
     path = folder / _ABOUT
     try:
-        about = _About.model_validate(read_json(path))
+        about = _About.model_validate(read_json(path, finite=False))
     except ValidationError as error:
         first = error.errors()[0]
         raise CheckpointError(

@@ -89,6 +89,8 @@ def kept_threads(folder: Path) -> int | None:
     """
     begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
     try:
-        return int(read_json(begun[-1])["progress"].get("threads", 0)) if begun else None
+        return (
+            int(read_json(begun[-1], finite=False)["progress"].get("threads", 0)) if begun else None
+        )
     except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
         return 0
