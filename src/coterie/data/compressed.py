@@ -4,7 +4,7 @@ import gzip
 import io
 import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from coterie.core.errors import DataError
 from coterie.core.foreign import opened
@@ -32,7 +32,7 @@ class _Bounded(gzip.GzipFile):
     def __init__(self, path: Path) -> None:
         file = opened(path)
         super().__init__(fileobj=file)
-        self.myfileobj = file  # which `close` closes
+        self.myfileobj = cast(Any, file)  # which `close` closes
         self.path, self.size = path, os.fstat(file.fileno()).st_size
         self.most = max(_PLAIN, _RATIO * self.size)
 
