@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from terminals import Terminal, demonstration, left, terminals, texts, until, written
+from terminals import Site, Terminal, demonstration, left, terminals, texts, until, written
 
 from coterie.core.errors import Refused
 from coterie.deploy import guard, process, server, supernode
@@ -140,9 +140,10 @@ def test_a_program_whose_executor_was_killed_counts_as_ended(tmp_path: Path) -> 
     program.stop()
 
 
-def killed(terminal: Terminal, folder: Path) -> None:
+def killed(terminal: Terminal, folder: Path, *words: str) -> None:
+    assert left(folder, *words)
     terminal.process.kill()
-    until(lambda: not left(folder), "nothing is left", 20)
+    until(lambda: not left(folder, *words), "nothing is left", 20)
 
 
 @pytest.mark.slow
@@ -152,3 +153,19 @@ def test_a_demonstration_that_is_killed_leaves_nothing_running(tmp_path: Path) -
         demo = terminal("demo", *demonstration(recipe, data))
         demo.says("round 1/1000")
         killed(demo, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_submission_a_device_and_a_server_that_are_killed_leave_nothing_running(
+    tmp_path: Path,
+) -> None:
+    with terminals(tmp_path) as terminal:
+        site = Site(tmp_path, terminal, "ann", "ben")
+        serving, device = site.server("ann", "ben"), site.client("ann")
+        submission = site.submit(written(tmp_path), 2)
+        submission.says("The server calls it run")
+        until(lambda: left(tmp_path / "server", "flwr log"), "it follows the run")
+        killed(submission, tmp_path / "server", "flwr log")
+        until(lambda: left(tmp_path / "ann", "flower-superexec"), "the device is up")
+        killed(device, tmp_path / "ann")
+        killed(serving, tmp_path / "server")
