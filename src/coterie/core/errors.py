@@ -96,6 +96,10 @@ class ClientError(CoterieError):
     """
 
 
+class SpoiltSum(ClientError):
+    """One client spoilt the sum of an exchange under masks; a later round can leave it out."""
+
+
 class Divergence(ClientError, TensorError):
     """Training ran into values that are not finite."""
 

@@ -33,6 +33,7 @@ class Engine(Protocol):
     distant: ClassVar[
         bool
     ]  # whether clients are on devices of their own, where their states and models stay
+    spoilt: bool  # whether one client spoilt the last sum, and later ones can leave it out
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         """Have every client in `ask.to` do the task. Replies come in the order asked, without
@@ -89,6 +90,7 @@ class LocalEngine:
     """The base class of engines whose clients are all in this process."""
 
     distant: ClassVar[bool] = False
+    spoilt = False
 
     def members(self) -> Sequence[Member]:
         return ()

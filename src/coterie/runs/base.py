@@ -10,7 +10,7 @@ from coterie.aggregation.accountant import Accountant
 from coterie.aggregation.dpsgd import ExampleAccountant
 from coterie.aggregation.privacy import Privacy
 from coterie.client.interfaces import Metrics
-from coterie.core.errors import ClientError, Divergence, TensorError
+from coterie.core.errors import ClientError, Divergence, SpoiltSum, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
@@ -153,7 +153,8 @@ class ExecutionBase(Listener):
             back = self._awaited(ask.to.keys() - believed.keys())
             asked = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i in back})
         # on this machine only values that are not finite make a reply unfit
-        raise (ClientError if self.engine.distant else Divergence)(
+        failure = SpoiltSum if self.engine.spoilt else ClientError
+        raise (failure if self.engine.distant else Divergence)(
             f"round {self.round + 1}, {ask.name}: {len(believed)} of {len(ask.to)} clients "
             f"answered, quorum.min_clients is {needed}",
             f"{self.folder / METRICS} says why, in lines of kind `lost`. When they are back, "

@@ -16,7 +16,7 @@ from coterie.aggregation.accountant import Accountant
 from coterie.aggregation.dpsgd import ExampleAccountant
 from coterie.aggregation.noise import Source, kept_key
 from coterie.aggregation.privacy import central
-from coterie.core.errors import Refused
+from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_json
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import RESULT, Evaluation, Result
@@ -78,12 +78,18 @@ class Execution(EvaluatedExecution):
         for _ in begun[
             len(list(self.released.since(self.round))) :
         ]:  # those before them came to an end, and were counted
-            if isinstance(self.accountant, ExampleAccountant):
-                self.accountant.spend(*self._examples(self.clients))
-            elif self.accountant is not None:
-                self.accountant.spend(len(self.clients), len(self.clients))
+            self._spend_unused()
         self.left_out = range(self.round, max(begun, default=self.round - 1) + 1)
         self.round = self.left_out.stop
+
+    def _spend_unused(self) -> None:
+        """Count an exchange of which a server may have seen the sum, though nothing was made of
+        it.
+        """
+        if isinstance(self.accountant, ExampleAccountant):
+            self.accountant.spend(*self._examples(self.clients))
+        elif self.accountant is not None:
+            self.accountant.spend(len(self.clients), len(self.clients))
 
     def _count_released(self) -> None:
         """Count what left a server on devices after the checkpoint that it goes back to."""
@@ -177,10 +183,16 @@ class Execution(EvaluatedExecution):
         self._welcome()
         self.answered.clear()
         there = self.recipe.present(self.clients, self.round)
-        self.server = drive(
-            self.method.round(self.method.members(self.server, there), self._active(), rng),
-            self._exchange,
-        )
+        steps = self.method.round(self.method.members(self.server, there), self._active(), rng)
+        try:
+            self.server = drive(steps, self._exchange)
+        except SpoiltSum:
+            self._spend_unused()
+            self.noted(
+                "the server",
+                f"round {self.round + 1} is dropped: one client spoilt the sum of the updates; "
+                f"until it is found, half of the suspects are left out in turn",
+            )
         for i in sorted(self.answered):
             self.progress["took_part"][i] = self.progress["took_part"].get(i, 0) + 1
         if self.round + 1 == self.method.rounds:

@@ -83,6 +83,9 @@ class Flower:
         self._state_bytes: dict[ClientId, int] = {}
         self._asked_last: tuple[int, int, str] | None = None
         self._number = 0
+        from coterie.engines.flower.secagg_suspects import Suspects
+
+        self._suspects, self.spoilt = Suspects(), False
 
     def members(self) -> list[Member]:
         """Who has come since this was asked last, see `Nodes.members`."""
@@ -153,7 +156,7 @@ class Flower:
         from coterie.aggregation import secure
         from coterie.engines.flower.secagg_server import summed
 
-        asked, nodes = self._reachable(ask, round, phase), self._nodes.by_client
+        asked, nodes = self._trusted(ask, round, phase), self._nodes.by_client
         for i in asked:
             secure.check_form(ask.to[asked[0]], ask.to[i], ask.reply_spec(ask.to[i]))
         self._begin(round)
@@ -170,6 +173,7 @@ class Flower:
             bodies,
             size,
         )
+        self._search([i for i in asked if nodes[i] in found.spoilt])
         held = [i for i in asked if nodes[i] in found.replies]
         for i in asked:
             if i in held:
@@ -181,6 +185,25 @@ class Flower:
             if found.mean is None
             else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
         )
+
+    def _trusted(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
+        """Select the clients to ask in an exchange under masks: all but some that may have spoilt
+        an earlier one; these are lost.
+        """
+        here = self._reachable(ask, round, phase)
+        left_out = self._suspects.left_out(here)
+        for i in left_out:
+            self.listener.lost(i, ask.name, str(self._suspects))
+        self._suspects.turn += 1
+        return [i for i in here if i not in left_out]
+
+    def _search(self, spoilt: "Collection[ClientId]") -> None:
+        """Take note of who was in a sum that was spoilt; `spoilt` is then whether further exchanges
+        can do without half of them.
+        """
+        if spoilt:
+            self._suspects.learn(spoilt)
+        self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
 
     def _begin(self, round: int) -> None:
         """Write down that an exchange under masks begins. Raises SaveError: then nobody is
@@ -302,12 +325,14 @@ class Flower:
             "last": self._asked_last,
             "number": self._number,
             "traffic": self.traffic,
+            "suspects": self._suspects.names,
         }
 
     def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
         """Restore the counters; devices keep their own states."""
         self.run, self.traffic[:] = memo.get("run", self.run), memo.get("traffic", self.traffic)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
+        self._suspects.names = list(memo.get("suspects", ()))
         if (
             (last := memo.get("last")) is not None
         ):  # numbers go on, so that an evaluation before the checkpoint is not taken for the future

@@ -55,14 +55,14 @@ class Sum:
         mean: Of the updates, (d,) float64; None where there is none.
         replies: What those said beside it that are in the sum, by node.
         problems: Why the others are not, by node; and of one that is, what it did wrong afterwards.
-        spoilt: Whether the sum of all masked updates is no sum of updates: one of the clients sent
-            something else, and nothing tells which.
+        spoilt: Whose masked updates came to no sum of updates: one of them sent something else, and
+            nothing tells which.
     """
 
     mean: np.ndarray | None = None
     replies: dict[int, Reply] = field(default_factory=dict)
     problems: dict[int, str] = field(default_factory=dict)
-    spoilt: bool = False
+    spoilt: list[int] = field(default_factory=list)
 
 
 def summed(
@@ -209,7 +209,7 @@ class _Exchange:
                     total = total - mask if other > node else total + mask
         total %= MODULUS
         if (total > len(active) * levels(self.cohort.clients)).any():
-            self.result.spoilt = True
+            self.result.spoilt = sorted(active)
             raise TensorError("the sum is out of range: a client did not follow the protocol", "")
         mean: np.ndarray = total * (step(self.cohort.clients) / len(active)) - RANGE
         return mean
