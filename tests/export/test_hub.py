@@ -93,6 +93,10 @@ def test_the_shared_part_goes_there_and_back_and_is_used_and_trained_from(
     assert own.personalised.before == here.personalised.before  # of the same shared part
     assert own.personalised.valid_after == here.personalised.valid_after
     assert coterie.load(tmp_path / "mine").generate("The", max_new_tokens=2)
+    shared = tmp_path / "river/shared.safetensors"
+    shared.write_bytes(shared.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match=r"shared\.safetensors is damaged: it has changed"):
+        adapt(tmp_path / "river", notes, out=tmp_path / "never", training=Training(4))
 
 
 def _tensors(repository: Repository) -> list[str]:
@@ -207,6 +211,17 @@ def test_hostile_repositories_are_refused_and_leave_nothing(
         )
     pushed.files = good
     assert pull("ann/m", out).client == "bob"
+
+
+def test_what_nothing_reads_is_not_kept_and_the_rest_is_loaded(
+    pushed: Repository, tmp_path: Path
+) -> None:
+    pushed.files["recipe.yaml"] = b"name: odd"
+    line = f"{sha256(pushed.files['recipe.yaml']).hexdigest()}  recipe.yaml\n"
+    pushed.files["SHA256SUMS"] += line.encode()
+    pulled = pull("ann/m", tmp_path / "m")
+    assert not (pulled.folder / "recipe.yaml").exists()
+    assert coterie.load(pulled.folder).about.client == "bob"
 
 
 def test_a_recipe_that_names_a_program_is_refused(run: Path, hub: Hub, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Those that are saved today have checksums: any change of any of their files is r
 """
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -209,6 +210,18 @@ def test_a_model_that_cannot_be_written_leaves_the_one_before_whole(
         with pytest.raises(SaveError, match="No space left"):
             model.save_pretrained(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    replace = os.replace
+
+    def dies(new: Path, path: Path) -> None:
+        if path == folder / SUMS:
+            raise KeyboardInterrupt
+        replace(new, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dies)
+        with pytest.raises(KeyboardInterrupt):
+            model.save_pretrained(folder)
+    assert "adapter.safetensors is damaged" in refusal(folder)  # half of it is another model's
     model.save_pretrained(folder)
     again = coterie.load(folder)
     assert isinstance(again, PersonalModel)

@@ -115,7 +115,7 @@ def replaced(folder: Path) -> Iterator[Path]:
         written = _files(new)
         paths = {name: folder / name for name in _files(folder)} | {n: new / n for n in written}
         write_sums(new, {name: digest_of(path) for name, path in sorted(paths.items())})
-        for name in (*written, SUMS):
+        for name in (*sorted(written), SUMS):
             os.replace(new / name, folder / name)
     except OSError as error:
         raise unwritable(folder, error) from error
