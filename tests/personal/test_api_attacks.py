@@ -2,13 +2,15 @@
 meanwhile.
 """
 
+import http.client
 import json
 import socket
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import openai
 import pytest
+from flood import closed, flood
 from random_models import write_models
 from test_openai_protocol import TOKEN
 
@@ -18,7 +20,7 @@ from coterie.personal.api import server
 from coterie.personal.api.guard import Guard, Limits
 from coterie.personal.api.server import Settings
 
-LIMITS = Limits(body=10_000, head_s=1.0, body_s=1.0, write_s=1.0, connections=20)
+LIMITS = Limits(body=10_000, head_s=1.0, body_s=1.0, write_s=1.0, connections=20, of_an_address=8)
 ASKED = {"model": "ann", "prompt": "a", "max_tokens": 2}
 
 
@@ -262,12 +264,65 @@ def test_what_is_no_http(port):
             assert not received or received.split()[1] == b"400"
 
 
-def test_silent_connections_keep_nobody_out_for_long(port):
-    silent = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(60)]
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=4)
-    assert client.completions.create(**ASKED).choices
-    for connection in silent:
-        connection.close()
+@pytest.mark.parametrize("count", [512, 1100])
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /v1/models HTTP/1.1\r\n\r\n"])
+def test_the_owner_is_answered_at_every_try_while_a_stranger_holds_connections(port, count, sent):
+    """From the owner's own address, and each is opened again that is closed."""
+    with flood(port, count, sent):
+        for _ in range(5):
+            begun = time.monotonic()
+            with openai.OpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0, timeout=10
+            ) as client:  # a new connection
+                assert client.completions.create(**ASKED).choices
+            assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("addresses", [1, 40])
+def test_strangers_hold_as_many_connections_as_the_limits_say(port, addresses):
+    """The first to come are the first to go."""
+    most = LIMITS.of_an_address if addresses == 1 else LIMITS.connections
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(
+                socket.create_connection(
+                    ("127.0.0.1", port), 5, (f"127.0.2.{1 + number % addresses}", 0)
+                )
+            )
+            for number in range(60)
+        ]
+        time.sleep(0.5)
+        for connection in silent:
+            connection.setblocking(False)
+        assert [closed(connection) for connection in silent] == [True] * (60 - most) + [
+            False
+        ] * most
+
+
+def test_who_has_shown_the_token_keeps_the_connection(port):
+    """Neither strangers cost it its place, nor the time since it began: that of heads is counted
+    from the last answer on.
+    """
+    owner = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    owner.connect()
+    connection = owner.sock
+    with ExitStack() as stack:
+        for _ in range(6):
+            owner.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+            assert b"ann" in owner.getresponse().read()
+            assert owner.sock is connection  # it was not opened again
+            for _ in range(10):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), 5))
+            time.sleep(LIMITS.head_s * 0.4)
+    owner.close()
+
+
+def test_a_page_of_others_is_refused_with_the_token_too(port):
+    body = json.dumps(ASKED).encode()
+    for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):
+        assert asked(port, body, Origin=origin)[0] == 403
+    assert asked(port, body, Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="cors")[0] == 403
+    assert _status(port, request(body, Origin="http://127.0.0.1")) == 200
 
 
 def test_a_caller_who_does_not_read_is_cut_off(bases, tmp_path):

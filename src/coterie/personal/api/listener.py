@@ -14,7 +14,7 @@ from coterie.personal.api.guard import Guard, Limits, protocol
 
 _HEAD = 1 << 15  # bytes of a request's head
 _WAITING = 1024  # connections that the system keeps until they are accepted
-_ACCEPTED = 4  # connections between two looks at what others have sent: in a crowd each is heard
+_ACCEPTED = 1  # connections between two looks at what others have sent: in a crowd each is heard
 
 
 @contextmanager
