@@ -4,13 +4,19 @@ at whichever stage, it is named, it alone, and the others have their sum.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
-from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supercore.primitives.asymmetric import (
+    generate_key_pairs,
+    private_key_to_bytes,
+    public_key_to_bytes,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_secagg import (  # noqa: F401 - the fixture
@@ -18,11 +24,20 @@ from test_secagg import (  # noqa: F401 - the fixture
     answered,
     as_in_a_run,
     assert_is_mean,
+    configured,
+    said_by,
     with_masked,
 )
 
 from coterie.aggregation import secure
-from coterie.engines.flower.secagg_keys import CHECK_SHARES, COMPLAINTS, OPEN_SHARE
+from coterie.aggregation.sharing import Share, SharingProof
+from coterie.engines.flower.secagg_keys import (
+    CHECK_SHARES,
+    COMPLAINTS,
+    OPEN_SHARE,
+    share_key,
+    share_seed,
+)
 
 LIAR = 1000
 LEVELS = secure.levels(5)
@@ -191,6 +206,94 @@ def test_who_is_accused_and_opens_nothing_is_named_alone() -> None:
     replies, ear = answered(grid, 5)
     assert_is_mean(replies, (1, 2, 3, 4), 5)
     assert ear.reasons == {"c0": "node lost"}
+
+
+# --- secrets that were not shared as they should be, in messages that are well formed
+# --------------------------------------------------------------------------------------------------
+
+
+def lying_dealer(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[list[Share], SharingProof], list[Share]]
+) -> None:
+    """The liar deals other shares of its seed, and publishes their digests."""
+
+    def lies(
+        seed: bytes, threshold: int, clients: int, cohort: bytes, node: int
+    ) -> tuple[list[Share], SharingProof]:
+        shares, proof = share_seed(seed, threshold, clients, cohort, node)
+        if node == LIAR:
+            shares = change(shares, proof)
+            digests = tuple(sha256(share.to_bytes()).digest() for share in shares)
+            proof = replace(proof, digests=digests)
+        return shares, proof
+
+    monkeypatch.setattr("coterie.engines.flower.secagg_masks.share_seed", lies)
+
+
+def test_shares_that_do_not_fit_together_are_found_before_anybody_sends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lying_dealer(monkeypatch, lambda shares, _: [replace(s, value=s.value ^ 1) for s in shares])
+    grid = InProcess(5)
+    replies, ear = answered(grid, 5)
+    assert_is_mean(replies, (1, 2, 3, 4), 5)
+    assert list(ear.reasons) == ["c0"]
+    assert not [1 for node, stage, _ in grid.carried if (node, stage) == (LIAR, Stage.UNMASK)]
+
+
+def test_a_key_that_is_not_its_own_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lies(
+        private: bytes, threshold: int, clients: int, cohort: bytes, node: int
+    ) -> tuple[list[Share], SharingProof, bytes]:
+        used = private_key_to_bytes(generate_key_pairs()[0]) if node == LIAR else private
+        return share_key(used, threshold, clients, cohort, node)
+
+    monkeypatch.setattr("coterie.engines.flower.secagg_masks.share_key", lies)
+    replies, ear = answered(InProcess(5), 5)
+    assert_is_mean(replies, (1, 2, 3, 4), 5)
+    assert list(ear.reasons) == ["c0"]
+    assert "another key than its own" in ear.reasons["c0"]
+
+
+# --- what a device opens
+# --------------------------------------------------------------------------------------------------
+
+
+def asked(grid: InProcess, node: int, **configs: Any) -> Message:
+    return said_by(grid, configured(stage=OPEN_SHARE, **configs), node=node)
+
+
+def test_a_device_opens_its_shares_for_one_client_alone() -> None:
+    """With those for more a server would need fewer clients than the threshold."""
+    grid = InProcess(5, lost=lambda node, stage: stage == CHECK_SHARES)
+    answered(grid, 5)
+    (dealt,) = (
+        m.content.config_records[RECORD_KEY_CONFIGS]
+        for node, stage, m in grid.carried
+        if (node, stage) == (1001, Stage.SHARE_KEYS)
+    )
+    sent = dict(zip(dealt[Key.DESTINATION_LIST], dealt[Key.CIPHERTEXT_LIST], strict=True))
+    for _ in range(2):
+        assert not asked(grid, 1001, complainer=1003, ctxts=sent[1003]).has_error()
+    second = asked(grid, 1001, complainer=1004, ctxts=sent[1004])
+    assert "a second client" in str(second.error.reason)
+    assert asked(grid, 1001, complainer=1003, ctxts=sent[1003]).has_error()  # it forgot its keys
+
+
+def test_a_device_opens_only_what_it_dealt_and_before_it_sends() -> None:
+    """Both directions of two clients are under one key: what it got is not opened."""
+    grid = InProcess(5, lost=lambda node, stage: stage == CHECK_SHARES)
+    answered(grid, 5)
+    (dealt,) = (
+        m.content.config_records[RECORD_KEY_CONFIGS]
+        for node, stage, m in grid.carried
+        if (node, stage) == (1003, Stage.SHARE_KEYS)
+    )
+    got = dict(zip(dealt[Key.DESTINATION_LIST], dealt[Key.CIPHERTEXT_LIST], strict=True))[1001]
+    assert "did not deal" in str(asked(grid, 1001, complainer=1003, ctxts=got).error.reason)
+    grid = InProcess(5, lost=lambda node, stage: stage == Stage.UNMASK)
+    answered(grid, 5)
+    assert "in use" in str(asked(grid, 1001, complainer=1003, ctxts=got).error.reason)
 
 
 FIELDS = {
