@@ -5,6 +5,7 @@ leaves.
 import json
 import os
 import re
+import shutil
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -583,6 +584,19 @@ def test_an_account_that_was_accepted_is_not_put_back_either(tmp_path: Path) -> 
         account.path.write_bytes(copy)
         with pytest.raises(Refused, match=f"it has {count} entries, and .* counts 3"):
             account.verify()
+
+
+def test_the_anchor_in_the_folder_of_any_run_will_do(tmp_path: Path) -> None:
+    older, account = two_entries(tmp_path), Account(tmp_path / ACCOUNT)
+    (tmp_path / "later/states").mkdir(parents=True)
+    spend(account, "c", run="later")
+    account.path.write_bytes(older)
+    (tmp_path / f"{ACCOUNT}.anchor").unlink()
+    shutil.rmtree(tmp_path / "later")
+    with pytest.raises(Refused, match=r"it has 1 entries, and .*/run/.* counts 3"):
+        account.verify()
+    account.accept()
+    assert account.epsilon(1e-5) == pytest.approx(spent(3))
 
 
 def test_a_damaged_anchor_is_named_and_mended_where_its_owner_accepts(tmp_path: Path) -> None:

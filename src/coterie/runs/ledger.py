@@ -8,7 +8,7 @@ seen where all of them go back together, with the whole disk.
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -176,7 +176,7 @@ class LedgerFiles:
         for field in Spent.model_fields:
             setattr(ledger, field, getattr(newest, field))
         ledger.accepted += 1
-        self._write(ledger, {self._anchor, *anchors})
+        self.write(ledger)
 
     def _if_whole(self, path: Path, kind: type[S]) -> S:
         """Return what `_stored` does, or an empty one where it is damaged."""
@@ -185,21 +185,17 @@ class LedgerFiles:
         except Refused:
             return kind()
 
-    def write(self, ledger: DeviceLedger, run: str) -> None:
-        """Write an account with one entry more, of this run. Raises SaveError."""
-        self._write(ledger, {self._anchor, self.path.parent / run / self._anchor.name})
-
-    def _write(self, ledger: DeviceLedger, anchors: Iterable[Path]) -> None:
-        """Write the account, and only then its anchors: whoever is killed in between has an account
-        that is ahead of them, which is no harm.
+    def write(self, ledger: DeviceLedger, run: str = "") -> None:
+        """Write an account with one entry more, of this run, and only then all anchors: whoever is
+        killed in between has an account that is ahead of them, which is no harm. Raises SaveError.
         """
         ledger.count += 1
         _store(self.path, ledger)
         spent = ledger.model_dump(include=set(Spent.model_fields))
-        for path in anchors:
+        for path in {self._anchor, self.path.parent / run / self._anchor.name, *self._anchors()}:
             if path.parent.is_dir():
-                run = None if path == self._anchor else ledger.runs.get(path.parent.name)
-                _store(path, Anchor(**spent, run=run))
+                entries = None if path == self._anchor else ledger.runs.get(path.parent.name)
+                _store(path, Anchor(**spent, run=entries))
 
 
 def _refused(problem: str) -> Refused:
