@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from http.client import HTTPException, HTTPSConnection
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 from deployment import PEOPLE, ROUNDS, Deployment, Disturbance, tiny
@@ -31,6 +32,7 @@ from test_proxy import PULL, Behind, known, opened, signed
 
 from coterie.core.errors import CoterieError
 from coterie.deploy import keys
+from coterie.runs.recipe import Recipe
 from coterie.runs.run import run
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -65,16 +67,11 @@ def undisturbed(folder: Path) -> Path:
 # A full disk at every file, in one process.
 
 
-def resumed(folder: Path, work: Path) -> None:
-    """Go on with a run after a fault, or begin it if nothing of it was kept."""
-    run(tiny(folder), work, resume=work.exists() and any(work.iterdir()))
-
-
-def full_from(folder: Path, work: Path, name: str) -> str:
+def full_from(recipe: Recipe, work: Path, name: str) -> str:
     """Run with a disk on which a file cannot be written; returns how that ended."""
     (work.parent / "faults/full").write_text(f"/{name}")
     try:
-        run(tiny(folder), work)
+        run(recipe, work)
     except CoterieError as error:
         return f"refused: {str(error).splitlines()[0]}"
     finally:
@@ -82,12 +79,12 @@ def full_from(folder: Path, work: Path, name: str) -> str:
     return "done all the same"
 
 
-def cut_off_at(folder: Path, work: Path, size: int) -> str:
+def cut_off_at(recipe: Recipe, work: Path, size: int) -> str:
     """Run where no file may be longer; returns how that ended."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
-        run(tiny(folder), work)
+        run(recipe, work)
     except CoterieError as error:
         return f"refused: {str(error).splitlines()[0]}"
     finally:
@@ -100,11 +97,12 @@ def test_a_full_disk_at_every_file(folder: Path, undisturbed: Path) -> None:
     (place / "faults").mkdir(parents=True)
     disk, expected = Disk(place, place / "faults"), contents(undisturbed)
     disk.opened = []
-    run(tiny(folder), place / "run")
+    recipe = tiny(folder)
+    run(recipe, place / "run")
     assert contents(place / "run") == expected
     names = sorted({str(Path(path).relative_to(place / "run")) for path in disk.opened} - {"."})
     sizes = sorted({p.stat().st_size - 1 for p in (place / "run").rglob("*") if p.is_file()} - {-1})
-    trials: list[tuple[Callable[[Path, Path, str | int], str], str | int]] = [
+    trials: list[tuple[Callable[[Recipe, Path, Any], str], str | int]] = [
         *((full_from, name) for name in names),
         *((cut_off_at, size) for size in sizes),
     ]
@@ -115,9 +113,9 @@ def test_a_full_disk_at_every_file(folder: Path, undisturbed: Path) -> None:
             break
         shutil.rmtree(place / "run")
         sys.stdout.flush()
-        outcome = fault(folder, place / "run", at)
+        outcome = fault(recipe, place / "run", at)
         if outcome != "done all the same":
-            resumed(folder, place / "run")
+            run(recipe, place / "run", resume=(place / "run").exists())
         assert contents(place / "run") == expected, f"{fault.__name__} {at}: {outcome}"
         say(f"disk: {fault.__name__} {at}: {outcome}; bit-equal")
 
@@ -143,7 +141,7 @@ def talk(port: int, folder: Path, client: str, requests: int, failures: list[str
         body, answer = rng.randbytes(rng.randrange(1, 50_000)), None
         while answer is None:
             if connection is None:
-                connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=5)
+                connection = HTTPSConnection("127.0.0.1", port, context=context, timeout=20)
             try:
                 answer = ask(connection, folder / "clients" / client, body)
             except (OSError, HTTPException):
