@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import DataError
-from coterie.data.chats import ChatTemplate, Conversation
+from coterie.data.chats import ChatTemplate, Conversation, rendering
 from coterie.data.chats.messages import normal_messages, normal_tools
 
 TOOLS = [{"name": "look_up", "description": "Look it up.", "parameters": {"type": "object"}}]
@@ -92,6 +92,40 @@ def test_what_is_trained_begins_with_what_is_asked(style: str, data: Any) -> Non
             call["function"]["name"] in text for call in messages[number].get("tool_calls", [])
         )
         assert int(part.ids[end - 1]) in template.stops
+
+
+@st.composite
+def long_conversations(draw: Any, style: str) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """Several conversations in one."""
+    messages, tools = draw(conversations(style))
+    for _ in range(draw(st.integers(2, 5))):
+        more, _ = draw(conversations(style))
+        start = next(i for i, own in enumerate(more) if own["role"] == "user")
+        messages += more[start:]
+    return messages, tools
+
+
+@pytest.mark.parametrize("style", STYLES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_answers_of_long_conversations_are_found_as_by_writing_all_before_each(
+    style: str, data: Any
+) -> None:
+    raw, tools = data.draw(long_conversations(style))
+    conversation = Conversation("row 1", normal_messages(raw), tools=normal_tools(tools))
+
+    ends = [i + 1 for i, own in enumerate(raw) if own["role"] == "user"]
+
+    def encoded(window: int) -> Any:
+        template = ChatTemplate(tokenizer_of(style))
+        decode = template.tokenizer.decode
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rendering, "_WINDOW", window)
+            parts = template.encode(conversation) + template.fitted(conversation, 60)
+            asked = [decode(template.prompt(raw[:end], tools)) for end in ends[len(ends) // 2 :]]
+        return [(decode(own.ids), decode(own.ids[own.counted])) for own in parts], asked
+
+    assert encoded(3) == encoded(10**9)
 
 
 def harmless(value: Any) -> Any:

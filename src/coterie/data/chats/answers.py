@@ -1,5 +1,6 @@
 """The tokens of a rendered conversation, and which of them are an assistant's answers."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -9,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.data.chats.messages import ASSISTANT
-from coterie.data.chats.rendering import Renders, Span
+from coterie.data.chats.rendering import Span
 from coterie.data.text_encoding import Ids, TextEncoder
 
 Loss = Literal["answers", "all"]
@@ -47,37 +47,19 @@ class Rendered:
         return ends
 
 
-class Rewritten(Exception):
-    """The template rewrites what came before an answer."""
-
-
-def added(renders: Renders, numbers: Sequence[int]) -> list[Span]:
-    """Return the characters that messages of these numbers add to their prompts. Raises Rewritten
-    where they cannot be told.
-    """
-    spans = list[Span]()
-    for i in numbers:
-        answer = renders.messages[i]["role"] == ASSISTANT
-        before = renders.before(i) if answer else renders.upto(i) if i else ""
-        behind = renders.upto(i + 1)
-        if before is None or not (behind.startswith(before) and renders.whole.startswith(behind)):
-            raise Rewritten
-        spans.append((len(before), len(behind)))
-    return spans
-
-
 def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> Span:
     """Return a marked span without the end of the answer's prompt, if that is marked, too.
 
     Args:
         text: All of it.
         span: What the template marks.
-        starts: The first characters of answers, as far as they can be told.
+        starts: The first characters of answers, as far as they can be told, in their order.
         header: What a prompt adds to the messages before it.
     """
     start, end = span
-    if within := [own for own in starts if start <= own < end]:
-        return within[0], end
+    place = bisect_left(starts, start)
+    if place < len(starts) and starts[place] < end:
+        return starts[place], end
     return (start + len(header), end) if text.startswith(header, start, end) else span
 
 
@@ -141,7 +123,7 @@ def counted(
     flags: Flags = np.zeros(len(ids), dtype=bool)
     is_special = np.isin(ids, list(special))
     for start, end in spans:
-        answer = np.flatnonzero(within(offsets, [(start, end)]))
+        answer = np.arange(len(ids))[_tokens_in(offsets, start, end)]
         if not len(answer):
             continue
         ends = answer[is_special[answer]]
@@ -157,8 +139,16 @@ def within(offsets: Ids, spans: Sequence[Span]) -> Flags:
     """Return which tokens lie in any of some spans."""
     inside: Flags = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
-        inside |= (offsets[:, 0] < end) & (offsets[:, 1] > start)
+        inside[_tokens_in(offsets, start, end)] = True
     return inside
+
+
+def _tokens_in(offsets: Ids, start: int, end: int) -> slice:
+    """Return which tokens have characters of a span."""
+    return slice(
+        int(np.searchsorted(offsets[:, 1], start, "right")),
+        int(np.searchsorted(offsets[:, 0], end, "left")),
+    )
 
 
 def ending(ids: Ids, flags: Flags) -> Rendered:

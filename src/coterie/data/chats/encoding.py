@@ -14,7 +14,8 @@ from coterie.core.protocol import ClientId
 from coterie.data.chats.answers import Loss, Rendered
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
-from coterie.data.chats.template import NO_TEMPLATE, ChatTemplate
+from coterie.data.chats.template import ChatTemplate
+from coterie.data.chats.writing import NO_TEMPLATE
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens

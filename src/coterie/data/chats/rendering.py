@@ -3,18 +3,24 @@
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from coterie.core.errors import DataError
-from coterie.data.chats.messages import REASONING, WEIGHT, Message, is_answer
+from coterie.data.chats.messages import ASSISTANT, REASONING, WEIGHT, Message, is_answer
 
-Write = Callable[[Sequence[Message], Sequence[Any] | None, bool], str]
+Write = Callable[[Sequence[Message], Sequence[Any] | None], str]
+WriteParts = Callable[
+    [Sequence[Message], Sequence[Any] | None, Sequence["Part"]], list[str | DataError]
+]
 Span = tuple[int, int]  # characters
 TOOLS = "tools["  # begins the names of tools among the parts of a conversation
 
+_WINDOW, _AT_ONCE = 8, 1000  # messages; parts of a conversation that are written at once
 _MARK = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_WORD = re.compile(r"zq\d+x\d+q")  # that stands for a part of a conversation
 _OPENS, _CLOSES = (f"\U000f0000{secrets.token_hex(8)}{sign}" for sign in "<>")
 
 
@@ -43,18 +49,38 @@ def spans_of(text: str) -> tuple[str, list[Span]]:
     return "".join(pieces), spans
 
 
-class Renders:
-    """The texts of a conversation up to each of its messages, each written once.
+class Rewritten(Exception):
+    """The template rewrites what came before an answer."""
+
+
+class Part(NamedTuple):
+    """A part of a conversation that is written: a system's message, and others.
 
     Args:
-        write: What writes messages.
+        begin: The first of the others.
+        end: The one behind the last.
+        prompt: Whether the beginning of an answer is to be behind it.
+    """
+
+    begin: int
+    end: int
+    prompt: bool = False
+
+
+class Renders:
+    """The texts of a conversation and of its parts, each written once.
+
+    Args:
+        write: What writes parts of messages.
         messages: All of them.
         tools: Descriptions of tools.
     """
 
-    def __init__(self, write: Write, messages: Sequence[Message], tools: Any) -> None:
+    def __init__(self, write: WriteParts, messages: Sequence[Message], tools: Any) -> None:
         self._write, self.messages, self._tools = write, messages, tools
-        self._texts: dict[tuple[int, bool], str] = {}
+        self._bounds = _bounds(messages)
+        self._texts: dict[Part, str | DataError] = {}
+        self._known: dict[bool, dict[int, Span]] = {}
 
     def upto(self, end: int, prompt: bool = False) -> str:
         """Return the text of the first messages; as a prompt, with the beginning of an answer.
@@ -62,9 +88,7 @@ class Renders:
         Raises:
             DataError: The template refuses them.
         """
-        if (end, prompt) not in self._texts:
-            self._texts[end, prompt] = self._write(self.messages[:end], self._tools, prompt)
-        return self._texts[end, prompt]
+        return self._of(Part(0, end, prompt))
 
     @property
     def whole(self) -> str:
@@ -82,13 +106,112 @@ class Renders:
                 raise
             return None
 
-    def starts(self, text: str) -> list[int]:
-        """Return the first characters of the answers in a text that begins with the messages, as
-        far as they can be told.
+    def added(self, numbers: Sequence[int]) -> list[Span]:
+        """Return the characters that messages of these numbers add to what was before, answers to
+        their prompts. Raises Rewritten where they cannot be told.
         """
+        known = self._by_windows(prompt=False)
+        return [known[i] if i in known else self._added(i) for i in numbers]
+
+    def _added(self, number: int) -> Span:
+        before = self.before(number) if self._is_answer(number) else self.upto(number)
+        behind = self.upto(number + 1)
+        if before is None or not (behind.startswith(before) and self.whole.startswith(behind)):
+            raise Rewritten
+        return len(before), len(behind)
+
+    def starts(self, prompt: bool = False) -> list[int]:
+        """Return the first characters of the answers in the text of all messages, as far as they
+        can be told.
+        """
+        known, text = self._by_windows(prompt), self.upto(len(self.messages), prompt)
         numbers = [i for i, message in enumerate(self.messages) if is_answer(message)]
-        prompts = [self.before(i) for i in numbers]
-        return [len(prompt) for prompt in prompts if prompt is not None and text.startswith(prompt)]
+        first = [self.before(i) for i in numbers if i < self._bounds[1]]
+        starts = [len(own) for own in first if own is not None and text.startswith(own)]
+        return starts + [known[i][0] for i in numbers if i in known]
+
+    def _by_windows(self, prompt: bool) -> dict[int, Span]:
+        """Return the characters that messages add to what was before, but those of the first
+        window. To write all that is before each of them would take a time quadratic in messages.
+
+        What messages add to a few before them is looked for in the text of all, behind what those
+        add: so it is told that they add the same there.
+        """
+        if prompt not in self._known:
+            spans = self._known.setdefault(prompt, {})
+            windows = list(zip(*(self._bounds[i:] for i in range(3)), strict=False))
+            whole = Part(0, len(self.messages), prompt)
+            edges = [self._edges(begin, range(first, end)) for begin, first, end in windows]
+            last = [Part(0, whole.end - 1, prompt=True)] if not prompt else []
+            # the first window tells most templates of which the others do not hold
+            self._ask([whole, *last, *self._edges(0, range(self._bounds[1])), *chain(*edges[:1])])
+            place = 0
+            for number, (begin, first, end) in enumerate(windows):
+                place = place or len(self.upto(first))
+                if number == 1:
+                    self._ask(chain(*edges))
+                try:
+                    added, places = self._window(begin, range(first, end), prompt)
+                except (Rewritten, DataError):  # which refuses a part of a conversation
+                    break
+                if not self._of(whole).startswith(added, place):
+                    break
+                spans |= {i: (place + start, place + end) for i, (start, end) in places.items()}
+                place += len(added)
+        return self._known[prompt]
+
+    def _window(self, begin: int, numbers: range, prompt: bool) -> tuple[str, dict[int, Span]]:
+        """Return what messages add to those from `begin` on, and where in it each of them stands.
+        Raises Rewritten where it cannot be told, DataError where the template refuses them.
+        """
+        is_last = numbers.stop == len(self.messages)
+        whole = self._of(Part(begin, numbers.stop, prompt and is_last))
+        before = self._of(Part(begin, numbers.start))
+        if not whole.startswith(before):
+            raise Rewritten
+        places: dict[int, Span] = {}
+        for i in numbers:
+            start = self._of(Part(begin, i, self._is_answer(i)))
+            behind = self._of(Part(begin, i + 1))
+            if behind.startswith(start) and whole.startswith(behind):
+                places[i] = (len(start) - len(before), len(behind) - len(before))
+        return whole[len(before) :], places
+
+    def _edges(self, begin: int, numbers: range) -> list[Part]:
+        """Return the parts whose texts end where messages begin and end."""
+        ends = [Part(begin, i) for i in range(numbers.start, numbers.stop + 1)]
+        return ends + [Part(begin, i, prompt=True) for i in numbers if self._is_answer(i)]
+
+    def _is_answer(self, number: int) -> bool:
+        return bool(self.messages[number]["role"] == ASSISTANT)
+
+    def _of(self, part: Part) -> str:
+        """Return the text of a part. Raises DataError."""
+        self._ask([part])
+        text = self._texts[part]
+        if isinstance(text, DataError):
+            raise text
+        return text
+
+    def _ask(self, parts: Iterable[Part]) -> None:
+        """Have those parts written that are not yet."""
+        missing = [part for part in dict.fromkeys(parts) if part not in self._texts]
+        for i in range(0, len(missing), _AT_ONCE):
+            some = missing[i : i + _AT_ONCE]
+            texts = self._write(self.messages, self._tools, some)
+            self._texts |= zip(some, texts, strict=True)
+
+
+def _bounds(messages: Sequence[Message]) -> list[int]:
+    """Return where windows of a conversation begin, and its end: with messages of a user behind an
+    answer, of which there are as many as can be written up to each.
+    """
+    bounds = [0]
+    for i in range(1, len(messages)):
+        is_turn = messages[i]["role"] == "user" and is_answer(messages[i - 1])
+        if is_turn and i >= bounds[-1] + _WINDOW:
+            bounds.append(i)
+    return [*bounds, len(messages)]
 
 
 def as_template(message: Message, arguments_as_text: bool) -> Message:
@@ -142,10 +265,10 @@ def left_out(
     words = [_in_words(i, own, word_for, i in trained) for i, own in enumerate(messages)]
     named = [_tool_in_words(i, tool, word_for) for i, tool in enumerate(tools or ())]
     try:
-        text = write(words, named or None, False).lower()
-        return [part.name for part in parts if part.word not in text]
+        written = set(_WORD.findall(write(words, named or None).lower()))
+        return [part.name for part in parts if part.word not in written]
     except DataError:  # it does not take such words
-        text = write(messages, tools, False)
+        text = write(messages, tools)
         return [part.name for part in parts if part.text.strip() not in text]
 
 

@@ -18,8 +18,6 @@ from coterie.data.chats.answers import (
     REMEDY,
     Loss,
     Rendered,
-    Rewritten,
-    added,
     behind_prompt,
     counted,
     ending,
@@ -38,13 +36,14 @@ from coterie.data.chats.reading import Conversation
 from coterie.data.chats.rendering import (
     TOOLS,
     Renders,
+    Rewritten,
     Span,
-    as_template,
     left_out,
     spans_of,
     with_marks,
 )
 from coterie.data.chats.shortening import answers_apart, longest_that, without_greeting
+from coterie.data.chats.writing import Writer
 from coterie.data.text_encoding import ControlTokens, TextEncoder
 
 GENERATION = "its {% generation %} marks"
@@ -57,15 +56,22 @@ _EXAMPLE: list[Message] = [
     {"role": "user", "content": "And three and three?"},
     {"role": "assistant", "content": "That is six."},
 ]
-_CALL: Message = {"function": {"name": "add", "arguments": {"summand": "two"}}}
 _LEFT_OUT = (
     "Change the rows (another role, or the text in the content), or use another base or "
     "data.chat_template, whose template writes it."
 )
-NO_TEMPLATE = (
-    "Use a base that has one (their names often end in -Instruct or -chat), or name a file: "
-    "--set data.chat_template=FILE."
-)
+
+
+class TooLong(DataError):
+    """Messages are longer than they may be.
+
+    Args:
+        tokens: How many they have at least.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"the messages have {tokens:,} tokens", "Leave out the oldest.")
+        self.tokens = tokens
 
 
 class ChatTemplate:
@@ -88,6 +94,7 @@ class ChatTemplate:
         self.template: str | None = own if template is None else template
         self.with_tools = several.get("tool_use", own) if template is None else template
         self.texts = TextEncoder(tokenizer, control_tokens, self.template)
+        self._writer = Writer(self.template, self.with_tools, self.texts)
 
     @property
     def has_marks(self) -> bool:
@@ -125,31 +132,28 @@ class ChatTemplate:
         Raises:
             DataError: The base has no template, or it refuses these messages.
         """
-        return self.texts.unmarked(self._write(messages, tools, prompt))
+        return self.texts.unmarked(self._writer.text(messages, tools, prompt))
 
     def prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        most: int | None = None,
     ) -> list[int]:
         """Return the token ids that a model continues with its answer.
 
         Args:
             messages: In any form that `normal_messages` takes.
             tools: Descriptions of tools.
+            most: Tokens; messages of more are refused as soon as that is told.
 
         Raises:
             DataError: They are no messages, or the template refuses them or leaves out a part.
+            TooLong: They have more tokens.
         """
-        renders, text = self._asked(messages, tools)
-        ids: list[int] = tokens(self.texts, text, renders.starts(text))[0].tolist()
+        renders, text = self._asked(messages, tools, most)
+        ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()
         return ids
-
-    def opening(self, messages: Sequence[Message], answer: str = "") -> str:
-        """Return the text of `prompt` and of an answer so far, for who encodes it as text: without
-        the first token that the tokenizer itself puts before texts. Raises DataError.
-        """
-        text, first = self._asked(messages)[1], self.tokenizer.bos_token
-        text = self.texts.unmarked(text)
-        return (text.removeprefix(first) if first and self.texts.begin else text) + answer
 
     def opened(self, messages: Sequence[Message], answer: str = "") -> str:
         """Return the text of `prompt` and of an answer so far, marked, which `TextEncoder.prompt`
@@ -164,22 +168,7 @@ class ChatTemplate:
         Raises:
             DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
         """
-        return [rendered for _, rendered in self._parts(conversation, loss)]
-
-    def _parts(self, conversation: Conversation, loss: Loss) -> list[tuple[Conversation, Rendered]]:
-        """Return what `encode` does, each with the conversation that it is of."""
-        try:
-            return [(conversation, self._whole(conversation, loss))]
-        except Rewritten:
-            pass
-        try:
-            return [(part, self._whole(part, loss)) for part in answers_apart(conversation)]
-        except Rewritten:
-            raise DataError(
-                f"{conversation.where}: the chat template writes an answer otherwise than behind "
-                f"its own prompt",
-                REMEDY,
-            ) from None
+        return self._parts(conversation, loss, None)
 
     def fitted(
         self, conversation: Conversation, room: int, loss: Loss = "answers"
@@ -187,21 +176,49 @@ class ChatTemplate:
         """As `encode`, each of at most `room` tokens: the oldest messages are left out, but for a
         system's; if the last exchange alone is too long, its beginning is cut.
         """
-        return [
-            rendered if len(rendered.ids) <= room else self._shortened(part, room, loss)
-            for part, rendered in self._parts(conversation, loss)
-        ]
+        return self._parts(conversation, loss, room)
 
-    def _shortened(self, conversation: Conversation, room: int, loss: Loss) -> Rendered:
+    def _parts(self, conversation: Conversation, loss: Loss, room: int | None) -> list[Rendered]:
+        try:
+            whole = self._whole(conversation, loss)
+            if room is None or len(whole.ids) <= room:
+                return [whole]
+            return [self._longest(conversation, loss, room)[0]]
+        except Rewritten:
+            pass
+        rendered, kept = list[Rendered](), 1
+        try:
+            for part in answers_apart(conversation):
+                one, kept = self._longest(part, loss, room, kept + 1)
+                rendered.append(one)
+        except Rewritten:
+            raise DataError(
+                f"{conversation.where}: the chat template writes an answer otherwise than behind "
+                f"its own prompt",
+                REMEDY,
+            ) from None
+        return rendered
+
+    def _longest(
+        self, conversation: Conversation, loss: Loss, room: int | None, guess: int = 1
+    ) -> tuple[Rendered, int]:
+        """Return what there is room for, and how many turns that is. Raises as `_whole`."""
+        if room is None:
+            return self._whole(conversation, loss), 0
+        rendered: dict[int, Rendered] = {}  # by how many messages there are
+
         def fits(part: Conversation) -> bool:
-            return len(self._whole(part, loss).ids) <= room
+            rendered[len(part.messages)] = last = self._whole(part, loss)
+            return len(last.ids) <= room
 
-        last = replace(self._whole(longest_that(fits, conversation), loss), cut=True)
+        longest, kept = longest_that(fits, conversation, guess)
+        last = rendered[len(longest.messages)]
+        cut = last.cut or len(longest.messages) < len(conversation.messages)
         if len(last.ids) <= room:
-            return last
+            return replace(last, cut=cut), kept
         flags = last.counted[-room:].copy()
         flags[0] = False
-        return replace(last, ids=last.ids[-room:], counted=flags)
+        return replace(last, ids=last.ids[-room:], counted=flags, cut=True), kept
 
     def _whole(self, conversation: Conversation, loss: Loss) -> Rendered:
         """Return a conversation in one piece. Raises Rewritten or DataError."""
@@ -222,15 +239,16 @@ class ChatTemplate:
     def _messages(self, conversation: Conversation, loss: Loss) -> Rendered:
         messages, tools, trained = conversation.messages, conversation.tools, conversation.trained
         self.texts.check([messages, tools])
-        renders = self._renders(messages, tools)
-        text = renders.whole
+        renders = self._writer.renders(messages, tools)
         if loss == "all":
             silent = [i for i, message in enumerate(messages) if message.get(WEIGHT) == 0]
-            spans = added(renders, silent)
+            spans, starts = renders.added(silent), renders.starts()
         else:
-            spans = self._answers(renders, conversation)
+            spans, starts = self._answers(renders, conversation), renders.starts()
+            starts = sorted({*starts, *(start for start, _ in spans)})
         without_tools = self._refuse_left_out(messages, tools, trained)
-        ids, offsets = tokens(self.texts, text, renders.starts(text))
+        text = renders.whole
+        ids, offsets = tokens(self.texts, text, starts)
         if loss == "answers":
             flags = counted(text, ids, offsets, spans, self._special)
         else:
@@ -243,16 +261,16 @@ class ChatTemplate:
         """
         if self.has_marks:
             return self._marked(renders, conversation)
-        numbers = [i for i in conversation.trained if renders.before(i) is not None]
-        return added(renders, numbers)
+        numbers = [i for i in conversation.trained if i or renders.before(i) is not None]
+        return renders.added(numbers)
 
     def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
         """Return the characters that the template marks of the trained answers, without what their
         prompts end with.
         """
-        marked = with_marks(self._template_for(conversation.tools))
+        marked = with_marks(self._writer.template_for(conversation.tools))
         text, spans = spans_of(
-            self._write(conversation.messages, conversation.tools, template=marked)
+            self._writer.text(conversation.messages, conversation.tools, template=marked)
         )
         if text != renders.whole:  # which the marks would have to leave alone
             raise Rewritten
@@ -266,32 +284,41 @@ class ChatTemplate:
                 f"{{% generation %}}, so that those of the prompt cannot be told",
                 REMEDY,
             )
-        starts = renders.starts(text)
+        starts = renders.starts()
         return [behind_prompt(text, span, starts, self._header) for span in spans]
 
     @cached_property
     def _header(self) -> str:
         """What a prompt adds to the messages before it."""
         messages = _EXAMPLE[:1]
-        prompt = self._write(messages, prompt=True)
-        return prompt.removeprefix(self._write(messages))
+        prompt = self._writer.text(messages, prompt=True)
+        return prompt.removeprefix(self._writer.text(messages))
 
     def _asked(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] | None = None,
+        most: int | None = None,
     ) -> tuple[Renders, str]:
-        """Return the texts of messages that are asked, and that of the prompt. Raises DataError."""
+        """Return the texts of messages that are asked, and their prompt. Raises as `prompt`."""
         normal, described = normal_messages(messages), normal_tools(tools)
         self.texts.check([normal, described])
         try:
-            return self._prompted(normal, described)
+            return self._prompted(normal, described, most)
+        except TooLong:
+            raise
         except DataError:
             for rest in without_greeting(Conversation("", normal)):
-                return self._prompted(rest.messages, described)
+                return self._prompted(rest.messages, described, most)
             raise
 
-    def _prompted(self, messages: Sequence[Message], tools: Any) -> tuple[Renders, str]:
-        renders = self._renders(messages, tools)
+    def _prompted(
+        self, messages: Sequence[Message], tools: Any, most: int | None
+    ) -> tuple[Renders, str]:
+        renders = self._writer.renders(messages, tools)
         text = renders.upto(len(messages), prompt=True)
+        if most is not None and (count := len(self.texts.encode_marked(text)[0])) > most:
+            raise TooLong(count)
         self._refuse_left_out(messages, tools, ())
         return renders, text
 
@@ -301,81 +328,10 @@ class ChatTemplate:
         """Refuse messages of which the template leaves out a part; return whether it leaves out
         the tools, which some that write calls do not describe.
         """
-        missing = left_out(self._write, messages, tools, trained)
+        missing = left_out(self._writer.text, messages, tools, trained)
         if parts := [name for name in missing if not name.startswith(TOOLS)]:
             raise DataError(f"the chat template leaves out {', '.join(parts)}", _LEFT_OUT)
         return bool(missing)
-
-    def _write(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None = None,
-        prompt: bool = False,
-        template: str | None = None,
-    ) -> str:
-        """Return the text of messages, marked. Raises DataError."""
-        return self._written(*self._shown(messages, tools), prompt, template)
-
-    def _renders(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Renders:
-        return Renders(self._written, *self._shown(messages, tools))
-
-    def _shown(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        arguments_as_text: bool | None = None,
-    ) -> tuple[list[Message], Any]:
-        """Return messages and tools as the template is given them."""
-        if arguments_as_text is None:
-            arguments_as_text = self._arguments_as_text
-        shown = [as_template(message, arguments_as_text) for message in messages]
-        if self.texts.control_tokens == "tokens":
-            return shown, tools
-        shield = self.texts.shield
-        return [shield(own, own["role"] == ASSISTANT) for own in shown], shield(tools)
-
-    def _written(
-        self,
-        shown: Sequence[Message],
-        tools: Sequence[Any] | None,
-        prompt: bool,
-        template: str | None = None,
-    ) -> str:
-        """Return what the template writes of what it is given, marked. Raises DataError."""
-        if self.template is None:
-            raise DataError("the base has no chat template", NO_TEMPLATE)
-        try:
-            (text,) = self.tokenizer.apply_chat_template(
-                [shown],  # a batch, since a list of no messages is refused
-                tools=tools,
-                chat_template=template or self._template_for(tools),
-                add_generation_prompt=prompt,
-                tokenize=False,
-            )
-        except Exception as error:  # templates raise whatever they like
-            reason = str(error).strip().split("\n")[0] or type(error).__name__
-            raise DataError(
-                f"the chat template refuses the messages: {reason}",
-                "Change the roles or their order, or use another base or data.chat_template.",
-            ) from None
-        return self.texts.marked(text)
-
-    def _template_for(self, tools: Sequence[Any] | None) -> str:
-        return str(self.with_tools if tools else self.template)
-
-    @cached_property
-    def _arguments_as_text(self) -> bool:
-        """Whether the template takes a call's arguments as JSON text alone."""
-        asked = [*_EXAMPLE[:1], {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}]
-
-        def written(as_text: bool) -> bool:
-            try:
-                text = self._written(*self._shown(asked, None, as_text), prompt=False)
-            except DataError:
-                return False
-            return "two" in text.partition("?")[2]
-
-        return written(True) and not written(False)
 
     @cached_property
     def _special(self) -> frozenset[int]:
