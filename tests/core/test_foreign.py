@@ -171,6 +171,19 @@ def test_a_key_twice_in_yaml_is_refused_by_name_and_line(text: str, tmp_path: Pa
             read(path)
 
 
+@pytest.mark.parametrize(
+    "field", ["epsilon", "delta", "runs", "rounds", "exchanges", "local_privacy.noise_at_least"]
+)
+def test_true_is_no_number_of_limits(field: str, tmp_path: Path) -> None:
+    """`epsilon: true` once was an epsilon of 1."""
+    section, _, name = field.rpartition(".")
+    (tmp_path / "limits.yaml").write_text(
+        f"{section}: {{{name}: true}}" if section else f"{name}: true"
+    )
+    with pytest.raises(CoterieError, match=f"{field}: must be a number, found true"):
+        limits.read(tmp_path / "limits.yaml")
+
+
 def test_what_a_merge_brings_may_be_said_anew() -> None:
     assert foreign.yaml_of("x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}")["y"] == {"a": 3, "b": 2}
 

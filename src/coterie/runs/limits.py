@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
 
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.extras import require
@@ -17,6 +17,17 @@ EXCHANGES = (
     8  # answers in a round of a device that protects its owner, unless its owner says otherwise
 )
 OWNERS = "The owner of the device decides, in its file of limits (coterie client --limits)."
+
+
+def _not_bool(value: object) -> object:
+    """Refuse true and false, which Python takes for 1 and 0. Raises ValueError."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number, found {str(value).lower()}")
+    return value
+
+
+_Float = Annotated[FiniteFloat, BeforeValidator(_not_bool)]
+_Int = Annotated[int, BeforeValidator(_not_bool)]
 _Named = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
@@ -25,9 +36,9 @@ class LocalPrivacy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    noise_at_least: Annotated[FiniteFloat, Field(gt=0, description="z, the noise multiplier")]
+    noise_at_least: Annotated[_Float, Field(gt=0, description="z, the noise multiplier")]
     clip_at_most: Annotated[
-        FiniteFloat | None,
+        _Float | None,
         Field(gt=0, description="C; null: any, as epsilon does not depend on it"),
     ] = None
 
@@ -55,13 +66,13 @@ class Limits(BaseModel):
         ),
     ] = None
     runs: Annotated[
-        int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")
+        _Int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")
     ] = None
-    rounds: Annotated[int | None, Field(ge=1, description="rounds of a run; null: any number")] = (
+    rounds: Annotated[_Int | None, Field(ge=1, description="rounds of a run; null: any number")] = (
         None
     )
     exchanges: Annotated[
-        int | None,
+        _Int | None,
         Field(
             ge=1,
             description=f"unlike answers in a round; null: {EXCHANGES} where updates are "
@@ -88,14 +99,14 @@ class Limits(BaseModel):
         Field(description="the least noise that updates leave with; null: as a run says"),
     ] = None
     epsilon: Annotated[
-        FiniteFloat | None,
+        _Float | None,
         Field(
             gt=0,
             description="privacy that may be spent over all runs, with noise only; null: any "
             "amount",
         ),
     ] = None
-    delta: Annotated[FiniteFloat, Field(gt=0, lt=1, description="of epsilon")] = 1e-5
+    delta: Annotated[_Float, Field(gt=0, lt=1, description="of epsilon")] = 1e-5
 
     @property
     def noisy(self) -> bool:
@@ -198,7 +209,7 @@ def read(path: Path) -> Limits:
 
 
 def _readable(kind: str, message: str) -> str:
-    known = ", ".join(Limits.model_fields)
+    known, message = ", ".join(Limits.model_fields), message.removeprefix("Value error, ")
     return (
         f"unknown key; there are {known}"
         if kind == "extra_forbidden"
