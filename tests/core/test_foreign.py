@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from coterie.core import foreign
 from coterie.core.errors import CheckpointError, CoterieError, DataError, TensorError
 from coterie.core.files import load, nbytes_of_file, read_json, save
 from coterie.core.packs import Entry
-from coterie.core.tensors import from_bytes, to_bytes
+from coterie.core.tensors import MOST_OF_ONE, from_bytes, to_bytes
 from coterie.data.archives import archives_in
 from coterie.data.chats.jinja import template_text
 from coterie.data.plain_text import read_text
@@ -233,6 +234,20 @@ def test_a_long_header_is_not_parsed(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(struct.pack("<Q", 99_000_002) + b"{" + b" " * 99_000_000 + b"}")
     with pytest.raises(CheckpointError, match="a header of 99,000,002 bytes, at most 16,777,216"):
         load(tmp_path / "a")
+
+
+def test_a_hundred_thousand_tensors_of_one_client_are_not_parsed(tmp_path: Path) -> None:
+    """Eight seconds of work for a reply of 6 MB without a value in it."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"x{k}": entry for k in range(100_000)}).encode()
+    content = struct.pack("<Q", len(header)) + header
+    (tmp_path / "a").write_bytes(content)
+    begun = time.process_time()
+    with pytest.raises(TensorError, match="at most 2,097,152 are read"):
+        from_bytes(content, most_header=MOST_OF_ONE)
+    with pytest.raises(CheckpointError, match="at most 2,097,152 are read"):
+        load(tmp_path / "a", MOST_OF_ONE)
+    assert time.process_time() - begun < 0.5
 
 
 @pytest.mark.parametrize(("offset", "length"), [(0, 2**62), (2**70, 8), (8, 2**40)])

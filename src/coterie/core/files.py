@@ -16,7 +16,7 @@ from safetensors.torch import save_file as _encode_file
 
 from coterie.core import foreign
 from coterie.core.errors import CheckpointError, Refused, SaveError
-from coterie.core.tensors import Named, Tensors, _dense, _owned, check_header
+from coterie.core.tensors import MOST_HEADER, Named, Tensors, _dense, _owned, check_header
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
@@ -73,13 +73,17 @@ def save(
     )
 
 
-def load(path: Path) -> tuple[Tensors, dict[str, str]]:
+def load(path: Path, most_header: int = MOST_HEADER) -> tuple[Tensors, dict[str, str]]:
     """Load the tensors and metadata of a safetensors file. The tensors own their memory.
+
+    Args:
+        path: The file.
+        most_header: Bytes of the names, shapes and dtypes.
 
     Raises:
         CheckpointError: The file is missing, truncated, not safetensors, or larger than memory.
     """
-    with _opened(path) as file:
+    with _opened(path, most_header) as file:
         return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(  # noqa: SIM118
             file.metadata() or {}
         )
@@ -117,12 +121,12 @@ def _too_large(path: Path) -> CheckpointError:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path, most_header: int) -> Iterator[Any]:
     from coterie.core.metrics import free_memory  # which imports this module
 
     try:
         with foreign.opened(path) as file:
-            check_header(file)
+            check_header(file, most_header)
             if os.fstat(file.fileno()).st_size > (
                 free_memory() or math.inf
             ):  # a sparse file takes no disk

@@ -20,7 +20,8 @@ Named = Mapping[str, Tensor]
 Tensors = dict[str, Tensor]
 T = TypeVar("T")
 
-MOST_HEADER = 16 << 20  # bytes of a safetensors header: of some 100,000 tensors
+MOST_HEADER = 16 << 20  # bytes of a safetensors header: of some 200,000 tensors
+MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, read in a second
 
 
 def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
@@ -148,14 +149,19 @@ def _dense(named: Named) -> Tensors:
     return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
 
-def from_bytes(data: bytes, what: str = "message") -> Tensors:
+def from_bytes(data: bytes, what: str = "message", most_header: int = MOST_HEADER) -> Tensors:
     """Return the inverse of `to_bytes`; the tensors own their memory, see `_owned`.
+
+    Args:
+        data: The bytes.
+        what: What they are, for messages.
+        most_header: Bytes of the names, shapes and dtypes.
 
     Raises:
         TensorError: The bytes are truncated or not safetensors.
     """
     try:
-        check_header(io.BytesIO(data))
+        check_header(io.BytesIO(data), most_header)
         decoded = {name: _owned(tensor) for name, tensor in _decode(data).items()}
     except (
         SafetensorError,
@@ -176,13 +182,13 @@ def from_bytes(data: bytes, what: str = "message") -> Tensors:
     return decoded
 
 
-def check_header(file: BinaryIO) -> None:
-    """Refuse the header of safetensors bytes that is longer than they are or than `MOST_HEADER`, or
-    names a tensor twice. Raises ValueError.
+def check_header(file: BinaryIO, most: int) -> None:
+    """Refuse the header of safetensors bytes that has more than `most` bytes, or names a tensor
+    twice. Raises ValueError.
     """
     length = int.from_bytes(file.read(8), "little")
-    if length > MOST_HEADER:
-        raise ValueError(f"a header of {length:,} bytes, at most {MOST_HEADER:,} are read")
+    if length > most:
+        raise ValueError(f"a header of {length:,} bytes, at most {most:,} are read")
     foreign.json_of(file.read(length))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.roles import EXPERT, GATE
-from coterie.core.tensors import Named, Tensors, prefixed, under
+from coterie.core.tensors import MOST_OF_ONE, Named, Tensors, prefixed, under
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.models.classifier import Classifier, Shape
 from coterie.models.common import CommonExpert, Normalisation
@@ -271,7 +271,7 @@ class PersonalClassifier:
         about = read_classifier(folder)
         about = about if base is None else about.at(base)
         source = folder / CLASSIFIER_WEIGHTS
-        tensors, _ = load_tensors(source)
+        tensors, _ = load_tensors(source, MOST_OF_ONE)
         model = _built(about, tensors, str(source), device)
         common = (
             prefixed(COMMON, under(COMMON, tensors)) if about.pool and about.pool.common else {}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
+from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
@@ -292,7 +293,7 @@ class PersonalModel:
         """Return the personal model in a client's folder; see `personal.load`."""
         verify(folder)
         about = read_about(folder)
-        tensors, _ = load_tensors(folder / WEIGHTS)
+        tensors, _ = load_tensors(folder / WEIGHTS, MOST_OF_ONE)
         backbone = backbone or Backbone.load(
             base or about.base, dtype=dtype, device=device, quantised=about.quantise
         )

@@ -261,7 +261,7 @@ class Flower:
         """Return a client's reply. Raises TensorError if there is none, if it reports a problem, or
         if it was not requested.
         """
-        from coterie.core.tensors import from_bytes, nbytes
+        from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
 
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s", "")
@@ -281,7 +281,8 @@ class Flower:
                 "",
             )
         try:
-            return reply, from_bytes(body, f"reply of client {client!r}") if body else {}
+            what = f"reply of client {client!r}"
+            return reply, from_bytes(body, what, MOST_OF_ONE) if body else {}
         except TensorError:
             raise
         except Exception as error:  # a dtype that PyTorch does not know, say
