@@ -25,7 +25,7 @@ from coterie.data.chats.jinja import template_text
 from coterie.data.plain_text import read_text
 from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, parsed
-from coterie.models.architecture import locate
+from coterie.models.architecture import Architecture, locate
 from coterie.models.networks import NetworkShape
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.requests import CompletionRequest
@@ -281,3 +281,20 @@ def test_tensors_beyond_memory_are_not_loaded(tmp_path: Path) -> None:
     os.truncate(tmp_path / "a", 8 + len(header) + 4 * numbers)
     with pytest.raises(CheckpointError, match=r"4,398,046,511,[0-9]+ bytes of tensors do not fit"):
         load(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_type": "llama", "num_hidden_layers": 10**9},
+        {"model_type": "qwen2", "num_hidden_layers": 10**9},
+        {"model_type": "gpt2", "n_layer": 10**9},
+        {"model_type": "mixtral", "num_local_experts": 10**9},
+        {"model_type": "llama", "num_labels": 10**12},
+        {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9}},
+    ],
+)
+def test_a_base_of_a_billion_layers_is_not_made(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CoterieError, match=r"is 1,000,000,000(,000)?, at most 1,000(,000)? are"):
+        Architecture.from_base(tmp_path)

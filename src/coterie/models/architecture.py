@@ -2,8 +2,10 @@
 configuration without its weights.
 """
 
+import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +130,7 @@ def configuration(base: str | Path, **settings: Any) -> Any:
     from transformers import AutoConfig
 
     source = locate(base)
-    if not trusted() and (code := _foreign_code(source)):
+    if (code := _foreign_code(source)) and not trusted():
         raise ModelError(
             f"base {str(base)!r} contains its own code ({', '.join(code)}), which was not run",
             _REMEDY_FOR_CODE,
@@ -150,10 +152,25 @@ def _foreign_code(source: str) -> list[str]:
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found, _ = PreTrainedConfig.get_config_dict(source)
+    _check_parts(found, source)
     named = found.get("auto_map")
     if not isinstance(named, dict) or found.get("model_type") in CONFIG_MAPPING:
         return []
     return sorted({str(value) for value in named.values()})
+
+
+def _check_parts(settings: Mapping[str, Any], source: str) -> None:
+    """Refuse more layers or experts than any base has: transformers would make each, for hours.
+    Raises ModelError.
+    """
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            _check_parts(value, source)
+        most = 10**6 if name == "num_labels" else _MOST_PARTS if _PARTS.match(name) else math.inf
+        if isinstance(value, int) and value > most:
+            raise ModelError(
+                f"base {source!r}: {name} is {value:,}, at most {most:,} are made", REMEDY
+            )
 
 
 def locate(base: str | Path) -> str:
@@ -230,6 +247,7 @@ _READ = (
     ".jinja",
     ".py",
 )  # endings of a base's files that change what it is
+_PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
 _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
