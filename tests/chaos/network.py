@@ -52,6 +52,7 @@ class Network:
         async with await asyncio.start_server(self._meet, "127.0.0.1", self.port):
             listening.set()
             await self._closing.wait()
+            self._reset()
 
     def close(self) -> None:
         """End it, and all connections."""
@@ -59,10 +60,11 @@ class Network:
         self._thread.join(10)
 
     def _reset(self) -> None:
-        for writer in self._open:
-            writer.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER
-            )
+        for writer in list(self._open):
+            with suppress(OSError):  # it may be closed already
+                writer.get_extra_info("socket").setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER
+                )
             writer.transport.abort()
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,7 +87,7 @@ class Network:
             left = self._rng.randrange(1, 20_000)
             while piece := await reader.read(_PIECE):
                 if self.fault == "silent":
-                    await asyncio.Event().wait()  # for ever: the way between the two is gone
+                    await self._closing.wait()  # the way between the two is gone for good
                 if self.fault == "slow":
                     await asyncio.sleep(0.05)
                 if self.fault == "reset":
