@@ -100,11 +100,12 @@ class Deployment:
         machine = self.rng.choice(self._machines)
         programs = PROGRAMS["server" if machine == "server" else "device"]
         what = self.rng.choice([*programs, *self._commands[machine]])
-        victims = (
-            left(self.folder / machine, programs[what])
-            if what in programs
-            else [self._commands[machine][what].process.pid]
-        )
+        if what in self._commands[machine]:
+            command = self._commands[machine][what].process
+            command.kill()
+            command.wait()
+            return f"kill -9 of {what} on {machine}, process {command.pid}"
+        victims = left(self.folder / machine, programs[what])
         if not victims:
             return f"{what} on {machine} is not running just now"
         number = self.rng.choice(sorted(victims))
