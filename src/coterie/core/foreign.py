@@ -12,7 +12,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -107,7 +107,8 @@ def json_of(text: str | bytes, finite: bool = True) -> Any:
 
     Args:
         text: The text; as bytes in UTF-8, or by its mark in UTF-16 or UTF-32.
-        finite: Whether NaN and infinite numbers are refused.
+        finite: Whether NaN, infinite numbers and whole ones of more than 40 digits are refused;
+            otherwise whoever checks the value names the field.
 
     Raises:
         ValueError: It is no JSON; an object has a key twice; it is nested more than `DEEPEST` deep;
@@ -117,7 +118,8 @@ def json_of(text: str | bytes, finite: bool = True) -> Any:
         text = text.decode(json.detect_encoding(text))
     try:
         value = (_FINITE if finite else _ANY).decode(text)
-        if text.count("[") + text.count("{") > DEEPEST or _ESCAPED_HALF.search(text):
+        nested = text.count("[") + text.count("{") > DEEPEST
+        if nested or _ESCAPED_HALF.search(text) or _HALF.search(text):
             _check(value)
     except _KeyTwice:
         raise ValueError(_first_duplicate(json.loads(text, object_pairs_hook=_Pairs))) from None
@@ -166,16 +168,10 @@ def _float(digits: str) -> float:
     return value
 
 
-def _decoder(parse_float: Callable[[str], float]) -> json.JSONDecoder:
-    return json.JSONDecoder(
-        object_pairs_hook=unique,
-        parse_int=_int,
-        parse_float=parse_float,
-        parse_constant=parse_float,
-    )
-
-
-_FINITE, _ANY = _decoder(_float), _decoder(float)
+_ANY = json.JSONDecoder(object_pairs_hook=unique)
+_FINITE = json.JSONDecoder(
+    object_pairs_hook=unique, parse_int=_int, parse_float=_float, parse_constant=_float
+)
 
 
 def _check(value: Any, depth: int = 0) -> None:

@@ -126,7 +126,7 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
     if not name.lstrip().startswith("{"):
         return recipes.load(name, overrides)
     try:
-        section = json_of(name)
+        section = json_of(name, finite=False)
     except ValueError as error:
         raise Refused(
             f"recipe: not JSON ({error})",

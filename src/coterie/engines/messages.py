@@ -217,7 +217,7 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
             _DAMAGED,
         )
     try:
-        found = kind.model_validate(json_of(text))
+        found = kind.model_validate(json_of(text, finite=False))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"

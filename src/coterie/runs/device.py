@@ -57,7 +57,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         alone: Whether it is a device, with one client's layout at a time; otherwise one of many
             that are simulated here.
     """
-    found = json_of(section)
+    found = json_of(section, finite=False)
     if not alone:
         return prepare(recipes.validate(found, "of the server"))
     recipe = recipes.validate(_own(found, data, base), "of the server")
