@@ -2,6 +2,7 @@
 meanwhile is named, and never taken.
 """
 
+import gc
 import json
 import os
 import re
@@ -68,6 +69,21 @@ def resumed(out: Path, **options: bool) -> dict:
     return as_json(
         runs.run(recipes.load("cobo-digits", DIGITS), out, **({"resume": True} | options))
     )[-1]
+
+
+def test_a_finished_run_that_is_resumed_leaves_no_folder_behind(
+    whole: Path, tmp_path: Path
+) -> None:
+    """In a process that goes on: one that ends takes its folder of states away."""
+    out = tmp_path / "run"
+    shutil.copytree(whole, out)
+    (out / "report.html").unlink()  # the disk was full
+    gc.disable()
+    try:
+        resumed(out)
+        assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()}
+    finally:
+        gc.enable()
 
 
 def is_whole(out: Path, whole: Path, ours: dict) -> None:

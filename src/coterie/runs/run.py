@@ -256,6 +256,7 @@ def _executed(execution: Execution, changed: bool) -> Result:
     if not execution.recipe.samples:
         (folder / ROUTING).unlink(missing_ok=True)
     if kept.done():
+        execution.engine.close()
         execution.reporter.known(execution.title)
         return Result.read(folder)
     write_atomically(folder / RECIPE, recipes.dump(execution.recipe).encode())
