@@ -1,7 +1,9 @@
 """`serve --api` as programs use it: OpenAI's own client against a server on this machine."""
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import openai
 import pytest
@@ -10,6 +12,7 @@ from test_many_models import LAYOUTS
 
 import coterie
 from coterie.core.errors import Refused
+from coterie.data.chats import jinja_process
 from coterie.models.adapter import Layout
 from coterie.personal.api import server
 from coterie.personal.api.server import Settings
@@ -288,6 +291,60 @@ def test_log_probabilities_of_a_chat(chat):
             assert len(token.top_logprobs) == 2
             assert token.logprob <= token.top_logprobs[0].logprob
             assert bytes(token.bytes)
+
+
+@pytest.mark.parametrize("count", [61, 65, 20_000])
+def test_many_messages_are_refused_before_others_wait_for_them(chat, count):
+    _, address = chat
+    client = connect(address)
+    messages = [{"role": ("user", "assistant")[i % 2], "content": "a"} for i in range(count)]
+    begun = time.monotonic()
+    with pytest.raises(openai.BadRequestError) as e:
+        client.chat.completions.create(model="ann", messages=messages)
+    assert time.monotonic() - begun < 10
+    assert e.value.code == "context_length_exceeded"
+    assert client.completions.create(model="ann", prompt="a", max_tokens=1).choices
+
+
+ENDLESS = (
+    "{% for m in messages %}{% if m.content == 'endless' %}"
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{{ m.role[:1] }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("who", ["the caller", "the server"])
+def test_a_template_that_does_not_end_ends_with_who_waits_for_it(
+    chatting, bases, make_run, monkeypatch, who
+):
+    (chatting / "chat_template.jinja").write_text(ENDLESS)
+    monkeypatch.setitem(bases, "llama", chatting)
+    monkeypatch.setattr(jinja_process.shared, "seconds", 100.0)
+    models = coterie.load_all(make_run("llama", **LAYOUTS))
+    problems: list[str] = []
+    manager = server.served(models, Settings(0, token=TOKEN), problems.append)
+    address = manager.__enter__()
+    ordinary = {"model": "ben", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    assert connect(address).chat.completions.create(**ordinary).choices
+    endless = ordinary | {"messages": [{"role": "user", "content": "endless"}]}
+
+    def ask(timeout: float) -> None:
+        with suppress(openai.OpenAIError):
+            connect(address, timeout=timeout).chat.completions.create(**endless)
+
+    begun = time.monotonic()
+    if who == "the caller":
+        ask(0.5)
+        assert connect(address).chat.completions.create(**ordinary).choices
+        manager.__exit__(None, None, None)
+    else:
+        caller = threading.Thread(target=ask, args=(60.0,))
+        caller.start()
+        time.sleep(0.5)
+        manager.__exit__(None, None, None)
+        caller.join()
+    assert time.monotonic() - begun < 40
+    assert problems == []
 
 
 def test_messages_that_the_template_refuses(chat):

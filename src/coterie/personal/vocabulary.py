@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a token that is one byte
@@ -20,6 +20,11 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.anchor: int = tokenizer("a", add_special_tokens=False)["input_ids"][-1]
         self.anchor_text: str = tokenizer.decode([self.anchor])
+
+    @cached_property
+    def longest(self) -> int:
+        """The most characters that a token can stand for."""
+        return max(map(len, self.tokenizer.get_vocab()))
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
         """Return the text of tokens behind a letter.

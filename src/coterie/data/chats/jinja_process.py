@@ -16,7 +16,7 @@ from typing import Any
 
 from coterie.core.errors import DataError
 from coterie.data.chats.messages import Message, leading
-from coterie.data.chats.rendering import Part
+from coterie.data.chats.rendering import Excerpt
 
 SECONDS = 10.0  # for what is asked at once
 CHARACTERS = 1 << 24  # of a text
@@ -45,7 +45,7 @@ class JinjaProcess:
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
-        wanted: Sequence[Part],
+        wanted: Sequence[Excerpt],
     ) -> list[str | DataError]:
         """Return what a template writes of each part of messages, or how it refuses it.
 

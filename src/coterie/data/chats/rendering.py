@@ -13,7 +13,7 @@ from coterie.data.chats.messages import ASSISTANT, REASONING, WEIGHT, Message, i
 
 Write = Callable[[Sequence[Message], Sequence[Any] | None], str]
 WriteParts = Callable[
-    [Sequence[Message], Sequence[Any] | None, Sequence["Part"]], list[str | DataError]
+    [Sequence[Message], Sequence[Any] | None, Sequence["Excerpt"]], list[str | DataError]
 ]
 Span = tuple[int, int]  # characters
 TOOLS = "tools["  # begins the names of tools among the parts of a conversation
@@ -53,8 +53,8 @@ class Rewritten(Exception):
     """The template rewrites what came before an answer."""
 
 
-class Part(NamedTuple):
-    """A part of a conversation that is written: a system's message, and others.
+class Excerpt(NamedTuple):
+    """An excerpt of a conversation, to be written: a system's message, and others.
 
     Args:
         begin: The first of the others.
@@ -79,7 +79,7 @@ class Renders:
     def __init__(self, write: WriteParts, messages: Sequence[Message], tools: Any) -> None:
         self._write, self.messages, self._tools = write, messages, tools
         self._bounds = _bounds(messages)
-        self._texts: dict[Part, str | DataError] = {}
+        self._texts: dict[Excerpt, str | DataError] = {}
         self._known: dict[bool, dict[int, Span]] = {}
 
     def upto(self, end: int, prompt: bool = False) -> str:
@@ -88,7 +88,7 @@ class Renders:
         Raises:
             DataError: The template refuses them.
         """
-        return self._of(Part(0, end, prompt))
+        return self._of(Excerpt(0, end, prompt))
 
     @property
     def whole(self) -> str:
@@ -140,9 +140,9 @@ class Renders:
         if prompt not in self._known:
             spans = self._known.setdefault(prompt, {})
             windows = list(zip(*(self._bounds[i:] for i in range(3)), strict=False))
-            whole = Part(0, len(self.messages), prompt)
+            whole = Excerpt(0, len(self.messages), prompt)
             edges = [self._edges(begin, range(first, end)) for begin, first, end in windows]
-            last = [Part(0, whole.end - 1, prompt=True)] if not prompt else []
+            last = [Excerpt(0, whole.end - 1, prompt=True)] if not prompt else []
             # the first window tells most templates of which the others do not hold
             self._ask([whole, *last, *self._edges(0, range(self._bounds[1])), *chain(*edges[:1])])
             place = 0
@@ -165,27 +165,27 @@ class Renders:
         Raises Rewritten where it cannot be told, DataError where the template refuses them.
         """
         is_last = numbers.stop == len(self.messages)
-        whole = self._of(Part(begin, numbers.stop, prompt and is_last))
-        before = self._of(Part(begin, numbers.start))
+        whole = self._of(Excerpt(begin, numbers.stop, prompt and is_last))
+        before = self._of(Excerpt(begin, numbers.start))
         if not whole.startswith(before):
             raise Rewritten
         places: dict[int, Span] = {}
         for i in numbers:
-            start = self._of(Part(begin, i, self._is_answer(i)))
-            behind = self._of(Part(begin, i + 1))
+            start = self._of(Excerpt(begin, i, self._is_answer(i)))
+            behind = self._of(Excerpt(begin, i + 1))
             if behind.startswith(start) and whole.startswith(behind):
                 places[i] = (len(start) - len(before), len(behind) - len(before))
         return whole[len(before) :], places
 
-    def _edges(self, begin: int, numbers: range) -> list[Part]:
+    def _edges(self, begin: int, numbers: range) -> list[Excerpt]:
         """Return the parts whose texts end where messages begin and end."""
-        ends = [Part(begin, i) for i in range(numbers.start, numbers.stop + 1)]
-        return ends + [Part(begin, i, prompt=True) for i in numbers if self._is_answer(i)]
+        ends = [Excerpt(begin, i) for i in range(numbers.start, numbers.stop + 1)]
+        return ends + [Excerpt(begin, i, prompt=True) for i in numbers if self._is_answer(i)]
 
     def _is_answer(self, number: int) -> bool:
         return bool(self.messages[number]["role"] == ASSISTANT)
 
-    def _of(self, part: Part) -> str:
+    def _of(self, part: Excerpt) -> str:
         """Return the text of a part. Raises DataError."""
         self._ask([part])
         text = self._texts[part]
@@ -193,7 +193,7 @@ class Renders:
             raise text
         return text
 
-    def _ask(self, parts: Iterable[Part]) -> None:
+    def _ask(self, parts: Iterable[Excerpt]) -> None:
         """Have those parts written that are not yet."""
         missing = [part for part in dict.fromkeys(parts) if part not in self._texts]
         for i in range(0, len(missing), _AT_ONCE):

@@ -7,7 +7,7 @@ from typing import Any
 from coterie.core.errors import DataError
 from coterie.data.chats.jinja_process import shared
 from coterie.data.chats.messages import ASSISTANT, Message, user
-from coterie.data.chats.rendering import Part, Renders, as_template
+from coterie.data.chats.rendering import Excerpt, Renders, as_template
 from coterie.data.text_encoding import TextEncoder
 
 NO_TEMPLATE = (
@@ -51,7 +51,7 @@ class Writer:
         Raises:
             DataError: The base has no template, or it refuses these messages.
         """
-        part = Part(0, len(messages), prompt)
+        part = Excerpt(0, len(messages), prompt)
         (text,) = self._texts_of(*self._shown(messages, tools), [part], template)
         if isinstance(text, DataError):
             raise text
@@ -67,7 +67,7 @@ class Writer:
         self,
         shown: Sequence[Message],
         tools: Sequence[Any] | None,
-        wanted: Sequence[Part],
+        wanted: Sequence[Excerpt],
         template: str | None = None,
     ) -> list[str | DataError]:
         """Return what the template writes of parts of what it is given, or how it refuses them.
@@ -102,7 +102,7 @@ class Writer:
 
         def written(as_text: bool) -> bool:
             shown = self._shown(asked, None, as_text)
-            (text,) = self._texts_of(*shown, [Part(0, len(asked))])
+            (text,) = self._texts_of(*shown, [Excerpt(0, len(asked))])
             return isinstance(text, str) and "two" in text.partition("?")[2]
 
         return written(True) and not written(False)

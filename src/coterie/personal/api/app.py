@@ -79,13 +79,13 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
         asked = await self._asked(request, CompletionRequest)
-        prepared = await self._prepared(self.preparation.completion, asked)
+        prepared = await self._prepared(request, self.preparation.completion, asked)
         return await self._answer(request, asked, prepared, Answers)
 
     async def chat(self, request: Request) -> Response:
         """Answer the last message of a chat."""
         asked = await self._asked(request, ChatRequest)
-        prepared = await self._prepared(self.preparation.chat, asked)
+        prepared = await self._prepared(request, self.preparation.chat, asked)
         return await self._answer(request, asked, prepared, ChatAnswers)
 
     def _about(self, client: str) -> dict[str, Any]:
@@ -122,9 +122,20 @@ class Api:
             raise ApiError(413, f"The body has more than {most:,} bytes. Send fewer prompts.")
         return bytes(body)
 
-    async def _prepared(self, prepare: Callable[[_R], Prepared], asked: _R) -> Prepared:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, prepare, asked)
+    async def _prepared(
+        self, request: Request, prepare: Callable[[_R], Prepared], asked: _R
+    ) -> Prepared:
+        """Return what a request is to continue. Raises ClientDisconnect where its caller goes
+        before; then it is prepared no further.
+        """
+        preparing = self._worker.submit(prepare, asked)
+        work = asyncio.wrap_future(preparing)
+        if await _is_gone_before(request, work):
+            work.cancel()
+            if not preparing.cancel():  # it runs
+                self.preparation.interrupt()
+            raise ClientDisconnect
+        return work.result()
 
     async def _answer(
         self,
@@ -143,13 +154,12 @@ class Api:
         if asked.stream:
             return _Stream(job, _events(job, answers, asked.stream_options.include_usage))
         work = asyncio.ensure_future(_whole(job, answers))
-        gone = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(work.result()) if work.done() else Response(status_code=_GONE)
+            if await _is_gone_before(request, work):
+                return Response(status_code=_GONE)
+            return JSONResponse(work.result())
         finally:
             job.cancel()
-            gone.cancel()
             work.cancel()
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
@@ -174,6 +184,16 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.job.cancel()
+
+
+async def _is_gone_before(request: Request, work: "asyncio.Future[Any]") -> bool:
+    """Wait for some work, and return whether the request's caller is gone before it is done."""
+    gone = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
+    try:
+        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return not work.done()
+    finally:
+        gone.cancel()
 
 
 async def _whole(job: Job, answers: Answers) -> dict[str, Any]:

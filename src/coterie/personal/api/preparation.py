@@ -3,10 +3,13 @@
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from coterie.core import names
 from coterie.core.errors import DataError
+from coterie.data.chats import jinja_process
 from coterie.data.chats.messages import Mistake
+from coterie.data.chats.template import TooLong
 from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.many import ManyModels
@@ -55,7 +58,12 @@ class Preparation:
         ends = [own] if ends is None else ends if isinstance(ends, list) else [ends]
         self.ends = frozenset(i for i in ends if i is not None)
         self.chats = models.chats
+        self._longest = self.vocabulary.longest
         self.chat_ends = self.ends | frozenset(self.chats.stops)
+
+    def interrupt(self) -> None:
+        """End what takes long of the request that is prepared."""
+        jinja_process.shared.end()
 
     def client(self, model: str) -> str:
         """Return the client that a request's model names.
@@ -132,8 +140,12 @@ class Preparation:
                 "messages",
                 "no_chat_template",
             )
+        self._refuse_long([own.get("content") for own in request.messages], "messages")
         try:
-            return self.chats.prompt(request.messages, request.tools)
+            return self.chats.prompt(request.messages, request.tools, self.context)
+        except TooLong as error:
+            self._fits(error.tokens, 1, "messages")
+            raise
         except Mistake as mistake:
             problem = f"Invalid 'messages': {shown(mistake.problem)}"
             raise ApiError(400, problem, "messages") from None
@@ -146,11 +158,19 @@ class Preparation:
         that the base lacks, and for control tokens in a text where they are refused.
         """
         try:
+            self._refuse_long([prompt], "prompt")
             ids = self.models.texts.prompt(prompt) if isinstance(prompt, str) else list(prompt)
         except DataError as error:
             raise ApiError(400, f"Invalid 'prompt': {error.problem}", "prompt") from None
         self._check_ids(ids, "prompt")
         return ids
+
+    def _refuse_long(self, contents: Sequence[Any], param: str) -> None:
+        """Refuse prompts or contents of messages that cannot have so few tokens, before any work is
+        done for them.
+        """
+        characters = sum(map(_length, contents))
+        self._fits(max(len(contents), characters // self._longest), 0, param)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.models.backbone.architecture.vocabulary
@@ -189,6 +209,14 @@ class Preparation:
                 param,
                 "context_length_exceeded",
             )
+
+
+def _length(content: Any) -> int:
+    """Return how many characters a prompt has, or the content of a message, which may be parts."""
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(str(part.get("text", ""))) for part in parts if isinstance(part, dict))
 
 
 def _seed(given: int | None) -> int:

@@ -95,6 +95,7 @@ def served(
                 host = f"[{settings.host}]" if ":" in settings.host else settings.host
                 yield f"http://{host}:{listener.getsockname()[1]}/v1"
             finally:
+                preparation.interrupt()
                 scheduler.close()
 
 
