@@ -68,7 +68,7 @@ class Findings:
                 self.seen.add(kind)
                 path = FOLDER / f"{self.name}-finding-{len(self.seen)}"
                 path.write_bytes(data)
-                path.with_suffix(".txt").write_text(traceback.format_exc())
+                path.with_suffix(".txt").write_text(traceback.format_exc(), errors="replace")
                 print(f"FINDING {path}: {kind}: {str(error)[:200]!r}", flush=True)
 
 

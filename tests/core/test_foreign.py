@@ -113,8 +113,9 @@ def test_size_comes_first(tmp_path: Path) -> None:
 
 TWICE = {
     '{"epsilon": 1, "epsilon": 400}': "key 'epsilon' occurs twice in one object",
-    '{"a": [1, {"b": {"x": 1, "y": 2, "x": 1}}]}': "a: 1: b: key 'x' occurs twice in one object",
+    '{"a": [1, {"b": {"x": 1, "y": 2, "x": 1}}]}': "'a': 1: 'b': key 'x' occurs twice",
     '{"a": 1, "\\u0061": 2}': "key 'a' occurs twice",
+    '{"\\ud800": {"\\ud801": 1, "\\ud801": 2}}': r"'\\ud800': key '\\ud801' occurs",
 }
 ODD = TWICE | {
     "NaN": "NaN is no finite number",

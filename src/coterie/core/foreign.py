@@ -152,7 +152,7 @@ def _first_duplicate(value: Any, place: str = "") -> str:
     if twice := next((name for name, count in counts.items() if count > 1), None):
         return f"{place}key {twice!r} occurs twice in one object"
     inner = value if counts else enumerate(value) if isinstance(value, list) else ()
-    problems = (_first_duplicate(part, f"{place}{name}: ") for name, part in inner)
+    problems = (_first_duplicate(part, f"{place}{name!r}: ") for name, part in inner)
     return next(filter(None, problems), "")
 
 
