@@ -302,9 +302,7 @@ def test_what_a_run_prints_is_shown_without_flowers_own_lines(
     log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
     log.chmod(0o755)
     monkeypatch.setattr(commands, "program", lambda name: str(log))
-    monkeypatch.setattr(server, "program", lambda name: str(log))
     monkeypatch.setattr(submit, "program", lambda name: str(log))
-    monkeypatch.setattr(supernode, "program", lambda name: str(log))
     said: list[str] = []
     submit._follow("1", tmp_path, said.append)
     last = (
