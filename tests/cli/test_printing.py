@@ -41,6 +41,11 @@ def clean(text: str) -> bool:
     return not FORBIDDEN.search(text)
 
 
+def test_a_million_spaces_take_no_time() -> None:
+    assert printable(" " * 1_000_000) == " " * 1_000_000  # it took hours
+    assert printable("a" + " \t" * 9 + "\r\n\n  b") == "a ↵ b"
+
+
 @given(st.text(st.characters()), st.booleans())
 def test_nothing_but_text_is_left_of_any_text(text: str, lines: bool) -> None:
     shown = printable(text, lines)

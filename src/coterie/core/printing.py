@@ -6,7 +6,7 @@ import unicodedata
 _JOINERS = (
     "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
 )
-_BREAK = re.compile(r"[ \t]*(?:\r?\n[ \t]*)+")
+_BREAK = re.compile(r"(?<![ \t])[ \t]*(?:\r?\n[ \t]*)+")  # linear: of many spaces, too
 
 
 def printable(text: str, lines: bool = False) -> str:
