@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 from deployment import PEOPLE, ROUNDS, Deployment, Disturbance, tiny
 from faults import Disk
-from folders import contents
+from folder_contents import contents
 from network import FAULTS, Network
 from terminals import MINUTE, terminals, until
 from test_proxy import PULL, Behind, known, opened, signed

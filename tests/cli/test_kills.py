@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from folders import contents
+from folder_contents import contents
 
 QUICK = (
     "method.rounds=4",

@@ -142,9 +142,7 @@ def test_lines_of_a_run_that_is_followed(tmp_path: Path, monkeypatch: pytest.Mon
     log.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     log.chmod(0o755)
     monkeypatch.setattr(command, "program", lambda name: str(log))
-    monkeypatch.setattr(server, "program", lambda name: str(log))
     monkeypatch.setattr(submit, "program", lambda name: str(log))
-    monkeypatch.setattr(supernode, "program", lambda name: str(log))
     said: list[str] = []
     submit._follow("1", tmp_path, said.append)
     assert said == ["  round 1/2", r"  evil \x1b]0;pwned\x07\x1b[2J\x9b " + "\ufffd"]

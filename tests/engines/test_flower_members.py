@@ -338,8 +338,8 @@ def test_a_late_hello_is_heard_the_next_time(
         (Reply(problem="no data", remedy="Give --data."), "no data\n  Give --data."),
         ('{"version": "0.1.0", "member": {"client": "../../etc"}}', "reply: member."),
         ('{"version": "0.0.1"}', "reply from coterie 0.0.1, but this is"),
-        ("", "reply: it: Invalid JSON"),
-        ("[" * 100000, "reply: it: Invalid JSON"),
+        ("", "reply: Expecting value"),
+        ("[" * 100000, "reply: nested more than 50 deep"),
         ("x" * (1 << 21), "reply of 2,097,152 characters, at most"),
     ],
 )

@@ -54,17 +54,11 @@ class Rewritten(Exception):
 
 
 class Excerpt(NamedTuple):
-    """An excerpt of a conversation, to be written: a system's message, and others.
+    """An excerpt of a conversation, to be written: a system's message, and others."""
 
-    Args:
-        begin: The first of the others.
-        end: The one behind the last.
-        prompt: Whether the beginning of an answer is to be behind it.
-    """
-
-    begin: int
-    end: int
-    prompt: bool = False
+    begin: int  # the first of the others
+    end: int  # behind the last
+    prompt: bool = False  # whether the beginning of an answer is to follow
 
 
 class Renders:
