@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.core.errors import TensorError
 from coterie.core.printing import printable
-from coterie.deploy import command, server, submit, supernode
+from coterie.deploy import command, submit
 from coterie.deploy.link import Link
 from coterie.deploy.supernode import Node, Supervisor
 from coterie.engines.flower.nodes import told

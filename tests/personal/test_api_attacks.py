@@ -40,8 +40,9 @@ def port(bases, tmp_path_factory):
 def still_serves(port):
     """Whatever was done, the next caller is answered."""
     yield
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0)
-    assert client.completions.create(**ASKED).choices
+    address = f"http://127.0.0.1:{port}/v1"
+    with openai.OpenAI(base_url=address, api_key=TOKEN, max_retries=0) as client:
+        assert client.completions.create(**ASKED).choices
 
 
 @contextmanager
