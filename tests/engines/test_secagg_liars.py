@@ -263,16 +263,21 @@ def asked(grid: InProcess, node: int, **configs: Any) -> Message:
     return said_by(grid, configured(stage=OPEN_SHARE, **configs), node=node)
 
 
+def dealt_by(grid: InProcess, dealer: int) -> dict[int, bytes]:
+    """The shares that a device has dealt, under encryption, by node."""
+    (configs,) = (
+        message.content.config_records[RECORD_KEY_CONFIGS]
+        for node, stage, message in grid.carried
+        if (node, stage) == (dealer, Stage.SHARE_KEYS)
+    )
+    return dict(zip(configs[Key.DESTINATION_LIST], configs[Key.CIPHERTEXT_LIST], strict=True))
+
+
 def test_a_device_opens_its_shares_for_one_client_alone() -> None:
     """With those for more a server would need fewer clients than the threshold."""
     grid = InProcess(5, lost=lambda node, stage: stage == CHECK_SHARES)
     answered(grid, 5)
-    (dealt,) = (
-        m.content.config_records[RECORD_KEY_CONFIGS]
-        for node, stage, m in grid.carried
-        if (node, stage) == (1001, Stage.SHARE_KEYS)
-    )
-    sent = dict(zip(dealt[Key.DESTINATION_LIST], dealt[Key.CIPHERTEXT_LIST], strict=True))
+    sent = dealt_by(grid, 1001)
     for _ in range(2):
         assert not asked(grid, 1001, complainer=1003, ctxts=sent[1003]).has_error()
     second = asked(grid, 1001, complainer=1004, ctxts=sent[1004])
@@ -284,12 +289,7 @@ def test_a_device_opens_only_what_it_dealt_and_before_it_sends() -> None:
     """Both directions of two clients are under one key: what it got is not opened."""
     grid = InProcess(5, lost=lambda node, stage: stage == CHECK_SHARES)
     answered(grid, 5)
-    (dealt,) = (
-        m.content.config_records[RECORD_KEY_CONFIGS]
-        for node, stage, m in grid.carried
-        if (node, stage) == (1003, Stage.SHARE_KEYS)
-    )
-    got = dict(zip(dealt[Key.DESTINATION_LIST], dealt[Key.CIPHERTEXT_LIST], strict=True))[1001]
+    got = dealt_by(grid, 1003)[1001]
     assert "did not deal" in str(asked(grid, 1001, complainer=1003, ctxts=got).error.reason)
     grid = InProcess(5, lost=lambda node, stage: stage == Stage.UNMASK)
     answered(grid, 5)

@@ -193,6 +193,17 @@ class Reply(BaseMessage):
         return metrics
 
 
+def check_answers(reply: Reply, request: Request) -> None:
+    """Refuse a reply of another client, or to another request. Raises TensorError."""
+    for name in ("client", "task", "round", "number"):
+        if getattr(reply, name) != getattr(request, name):
+            raise TensorError(
+                f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that was "
+                f"not requested",
+                "",
+            )
+
+
 def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
     """Return the reply of a device that could not do what it was asked, whatever characters the
     problem is made of, and however many.

@@ -122,6 +122,7 @@ class JinjaProcess:
         assert process.stdout
         ready = json.loads(process.stdout.readline() or '{"refused": "it ended"}')
         if "refused" in ready:
+            process.kill()
             raise DataError(
                 f"the process that writes chats does not start: {ready['refused']}",
                 "Install transformers again.",

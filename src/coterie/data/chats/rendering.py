@@ -146,7 +146,7 @@ class Renders:
                     self._ask(chain(*edges))
                 try:
                     added, places = self._window(begin, range(first, end), prompt)
-                except (Rewritten, DataError):  # which refuses a part of a conversation
+                except (Rewritten, DataError):  # some templates refuse a part of a conversation
                     break
                 if not self._of(whole).startswith(added, place):
                     break

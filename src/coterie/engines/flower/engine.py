@@ -18,7 +18,7 @@ from coterie.core.printing import printable
 from coterie.engines.flower.nodes import Nodes, told
 from coterie.engines.flower.packing import _bodies
 from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, read_reply
-from coterie.engines.messages import Member, Reply, Request
+from coterie.engines.messages import Member, Reply, Request, check_answers
 
 if TYPE_CHECKING:
     from coterie.core.protocol import Ask, ClientId, Replies, State
@@ -269,17 +269,7 @@ class Flower:
         reply, body = read_reply(answered, nbytes(form) + _PER_TENSOR * len(form) + SLACK)
         if reply.problem:
             raise TensorError(reply.problem, reply.remedy)
-        if (reply.client, reply.task, reply.round, reply.number) != (
-            client,
-            request.task,
-            request.round,
-            request.number,
-        ):
-            raise TensorError(
-                f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
-                f"was not requested",
-                "",
-            )
+        check_answers(reply, request)
         try:
             what = f"reply of client {client!r}"
             return reply, from_bytes(body, what, MOST_OF_ONE) if body else {}

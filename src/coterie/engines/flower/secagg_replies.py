@@ -14,7 +14,7 @@ from coterie.aggregation.secure import MODULUS
 from coterie.core.errors import TensorError
 from coterie.engines.flower.secagg_keys import COMPLAINTS
 from coterie.engines.flower.secagg_masks import EXCHANGE, FITRES, SAME_VERSION, TEXT
-from coterie.engines.messages import Reply, Request, parsed
+from coterie.engines.messages import Reply, Request, check_answers, parsed
 
 FOREIGN = "It did not come from coterie, or was changed on its way."
 _REPLY = {f"{FITRES}.metrics", f"{FITRES}.status", RECORD_KEY_CONFIGS}
@@ -124,15 +124,5 @@ def described(request: Request, content: RecordDict) -> Reply:
             "It did not come from coterie.",
         )
     reply: Reply = parsed(Reply, str(content.config_records[f"{FITRES}.metrics"][TEXT]))
-    if (reply.client, reply.task, reply.round, reply.number) != (
-        request.client,
-        request.task,
-        request.round,
-        request.number,
-    ):
-        raise TensorError(
-            f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that "
-            f"was not requested",
-            "",
-        )
+    check_answers(reply, request)
     return reply
