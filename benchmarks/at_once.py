@@ -21,8 +21,9 @@ from cobo import SHAPES, Federated, Timed
 from common import RESULTS, in_turns, report
 from ddome import Run, pictures
 
-from coterie.runs import loading, recipe
 from coterie.runs.backends import LocalBackend
+from coterie.runs.problems import loading
+from coterie.runs.recipes import recipe
 
 
 def language(method: str, steps: int) -> Timed:

@@ -28,7 +28,7 @@ from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
 from coterie.core.result import RESULT
 from coterie.runs.metrics import METRICS
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 
 Json = dict[str, Any]

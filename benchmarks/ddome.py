@@ -25,10 +25,11 @@ from coterie.methods.ddome import DDOME
 from coterie.methods.scores import ask_scores
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
-from coterie.runs import classification, loading, problem, recipe
-from coterie.runs.prepare import assembled
-from coterie.runs.recipe import Recipe
-from coterie.runs.sections import ClassifierSection
+from coterie.runs.problems import classification, loading, problem
+from coterie.runs.problems.prepare import assembled
+from coterie.runs.recipes import recipe
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import ClassifierSection
 
 TASKS = {"score_experts": "scoring", "train": "training", "local_round": "training"}
 

@@ -24,15 +24,16 @@ import torch
 from common import in_turns, ratios, report
 
 from coterie.client.client import Client
+from coterie.core.callback import Callback
 from coterie.core.roles import GENERALIST
 from coterie.deploy import demo
-from coterie.reports import Callback
-from coterie.runs import recipe, run
+from coterie.runs import run
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe
+from coterie.runs.recipes.recipe import Recipe
 
 TEXTS = sorted(
     path for path in Path(os.__file__).parent.glob("*.py") if path.stat().st_size > 30_000

@@ -24,8 +24,8 @@ from common import report
 from engines import folders, the_recipe
 
 from coterie.deploy import demo
-from coterie.runs import recipe
-from coterie.runs.prepare import prepare
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe
 
 EVERY = 0.2  # seconds between two looks
 STARTED = "flwr-clientapp"  # by Flower, on a device, for each message

@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from common import report
 
+from coterie.core.callback import Callback
 from coterie.core.metrics import peak_memory
-from coterie.reports import Callback
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import run
 
 SCORED = 100

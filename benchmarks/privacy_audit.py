@@ -26,7 +26,7 @@ from coterie.audit import Settings, audit
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
 from coterie.core.result import RESULT, AuditResult, Estimate, Result
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 
 Json = dict[str, Any]

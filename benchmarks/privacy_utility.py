@@ -36,8 +36,8 @@ from coterie.core.files import read_json, write_json
 from coterie.core.result import RESULT
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.methods.comigs import CoMiGS
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load, validate
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load, validate
 from coterie.runs.run import run
 
 Json = dict[str, Any]

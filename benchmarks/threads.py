@@ -42,8 +42,8 @@ def child(threads: int | None, seconds: float, priority: bool) -> dict[str, floa
     import torch
 
     from coterie.core.roles import GENERALIST, SPECIALIST
-    from coterie.runs import recipe as recipes
     from coterie.runs.backends import LocalBackend, choose_threads
+    from coterie.runs.recipes import recipe as recipes
 
     prepared = LocalBackend().prepare(recipes.load("quickstart", ["compare_with=[]"]))
     number = choose_threads(prepared).threads if threads is None else threads

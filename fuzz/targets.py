@@ -26,6 +26,7 @@ from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.export.gguf_tokens import Tokens
 from coterie.models.architecture import Architecture, tokenizer
+from coterie.models.artifact import ABOUT, WEIGHTS
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
@@ -33,11 +34,11 @@ from coterie.personal import About, save
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
-from coterie.personal.artifact import ABOUT, WEIGHTS
 from coterie.personal.model import PersonalModel
-from coterie.runs import limits, recipes
-from coterie.runs import recipe as recipe_files
-from coterie.runs.account import Account
+from coterie.runs import recipes
+from coterie.runs.device.account import Account
+from coterie.runs.device.device import limits
+from coterie.runs.recipes import recipe as recipe_files
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".csv.gz")
 ME = ("ann", "user", "a@b")

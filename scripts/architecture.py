@@ -23,8 +23,15 @@ Graph = Mapping[str, set[str]]
 
 
 def rooms() -> list[str]:
-    """Return the packages right below `coterie`."""
-    return sorted(path.parent.name for path in SOURCE.glob("*/__init__.py"))
+    """Return the packages right below `coterie`, and `api`, which is a file."""
+    return sorted(["api", *(path.parent.name for path in SOURCE.glob("*/__init__.py"))])
+
+
+def files(room: str) -> list[Path]:
+    """Return the files of a room, the one that says what it holds first."""
+    alone = SOURCE / f"{room}.py"
+    first = alone if alone.exists() else SOURCE / room / "__init__.py"
+    return [first, *sorted(set((SOURCE / room).rglob("*.py")) - {first})]
 
 
 def imported(path: Path) -> set[str]:
@@ -44,7 +51,7 @@ def imports() -> dict[str, set[str]]:
     names = rooms()
     graph: dict[str, set[str]] = {}
     for room in names:
-        found = set().union(*map(imported, (SOURCE / room).rglob("*.py")))
+        found = set().union(*map(imported, files(room)))
         graph[room] = (found & set(names)) - {room}
     return graph
 
@@ -106,7 +113,7 @@ def the_rooms() -> str:
     graph = imports()
     rows = []
     for room in order(graph):
-        tree = ast.parse((SOURCE / room / "__init__.py").read_text(encoding="utf-8"))
+        tree = ast.parse(files(room)[0].read_text(encoding="utf-8"))
         rows.append((f"`{room}`", first_paragraph(ast.get_docstring(tree) or "")))
     return table(("room", "holds"), rows) + "\n\n" + picture(reduction(graph))
 

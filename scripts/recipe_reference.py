@@ -49,8 +49,8 @@ from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
-from coterie.runs.recipe import Recipe
-from coterie.runs.sections import (
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import (
     ClassifierSection,
     CommonSection,
     LanguageSection,

@@ -42,7 +42,7 @@ ALLOWED = {
     "export/gguf.py": "the server that it has started",
     "export/gguf_tokens.py": "a tokenizer that was loaded",
     "export/keyboard_page.py": OWN,
-    "personal/artifact.py": "JSON that was read strictly, and written again in memory",
+    "models/artifact.py": "JSON that was read strictly, and written again in memory",
     "reports/parts.py": OWN,
     "reports/trackers.py": "a tracker, not a file",
 }

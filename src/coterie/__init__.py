@@ -9,35 +9,35 @@ from typing import TYPE_CHECKING, Any
 from coterie.core.version import __version__
 
 if TYPE_CHECKING:
+    from coterie.api import Run, compare, dry_run, run, tune
+    from coterie.core.callback import Callback
     from coterie.core.errors import CallbackError, CoterieError, Refused
     from coterie.core.result import ClientResult, Comparison, Result, Row, TunedRow, Tuning
     from coterie.personal import load, load_all, load_many
-    from coterie.reports import Callback
-    from coterie.runs.api import Run, compare, dry_run, run, tune
     from coterie.runs.estimate import Estimate
-    from coterie.runs.recipe import Recipe
+    from coterie.runs.recipes.recipe import Recipe
 
 _HOMES = {
-    "Callback": "coterie.reports",
+    "Callback": "coterie.core.callback",
     "CallbackError": "coterie.core.errors",
     "ClientResult": "coterie.core.result",
     "Comparison": "coterie.core.result",
     "CoterieError": "coterie.core.errors",
     "Estimate": "coterie.runs.estimate",
-    "Recipe": "coterie.runs.recipe",
+    "Recipe": "coterie.runs.recipes.recipe",
     "Refused": "coterie.core.errors",
     "Result": "coterie.core.result",
     "Row": "coterie.core.result",
-    "Run": "coterie.runs.api",
+    "Run": "coterie.api",
     "TunedRow": "coterie.core.result",
     "Tuning": "coterie.core.result",
-    "compare": "coterie.runs.api",
-    "dry_run": "coterie.runs.api",
+    "compare": "coterie.api",
+    "dry_run": "coterie.api",
     "load": "coterie.personal",
     "load_all": "coterie.personal",
     "load_many": "coterie.personal",
-    "run": "coterie.runs.api",
-    "tune": "coterie.runs.api",
+    "run": "coterie.api",
+    "tune": "coterie.api",
 }
 __all__ = [
     "Callback",

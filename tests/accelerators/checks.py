@@ -26,10 +26,10 @@ from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier, NetworkShape
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
-from coterie.runs.classification import Classification
-from coterie.runs.language import Language, pick_dtype
-from coterie.runs.loading import pick_device
-from coterie.runs.sections import ClassifierSection, LanguageSection
+from coterie.runs.problems.classification import Classification
+from coterie.runs.problems.language import Language, pick_dtype
+from coterie.runs.problems.loading import pick_device
+from coterie.runs.recipes.sections import ClassifierSection, LanguageSection
 from coterie.testing.run import Run
 from coterie.testing.worlds import World, tiny_pictures, tiny_texts, write_tiny_base
 

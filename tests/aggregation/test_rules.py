@@ -32,7 +32,7 @@ from coterie.aggregation.collaboration import CHUNK
 from coterie.core.errors import RecipeError, TensorError
 from coterie.core.tensors import Tensors
 from coterie.methods.fedavg import FedAvg
-from coterie.runs.recipe import validate
+from coterie.runs.recipes.recipe import validate
 
 Vectors = NDArray[np.float64]  # (n, d)
 RULES: dict[str, Combining] = {

@@ -21,11 +21,11 @@ from coterie.core.errors import Refused
 from coterie.core.files import load
 from coterie.core.result import AuditResult
 from coterie.reports import audit as told
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.members import prepare_remote
 from coterie.runs.observations import Observations
-from coterie.runs.prepare import prepare
+from coterie.runs.problems.members import prepare_remote
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe as recipes
 
 CANARIES = "audit={canaries: 8, repeats: 2, prefix: 1, length: 4, references: 24}"
 
@@ -376,7 +376,7 @@ def test_what_all_have_alike_is_there_once(tmp_path: Path) -> None:
 
 def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
     from coterie.engines.messages import Member
-    from coterie.runs.device import _loaded
+    from coterie.runs.device.device import _loaded
 
     recipe = recipes.load(
         "folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES]

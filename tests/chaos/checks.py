@@ -33,7 +33,7 @@ from test_proxy import PULL, Behind, known, opened, signed
 
 from coterie.core.errors import CoterieError
 from coterie.deploy import keys
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import run
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))

@@ -14,7 +14,7 @@ from network import FAULTS, Network
 from terminals import MINUTE, OWN, Site, Terminal, left, loaded, texts, until, written
 
 from coterie.deploy.link import Link
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe
 
 PEOPLE = ("ann", "ben")
 ROUNDS = 3

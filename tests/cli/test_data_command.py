@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from coterie.cli.base import app
 from coterie.models.architecture import tokenizer
-from coterie.runs.data_summary import recipe_for
-from coterie.runs.recipe import load
+from coterie.runs.problems.data_summary import recipe_for
+from coterie.runs.recipes.recipe import load
 
 WORDS = ("the", "cat", "sat", "on", "mat", "while", "dogs", "ran", "over", "hills", "and", "home")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from coterie.cli import health
 from coterie.cli.base import app
 from coterie.core.extras import EXTRAS
-from coterie.runs import health
 
 
 def test_a_machine_that_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
+from coterie.runs.recipes import recipe as recipes
 
 # Recipes
 

@@ -8,7 +8,7 @@ import pytest
 from figures import as_json
 
 from coterie.core import metrics
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import compare, run
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from coterie.core.protocol import Ask
 from coterie.methods import Method
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe
 from coterie.testing import CHECKS, NotApplicable, Run, World
 from coterie.testing.contract import Check, require_same
 from coterie.testing.devices import devices_are_alike
@@ -52,7 +52,7 @@ def test_fedavg_of_one_client_is_local(language: World) -> None:
 
 def test_every_shipped_recipe_parses() -> None:
     from coterie.runs import recipes
-    from coterie.runs.recipe import load
+    from coterie.runs.recipes.recipe import load
 
     assert {"quickstart", "folders", "agnews-ood", "agnews-id", "multilingual", "topics"} <= set(
         recipes.names()

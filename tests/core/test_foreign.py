@@ -31,8 +31,8 @@ from coterie.personal.api.errors import ApiError
 from coterie.personal.api.requests import CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
 from coterie.personal.samples import as_samples
-from coterie.runs import limits
-from coterie.runs import recipe as recipes
+from coterie.runs.device.device import limits
+from coterie.runs.recipes import recipe as recipes
 
 
 @pytest.fixture(autouse=True)

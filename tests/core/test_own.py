@@ -12,7 +12,7 @@ from coterie.core.errors import RecipeError, Refused
 from coterie.core.own import installed
 from coterie.data.own import kind_of
 from coterie.engines.messages import Reply, Request, parsed
-from coterie.runs.device import Device
+from coterie.runs.device.device import Device
 
 SAYINGS = '''
 from coterie.data import Section, Source

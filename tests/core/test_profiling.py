@@ -14,7 +14,7 @@ from rich.console import Console
 from coterie.core import profiling
 from coterie.core.profiling import STEPS, TASKS, Cost, Profile, costs, span
 from coterie.reports.tables import profiled
-from coterie.runs.recipe import Recipe, validate
+from coterie.runs.recipes.recipe import Recipe, validate
 from coterie.runs.run import run
 
 

@@ -17,15 +17,15 @@ from figures import as_json
 from rich.console import Console
 
 from coterie.core import threads
+from coterie.core.callback import Callback
 from coterie.core.protocol import Ask, Replies
 from coterie.core.threads import ThreadChoice, Usage, Watch, choose
 from coterie.engines import InProcess
-from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
 from coterie.runs import backends, shared
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 SHORT = (
     *("method.rounds=3", "method.local_steps=2", "method.router_every=2", "method.router_steps=1"),

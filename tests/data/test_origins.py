@@ -25,7 +25,7 @@ from coterie.data.pretraining import seen_in_pretraining
 from coterie.papers import tables
 from coterie.runs import recipes
 from coterie.runs.inputs import INPUTS
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 
 REPOSITORY = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ from pydantic import TypeAdapter
 import coterie
 from coterie.data import Data, kind_of
 from coterie.engines.messages import Reply, Request, parsed
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits
-from coterie.runs.recipe import dump, load, resolve
+from coterie.runs.device.device import Device
+from coterie.runs.device.limits import Limits
+from coterie.runs.recipes.recipe import dump, load, resolve
 
 OWN = '''
 import numpy as np

@@ -18,7 +18,7 @@ from coterie.core.errors import DataError
 from coterie.data import Data, Synthetic
 from coterie.data.synthetic import NONE, PRIVATE, SHARED, TOPIC, Chain
 from coterie.models.backbone import Backbone
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 
 FOUR = {"clients": 4, "topics": ((0, 1), (2, 3)), "shares": (0.4, 0.2, 0.4), "train_tokens": 20_000}

@@ -12,7 +12,7 @@ import coterie
 from coterie.core.errors import DataError
 from coterie.data.hub import Hub
 from coterie.data.table import Table, in_memory
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 
 COUNTS = {"ann": 40, "ben": 30, "cid": 5, "dora": 6}
 

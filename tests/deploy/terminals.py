@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.deploy.link import free_port
-from coterie.runs import recipe as recipes
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 RECIPE = """
 data: {kind: folders}

@@ -12,16 +12,16 @@ from figures import as_json
 from flwr.app import Error, Message, RecordDict
 from flwr.common.serde import message_to_proto
 
+from coterie.core.callback import Callback
 from coterie.core.result import Json
 from coterie.deploy import apps
 from coterie.engines import Listener
 from coterie.engines.flower.localgrid import Handle, LocalGrid, LocalNode, delivered
 from coterie.engines.messages import Reply, Request
-from coterie.reports import Callback
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
 
 Spoil = Callable[

@@ -22,14 +22,14 @@ from coterie.core.errors import SaveError, TensorError
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.messages import Reply, Request
 from coterie.runs import run
-from coterie.runs.account import Turn
 from coterie.runs.backends import LocalBackend, kept
 from coterie.runs.checkpoints import KEPT
-from coterie.runs.device import Device
-from coterie.runs.device_states import Memory
-from coterie.runs.loading import load as load_problem
+from coterie.runs.device.account import Turn
+from coterie.runs.device.device import Device
+from coterie.runs.device.states import Memory
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.problems.loading import load as load_problem
+from coterie.runs.recipes.recipe import Recipe, load
 
 SETTINGS = [
     "method.rounds=6",
@@ -132,7 +132,7 @@ def test_a_device_that_is_killed_while_it_saves_has_its_former_state(tmp_path: P
     remembered(tmp_path, (0, 0))
     program = (
         "import os, signal, sys, torch; from pathlib import Path; "
-        "from coterie.runs.device_states import Memory; "
+        "from coterie.runs.device.states import Memory; "
         "os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL); "
         "Memory(Path(sys.argv[1])).commit((1, 0), {'at': torch.tensor(10)}, 0)"
     )

@@ -19,10 +19,10 @@ from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.federation import CENTRALIZED
 from coterie.data.partition import Partitioner
 from coterie.engines.messages import MOST_MEASURED, Member, Reply, parsed
-from coterie.runs.device import _member
-from coterie.runs.members import check_member
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.device import _member
+from coterie.runs.problems.members import check_member
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
 
 HONEST = ("c0-0", "c0-1", "c1-0")
 LIAR = "c1-1"

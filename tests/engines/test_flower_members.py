@@ -22,6 +22,7 @@ from nodes import (
     silent,
 )
 
+from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, RecipeError, Refused
 from coterie.engines.flower import engine as flower
 from coterie.engines.flower import nodes as flower_nodes
@@ -29,12 +30,11 @@ from coterie.engines.flower import simulation
 from coterie.engines.flower.engine import gathered
 from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Member, Reply
-from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend, flower_engine
-from coterie.runs.members import federated, joined, prepare_remote
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.problems.members import federated, joined, prepare_remote
+from coterie.runs.recipes.recipe import Recipe, load
 
 SETTINGS = [
     "method.rounds=4",

@@ -17,11 +17,12 @@ from nodes import Nodes, devices, on_device, simulated_nodes
 from coterie.core.files import load as load_tensors
 from coterie.core.tensors import Tensors
 from coterie.models.backbone import Backbone
-from coterie.runs import device as devices_module
-from coterie.runs import loading, run
+from coterie.runs import run
 from coterie.runs.backends import LocalBackend
-from coterie.runs.language import load_backbone
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.device import device as devices_module
+from coterie.runs.problems import loading
+from coterie.runs.problems.language import load_backbone
+from coterie.runs.recipes.recipe import Recipe, load
 from coterie.testing.devices import devices_are_alike
 from coterie.testing.worlds import World, language_on, pictures_of
 

@@ -14,7 +14,7 @@ from coterie.core.errors import ClientError
 from coterie.runs import base, evaluate, run
 from coterie.runs import execution as executing
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.recipes.recipe import Recipe, load
 
 SETTINGS = [
     "method.rounds=3",

@@ -21,13 +21,13 @@ from uuid import uuid4
 import pytest
 import torch
 
+from coterie.core.callback import Callback
 from coterie.core.files import load as load_tensors
 from coterie.engines.flower import engine as flower
 from coterie.engines.flower import simulation
-from coterie.reports import Callback
 from coterie.runs import backends, run
 from coterie.runs.backends import LocalBackend
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 
 SETTINGS = ["method.rounds=2", "compare_with=[fedavg]", "data.clusters=1", "evaluate_every=1"]
 

@@ -19,8 +19,9 @@ from coterie.core import names
 from coterie.core.errors import Refused
 from coterie.deploy.link import Link
 from coterie.deploy.supernode import Node
-from coterie.runs import recipe, run
-from coterie.runs.recipe import Recipe
+from coterie.runs import run
+from coterie.runs.recipes import recipe
+from coterie.runs.recipes.recipe import Recipe
 
 PEOPLE = ("Ayşe Yılmaz", "O'Neil", "Zoë & Co.", "ünï code", "数学")
 SHORT = {

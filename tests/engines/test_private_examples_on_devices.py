@@ -13,9 +13,9 @@ from nodes import Nodes, devices, finished
 from coterie.aggregation.accountant import epsilon_of
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
 from coterie.engines.messages import Request
-from coterie.runs.account import ACCOUNT, Account
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.account import ACCOUNT, Account
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 
 pytest.importorskip("opacus")

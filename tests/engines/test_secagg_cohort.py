@@ -15,18 +15,18 @@ from flwr.app import ConfigRecord, Message
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from test_secagg import SENT, Ear, InProcess, Pair, as_in_a_run, assert_is_mean, engine, stage_of  # noqa: F401 - the fixture
 
+from coterie.core.callback import Callback
 from coterie.core.protocol import Ask
 from coterie.core.tensors import Tensors, axpy, norm
 from coterie.engines.flower.engine import Flower
 from coterie.engines.flower.secagg_device import EXCHANGE
 from coterie.engines.messages import Request
-from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.device import Device
+from coterie.runs.device.limits import Limits
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
 
 IDS = ("c0-0", "c0-1", "c1-0", "c1-1")
 SETTINGS = [
@@ -161,7 +161,7 @@ def test_it_is_on_the_disk_before_the_update_leaves(
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("coterie.runs.device.Memory.commit", dies)
+        patch.setattr("coterie.runs.device.device.Memory.commit", dies)
         assert server.sum_of(IDS) is None
     assert server.sum_of(IDS) is None
     assert "answers each exchange once" in server.ear.reasons["c0-0"]

@@ -25,14 +25,14 @@ from test_secagg import (  # noqa: F401 - the fixture
 from test_secagg_cohort import notes
 
 from coterie.aggregation.secure import FEWEST
+from coterie.core.callback import Callback
 from coterie.core.protocol import Ask
 from coterie.engines.flower.secagg_suspects import Suspects
-from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits
-from coterie.runs.recipe import load
+from coterie.runs.device.device import Device
+from coterie.runs.device.limits import Limits
+from coterie.runs.recipes.recipe import load
 
 
 def noise(values: list[np.ndarray]) -> list[np.ndarray]:

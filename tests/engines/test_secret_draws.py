@@ -18,9 +18,9 @@ from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Request
 from coterie.runs import files, run
-from coterie.runs import recipe as recipes
 from coterie.runs.metrics import Released
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe, load
 
 pytest.importorskip("opacus")
 

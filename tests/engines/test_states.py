@@ -19,6 +19,7 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core import files
+from coterie.core.callback import Callback
 from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, ClientError, SaveError
 from coterie.core.files import make_folder
@@ -36,13 +37,12 @@ from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.networks import NetworkShape
-from coterie.reports import Callback
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import load
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import load
 
 METHOD = CoMiGS(rounds=3, local_steps=2, router_every=2, router_steps=1)
 SIZE = 40  # bytes of `state`

@@ -17,13 +17,13 @@ from chat_bases import CHATML
 from hub_stand_in import TOKEN, Hub, Repository, served
 
 import coterie
+from coterie.adapt.new_client import Training, adapt
 from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load
 from coterie.export.pull import pull
 from coterie.export.push import push
 from coterie.personal import PersonalModel, read_about, save
-from coterie.runs.adapt import Training, adapt
 
 SECRETS = ("quibblefrost", "zephyrine")
 

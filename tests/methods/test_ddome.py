@@ -29,8 +29,8 @@ from coterie.methods.fedmix import FedMix
 from coterie.models.common import CommonExpert
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.runs.classification import Classification
-from coterie.runs.sections import ClassifierSection
+from coterie.runs.problems.classification import Classification
+from coterie.runs.recipes.sections import ClassifierSection
 
 SHAPE = NetworkShape("mlp", (1, 4, 4), 10, (6,))
 LR, GATE_LR, BATCH = 0.1, 0.05, 4

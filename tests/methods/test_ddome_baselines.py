@@ -47,7 +47,7 @@ from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 from coterie.runs import run
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 
 HIDDEN, ROWS, LR, SEED = 5, 4, 0.2, 3
 MLP = NetworkShape("mlp", (1, 4, 4), 10, (HIDDEN,))

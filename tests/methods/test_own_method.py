@@ -14,9 +14,9 @@ from coterie.core.errors import RecipeError
 from coterie.core.own import installed
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS, import_problem
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits
-from coterie.runs.recipe import load
+from coterie.runs.device.device import Device
+from coterie.runs.device.limits import Limits
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 
 HALF = '''

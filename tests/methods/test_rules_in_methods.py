@@ -28,7 +28,7 @@ from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CoMiGSPool
 from coterie.methods.oracle import Oracle
 from coterie.methods.templates import Aggregating
-from coterie.runs.method_section import build_method
+from coterie.runs.recipes.method_section import build_method
 
 IDS = ("ann", "ben", "cleo", "dan", "eve")
 CLUSTERS = {"ann": 0, "ben": 0, "cleo": 1, "dan": 1, "eve": 1}

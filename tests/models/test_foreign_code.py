@@ -146,7 +146,7 @@ def test_a_strangers_personal_model_runs_nothing(
 
 def test_a_recipe_cannot_allow_it(foreign: Path, marker: Path) -> None:
     from coterie.core.errors import RecipeError
-    from coterie.runs import recipe as recipes
+    from coterie.runs.recipes import recipe as recipes
 
     for key in ("model.trust_remote_code", "trust_remote_code", "data.trust_remote_code"):
         with pytest.raises(RecipeError, match="unknown key"):

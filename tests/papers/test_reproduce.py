@@ -16,10 +16,12 @@ from figures import as_json, typed
 from reports.samples import classified, result
 from rich.console import Console
 
+from coterie.core.callback import Callback
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
 from coterie.core.metrics import ACCURACY, PERPLEXITY
 from coterie.core.result import RESULT, Result
+from coterie.core.result import rows as comparison
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
@@ -38,10 +40,9 @@ from coterie.papers.tables import (
     Statement,
     Weights,
 )
-from coterie.reports import Callback, comparison
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
-from coterie.runs.search import Effort
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
+from coterie.runs.tuning.search import Effort
 
 TOY = (
     "method.rounds=2",

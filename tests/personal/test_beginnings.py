@@ -17,12 +17,12 @@ import coterie
 from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.tokenizer_digest import TokenizerDigest
 from coterie.models.adapter import Layout
+from coterie.models.artifact import save
 from coterie.models.text import TextShape
 from coterie.personal import ManyModels, read_about
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.preparation import Preparation
 from coterie.personal.api.requests import ChatRequest, CompletionRequest
-from coterie.personal.artifact import save
 from coterie.personal.samples import of_texts
 
 TEXT = "the <s>er and </s>"

@@ -13,9 +13,9 @@ from test_keyboard import free_port
 from test_personal_classifier import base, images, kept, pool, single, split  # noqa: F401
 
 import coterie
+from coterie.models.artifact import Origin
 from coterie.models.text import TextShape
 from coterie.personal import PersonalClassifier, save_classifier
-from coterie.personal.artifact import Origin
 from coterie.personal.ui.sorter import grouped, served
 
 

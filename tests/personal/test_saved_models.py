@@ -24,7 +24,8 @@ import coterie
 from coterie.cli import app
 from coterie.core.checksums import SUMS, write_all_sums
 from coterie.core.errors import CheckpointError, SaveError
-from coterie.personal import PersonalModel, artifact
+from coterie.models import artifact
+from coterie.personal import PersonalModel
 
 SAVED = Path(__file__).parent / "saved"
 BASE = str(SAVED / "base")

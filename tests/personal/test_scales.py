@@ -15,13 +15,13 @@ from coterie.core.files import load as load_tensors
 from coterie.core.files import save
 from coterie.export import client_files
 from coterie.export.gguf_tokens import Tokens
+from coterie.models.artifact import ABOUT, WEIGHTS
 from coterie.models.layout import MOST_ALPHA, Layout
 from coterie.models.quantised import QuantisedLinear
-from coterie.personal.artifact import ABOUT, WEIGHTS
 from coterie.personal.classifier import AboutClassifier
 from coterie.personal.running_batch import Continuation, RunningBatch
 from coterie.personal.sampling import Sampling
-from coterie.runs import recipe as recipes
+from coterie.runs.recipes import recipe as recipes
 
 LAYOUTS = {"ann": Layout(rank=2), "ben": Layout(rank=2)}
 

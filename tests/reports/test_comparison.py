@@ -18,7 +18,7 @@ from coterie.core.metrics import (
     prediction,
     worst,
 )
-from coterie.reports.comparison import comparability, improved, lost, row, rows
+from coterie.core.result.rows import comparability, improved, lost, row, rows
 
 
 def test_perplexity_is_the_exponential_of_the_mean_nll() -> None:

@@ -15,9 +15,9 @@ from figures import as_json, typed
 from reports.samples import ANCHORS, UNSEEN, classified, pooled
 from rich.console import Console
 
+from coterie.core.result.rows import rows
 from coterie.methods import METHODS
 from coterie.reports.classes import classes, clustering, distribution
-from coterie.reports.comparison import rows
 from coterie.reports.experts import (
     Choices,
     choice_maps,
@@ -30,8 +30,8 @@ from coterie.reports.heat import LEVELS, Heat, heat_map
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.parts import bars
 from coterie.reports.tables import tables
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
+from coterie.runs.recipes import recipe as recipes
 
 PAGE = [
     pooled("common-expert", -20.0, rounds=0, gate=False),

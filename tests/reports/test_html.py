@@ -10,9 +10,9 @@ from figures import as_json, typed
 from reports.samples import ACCURACY, CLIENTS, TEXT, classified, result, routing, write_metrics
 
 from coterie.core.result import Mixture
+from coterie.core.result.rows import row, rows
 from coterie.reports import chart, tokens
 from coterie.reports.chart import Axes, Line, Style
-from coterie.reports.comparison import row, rows
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.parts import figure
 

@@ -12,9 +12,9 @@ from browser import opened
 from figures import as_json, typed
 from reports.samples import CLIENTS, TEXT, classified, pooled, result, routing, write_metrics
 
+from coterie.core.result.rows import rows
 from coterie.reports import chart, marks, tokens
 from coterie.reports.chart import Line, Style
-from coterie.reports.comparison import rows
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.marks import Bar, Interval
 from coterie.reports.parts import page as whole_page

@@ -13,7 +13,7 @@ from browser import opened
 from figures import as_json, typed
 from reports.samples import TEXT, classified, result, routing, write_metrics
 
-from coterie.reports.comparison import row
+from coterie.core.result.rows import row
 from coterie.reports.html import write_comparison, write_report
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import pytest
 from figures import as_json, typed
 from reports.samples import result
 
+from coterie.core.result.rows import comparability, rows
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
-from coterie.reports.comparison import comparability, rows
 from coterie.reports.html import write_comparison, write_report
 
 PRIVACY = {

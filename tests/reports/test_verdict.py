@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.cli.train import _show
 from coterie.core.metrics import ACCURACY, PERPLEXITY
-from coterie.reports.comparison import row
+from coterie.core.result.rows import row
 from coterie.reports.html import write_report
 from coterie.reports.verdict import verdict
 
@@ -224,7 +224,7 @@ def test_recipes_prints_one_to_start_from(tmp_path: Path) -> None:
     assert done.exit_code == 0
     (tmp_path / "mine.yaml").write_text(done.output)
     assert CliRunner().invoke(app, ["recipes", "quikstart"]).exit_code == 2
-    from coterie.runs import recipe as recipes
+    from coterie.runs.recipes import recipe as recipes
 
     assert recipes.load(str(tmp_path / "mine.yaml")).method == recipes.load("quickstart").method
 

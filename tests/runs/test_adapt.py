@@ -15,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import coterie
+from coterie.adapt.new_client import Adapted, adapt
 from coterie.cli.base import app
 from coterie.core.errors import DataError, Refused
 from coterie.core.files import load
@@ -23,10 +24,9 @@ from coterie.core.tensors import nbytes
 from coterie.data.examples import ExampleSplit
 from coterie.engines import ENGINES, InProcess
 from coterie.personal.samples import Samples
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.adapt import Adapted, adapt
-from coterie.runs.prepare import prepare
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe as recipes
 
 SHORT = (
     "method.rounds=3",

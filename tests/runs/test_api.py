@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
+from coterie.core.callback import Callback
 from coterie.core.result import Result
 from coterie.methods.fedavg import FedAvg
-from coterie.reports import Callback
-from coterie.runs.recipe import load
+from coterie.runs.recipes.recipe import load
 
 SHORT = {"method": {"name": "cobo", "rounds": 3}, "compare_with": [], "checkpoint_every": 1}
 DIGITS = {

@@ -13,10 +13,11 @@ import yaml
 
 from coterie.core.errors import RecipeError
 from coterie.core.files import load as load_tensors
-from coterie.runs import auto, recipes
-from coterie.runs.auto import Texts, resolved, resolved_remotely
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, dump, load, validate
+from coterie.runs import recipes
+from coterie.runs.problems import auto
+from coterie.runs.problems.auto import Texts, resolved, resolved_remotely
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, dump, load, validate
 
 WORDS = "the cat sat on a warm mat and slept while a dog looked for its bone"
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}

@@ -10,12 +10,12 @@ from coterie.core.errors import RecipeError
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
-from coterie.runs import recipe as recipes
 from coterie.runs.candidates import confirm, digest, lighten, mark
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
-from coterie.runs.search import Effort
-from coterie.runs.tune import chosen_run
+from coterie.runs.tuning.search import Effort
+from coterie.runs.tuning.tune import chosen_run
 
 SHORT = {"rounds": 4}
 LEFT = {"result.json", "recipe.yaml", "inputs.json", "metrics.jsonl", "SHA256SUMS"}

@@ -15,15 +15,15 @@ from figures import as_json
 from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from coterie.core.callback import Callback
 from coterie.core.metrics import perplexity
 from coterie.models.language import LanguageModel
-from coterie.reports.callback import Callback
 from coterie.reports.progress import Terminal
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, RunEstimator, work
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 SETTINGS = (
     *(

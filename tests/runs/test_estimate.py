@@ -12,8 +12,8 @@ import coterie
 from coterie.cli import app
 from coterie.runs import estimate as estimating
 from coterie.runs.estimate import estimate
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import load
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import load
 
 SHORT = ["method.rounds=2", "method.local_steps=2", "compare_with=[]", "evaluate_every=0"]
 

@@ -25,12 +25,12 @@ from coterie.core.tensors import Tensors, axpy, from_bytes, norm, to_bytes
 from coterie.deploy import apps, link, supernode
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
-from coterie.runs import limits as limiting
-from coterie.runs.account import ACCOUNT, Account, Cost, OutgoingReply, accepted, described
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits, LocalPrivacy
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.account import ACCOUNT, Account, Cost, OutgoingReply, accepted, described
+from coterie.runs.device.device import Device
+from coterie.runs.device.device import limits as limiting
+from coterie.runs.device.limits import Limits, LocalPrivacy
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
 
 CLIENT = "c0-0"
 NOISY = "privacy={where: local, clip: 0.5, noise: 10.0, delta: 1e-5}"
@@ -476,7 +476,7 @@ def test_a_reply_is_on_the_account_before_it_leaves(
         raise OSError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr("coterie.runs.device.Memory.commit", dies)
+        patch.setattr("coterie.runs.device.device.Memory.commit", dies)
         assert "killed" in refused(Device(tmp_path, CLIENT), noisy(), "local_round", theta)
     assert Account(tmp_path / ACCOUNT).epsilon(1e-5) == pytest.approx(spent(1))
     update(Device(tmp_path, CLIENT), noisy(), theta)

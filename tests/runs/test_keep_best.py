@@ -17,18 +17,19 @@ import torch
 
 from coterie import personal
 from coterie.cli.train import _show
+from coterie.core.callback import Callback
 from coterie.core.errors import Refused
 from coterie.core.files import read_json
 from coterie.core.metrics import perplexity
 from coterie.core.protocol import State
 from coterie.core.result import Result
+from coterie.core.result import rows as comparison
 from coterie.core.tensors import from_bytes
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
-from coterie.reports import Callback, comparison
 from coterie.runs import run
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import Recipe, load
 
 WORDS = {
     "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",

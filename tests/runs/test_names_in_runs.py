@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 from coterie import personal
 from coterie.cli.base import app
 from coterie.core import names
+from coterie.core.callback import Callback
 from coterie.core.errors import DataError
 from coterie.core.files import load, read_json
 from coterie.deploy import keys
-from coterie.reports import Callback
 from coterie.reports.tables import tables
-from coterie.runs import recipe, run
-from coterie.runs.recipe import Recipe
+from coterie.runs import run
+from coterie.runs.recipes import recipe
+from coterie.runs.recipes.recipe import Recipe
 
 PEOPLE = ("Ayşe Yılmaz", "Zoë & Co.", "ünï code", "数学")  # in the order of their letters' numbers
 WORDS = ["the", "cat", "sat", "on", "a", "warm", "mat", "and", "slept"]
@@ -249,8 +250,8 @@ def test_recipes_may_name_clients_as_keyboards_write_them(
 
 
 def test_columns_of_a_terminal_are_as_wide_as_their_names(finished: Path) -> None:
+    from coterie.core.result.rows import rows
     from coterie.methods import METHODS as ENTRIES
-    from coterie.reports.comparison import rows
 
     found = as_json(
         rows(

@@ -10,10 +10,10 @@ from coterie.data.images import Images
 from coterie.methods.base import Method
 from coterie.methods.fedavg import FedAvg
 from coterie.reports.progress import Callback
-from coterie.runs import method_section
-from coterie.runs.method_section import build_method
-from coterie.runs.prepare import share_data
-from coterie.runs.recipe import load
+from coterie.runs.problems.prepare import share_data
+from coterie.runs.recipes import method_section
+from coterie.runs.recipes.method_section import build_method
+from coterie.runs.recipes.recipe import load
 from coterie.runs.run import execute_all, run
 
 SHORT = ["method.name=fedavg", "method.rounds=1", "method.local_steps=1"]

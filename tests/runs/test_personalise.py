@@ -16,6 +16,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import coterie
+from coterie.adapt import personalisation as personalise
+from coterie.adapt.new_client import Adapted, Training, adapt
 from coterie.cli.base import app
 from coterie.client.client import Client
 from coterie.client.optimizers import AdamW
@@ -23,10 +25,8 @@ from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.files import load
 from coterie.data.folders import Folders
 from coterie.personal import PersonalModel
-from coterie.runs import personalise
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.adapt import Adapted, Training, adapt
+from coterie.runs.recipes import recipe as recipes
 
 WORDS = {
     "ann": "the tea is hot and the cup is blue",

@@ -23,6 +23,7 @@ from coterie.client.optimizers import AdamW
 from coterie.client.outbound import Outbound
 from coterie.client.settings import Training
 from coterie.client.site import Site
+from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, RecipeError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.core.tensors import from_bytes, to_bytes
@@ -38,13 +39,12 @@ from coterie.methods.fedsalora import FedSALoRA
 from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
-from coterie.reports import Callback
-from coterie.runs.account import ACCOUNT, Account
-from coterie.runs.device import Device
-from coterie.runs.limits import Limits, LocalPrivacy
-from coterie.runs.method_section import build_method
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.device.account import ACCOUNT, Account
+from coterie.runs.device.device import Device
+from coterie.runs.device.limits import Limits, LocalPrivacy
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.method_section import build_method
+from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 
 pytest.importorskip("opacus")

@@ -8,7 +8,7 @@ import yaml
 from coterie.core.errors import RecipeError, Refused
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
-from coterie.runs.recipe import dump, load, resolve, validate
+from coterie.runs.recipes.recipe import dump, load, resolve, validate
 
 
 def test_overrides_are_yaml_with_dotted_keys() -> None:

@@ -21,9 +21,9 @@ from coterie.cli.base import app
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, save
 from coterie.methods.comigs import CoMiGS
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.folder import alone
+from coterie.runs.recipes import recipe as recipes
 
 DIGITS = (
     *(

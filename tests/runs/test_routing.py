@@ -12,9 +12,9 @@ from coterie.core.roles import ROUTER
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
-from coterie.runs.routing import CLIENTS, END, PART, TOKENS, beginning, look, pieces
+from coterie.runs.problems.routing import CLIENTS, END, PART, TOKENS, beginning, look, pieces
+from coterie.runs.recipes import recipe as recipes
 
 
 @pytest.fixture(scope="module")

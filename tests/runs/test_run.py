@@ -168,8 +168,8 @@ def test_a_personal_model_gives_the_perplexity_of_the_table(
     finished: Path, tiny_base: Path, options: list[str]
 ) -> None:
     from coterie.core.metrics import perplexity
-    from coterie.runs.prepare import prepare
-    from coterie.runs.recipe import resolve
+    from coterie.runs.problems.prepare import prepare
+    from coterie.runs.recipes.recipe import resolve
 
     result = json.loads((finished / "result.json").read_text())
     site = prepare(resolve(finished)).site

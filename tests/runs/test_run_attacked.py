@@ -13,9 +13,9 @@ import pytest
 from figures import as_json, typed
 from rich.console import Console
 
-from coterie.reports import comparison
+from coterie.core.result import rows as comparison
 from coterie.reports.progress import Terminal
-from coterie.runs.recipe import Recipe, load
+from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 
 ROBUST = ("median", "trimmed-mean", "krum", "multi-krum", "geometric-median", "clipped-mean")

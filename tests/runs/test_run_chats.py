@@ -66,7 +66,7 @@ def test_after_training_a_model_ends_its_answer(learned: coterie.Run, base: Path
 
 def test_perplexity_is_over_the_answers(learned: coterie.Run) -> None:
     """What is learned by heart has a perplexity near 1, though nothing of the questions was."""
-    from coterie.runs.prepare import prepare
+    from coterie.runs.problems.prepare import prepare
 
     prepared = prepare(learned.recipe)
     for client, data in prepared.problem.federation.clients.items():
@@ -121,8 +121,8 @@ def test_a_template_of_ones_own_travels_with_the_model(texts: Path, tmp_path: Pa
 
 
 def test_what_is_left_to_the_run_fits_conversations(base: Path, texts: Path) -> None:
-    from coterie.runs.auto import resolved
-    from coterie.runs.recipe import load
+    from coterie.runs.problems.auto import resolved
+    from coterie.runs.recipes.recipe import load
 
     options = [f"data.path={texts}", f"model.base={base}", "data.content=chats"]
     recipe, said = resolved(load("folders", options))
@@ -131,7 +131,7 @@ def test_what_is_left_to_the_run_fits_conversations(base: Path, texts: Path) -> 
 
 
 def test_new_clients_bring_conversations(learned: coterie.Run, tmp_path: Path) -> None:
-    from coterie.runs.adapt import Training, adapt
+    from coterie.adapt.new_client import Training, adapt
 
     rows = [{"messages": turns(f"hello {i}", "the end")} for i in range(12)]
     data = write_jsonl(tmp_path / "cid" / "own.jsonl", rows).parent
@@ -209,7 +209,7 @@ def test_an_audit_scores_conversations(base: Path, texts: Path, tmp_path: Path) 
 
 
 def test_a_device_reads_no_file_that_a_server_names(tmp_path: Path) -> None:
-    from coterie.runs.device import _own
+    from coterie.runs.device.device import _own
 
     section = {"data": {"kind": "folders", "chat_template": "/etc/hostname"}, "model": {}}
     with pytest.raises(Refused, match="not read here"):

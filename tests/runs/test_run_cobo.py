@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from coterie import personal
 from coterie.cli.base import app
+from coterie.core.callback import Callback
 from coterie.core.files import load as load_tensors
-from coterie.reports import Callback
 from coterie.runs import run
 from coterie.runs.execution import Execution
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import load
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import load
 
 SHORT = ["method.rounds=6", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]"]
 

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from figures import as_json
 
+from coterie.core.callback import Callback
 from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.files import make_folder
-from coterie.reports import Callback
 from coterie.runs import execution, run
 from coterie.runs.metrics import MetricsFile
-from coterie.runs.prepare import prepare
-from coterie.runs.recipe import load
-from coterie.runs.sections import Participation
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import load
+from coterie.runs.recipes.sections import Participation
 
 SHORT = ["method.rounds=4", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]"]
 CLIENTS, ANCHORS = [f"client-{k}" for k in range(6)], ["a", "b"]

@@ -11,10 +11,10 @@ import pytest
 from figures import as_json, typed
 
 from coterie.core.result import Json
-from coterie.reports.comparison import comparability, rows
+from coterie.core.result.rows import comparability, rows
 from coterie.runs import run
-from coterie.runs.recipe import load
-from coterie.runs.sampling import evaluated
+from coterie.runs.recipes.recipe import load
+from coterie.runs.recipes.sampling import evaluated
 
 
 def result(tmp_path: Path, recipe: str, *settings: str) -> Json:

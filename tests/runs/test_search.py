@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from coterie.core.callback import Callback
 from coterie.core.result import ROUNDS
-from coterie.reports import Callback
 from coterie.reports.progress import Terminal
 from coterie.reports.searching import SearchTerminal
-from coterie.runs.recipe import changed, load
-from coterie.runs.search import (
+from coterie.runs.recipes.recipe import changed, load
+from coterie.runs.tuning.search import (
     LOST,
     Effort,
     Field,
@@ -30,7 +30,7 @@ from coterie.runs.search import (
     thinned,
     together,
 )
-from coterie.runs.trials import TrialRuns
+from coterie.runs.tuning.trials import TrialRuns
 
 LR, RHO = "training.experts.lr", "method.rho"
 GRID = Field(LR, (0.25, 0.5, 1.0, 2.0))

@@ -21,8 +21,8 @@ import coterie
 from coterie.cli.base import app
 from coterie.core.metrics import Metric
 from coterie.core.result import RESULT, Result, Tuning
-from coterie.runs import recipe as recipes
-from coterie.runs.trials import LOST, score_of, surely
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.tuning.trials import LOST, score_of, surely
 
 SHORT = {"rounds": 8}
 LR = "training.experts.lr"

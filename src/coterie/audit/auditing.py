@@ -12,6 +12,7 @@ from coterie.audit import canaries as of_canaries
 from coterie.audit import membership, words
 from coterie.audit.observers import ABLE, Shared, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
+from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
@@ -34,16 +35,15 @@ from coterie.data.splits import SplitBase
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
-from coterie.reports import Callback
 from coterie.reports.html import write_report
 from coterie.runs import files
-from coterie.runs import loading as modalities
-from coterie.runs import recipe as recipes
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.language import Language
 from coterie.runs.observations import Exchange
-from coterie.runs.prepare import prepare
+from coterie.runs.problems import loading as modalities
+from coterie.runs.problems.language import Language
+from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe as recipes
 
 DELTA = 1e-5  # delta of the bound on epsilon, if the recipe has none
 SERVER, OTHERS = "server", "others"

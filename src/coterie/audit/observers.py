@@ -21,8 +21,8 @@ from coterie.data.examples import Examples as Batch
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.windows import TextBatch
-from coterie.runs.language import Language
-from coterie.runs.prepare import Prepared
+from coterie.runs.problems.language import Language
+from coterie.runs.problems.prepare import Prepared
 
 LOGITS = 2**23  # values at once
 LOWEST = 0.2  # k of Min-K%++

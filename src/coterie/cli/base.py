@@ -26,7 +26,7 @@ from coterie.core.threads import wait_briefly
 from coterie.core.version import __version__
 
 if TYPE_CHECKING:
-    from coterie.runs.recipe import Recipe
+    from coterie.runs.recipes.recipe import Recipe
 
 
 def _normal(given: Any) -> Any:
@@ -176,7 +176,7 @@ def _main(
 
 def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe":
     with uncollected():
-        from coterie.runs import recipe as recipes
+        from coterie.runs.recipes import recipe as recipes
 
     return recipes.load(
         recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())]

@@ -38,7 +38,7 @@ def data(
     """
     with _stopping("stopped."):
         from coterie.core.files import write_atomically
-        from coterie.runs import data_summary
+        from coterie.runs.problems import data_summary
 
         name, settings = data_summary.recipe_for(source)
         recipe = _load(name, [*settings, *(set_ or ())], None)

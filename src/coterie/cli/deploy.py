@@ -200,13 +200,13 @@ def client(
             Link(server, ca), folder, id, data, base, key, resident, secure, limits
         )
         node.check()
-        from coterie.runs import account
+        from coterie.runs.device import account
 
         if accept_account:
             print(account.accepted(folder))
         account.Account(folder / account.ACCOUNT).verify()
         if limits is not None:
-            from coterie.runs import limits as allowed
+            from coterie.runs.device import limits as allowed
 
             print(account.described(folder, allowed.read(limits)))
         if not node.link.answers("fleet"):
@@ -338,7 +338,7 @@ def deploy_(
                 "Run: coterie deploy --demo. For separate machines see docs/deploy.md.",
             )
         from coterie.deploy import demo as demonstration
-        from coterie.runs import loading
+        from coterie.runs.problems import loading
 
         loaded = _load(recipe, set_, seed)
         folder = out or _folder(f"deploy-{loaded.name}", False)

@@ -12,7 +12,7 @@ def doctor() -> None:
     what to do about what is missing. Exit code 1 if something has to be done before a run.
     """
     with _stopping("stopped."):
-        from coterie.runs.health import examined
+        from coterie.cli.health import examined
 
         problems = 0
         for check in examined():

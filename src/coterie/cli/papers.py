@@ -11,7 +11,7 @@ from coterie.core.errors import Refused
 from coterie.core.extras import require
 
 if TYPE_CHECKING:
-    from coterie.runs.search import Effort
+    from coterie.runs.tuning.search import Effort
 
 
 @app.command()
@@ -141,7 +141,7 @@ def reproduce(
 
 def _effort(tune: bool, trials: int | None) -> "Effort | None":
     """Return the effort of a search; None without one. Raises Refused."""
-    from coterie.runs.search import Effort
+    from coterie.runs.tuning.search import Effort
 
     if not tune and trials is not None:
         raise Refused("--trials is of a search", "Give --tune too, or leave it out.")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from coterie.core.result import Row
-    from coterie.runs.recipe import Recipe
+    from coterie.runs.recipes.recipe import Recipe
 
 
 @app.command()
@@ -69,7 +69,7 @@ def run(
         from coterie.reports.tables import profiled
 
         with uncollected():
-            from coterie.runs import api
+            from coterie import api
 
         folder = out or _folder(loaded.name, resume or resume_changed)
         console, trace = (
@@ -102,9 +102,9 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
-    from coterie.runs.auto import resolved
     from coterie.runs.backends import LocalBackend
     from coterie.runs.estimate import estimates
+    from coterie.runs.problems.auto import resolved
 
     console, seconds = Console(), list[float]()
     recipe, said = resolved(recipe)
@@ -155,7 +155,8 @@ def compare(
         loaded = _load(recipe, set_, seed)
         from rich.console import Console
 
-        from coterie.runs import api, spaces
+        from coterie import api
+        from coterie.runs.tuning import spaces
 
         found = api.compare(
             methods,
@@ -189,8 +190,8 @@ def _show(
     notes: "Sequence[str] | None" = None,
 ) -> None:
     from coterie.core.metrics import direction
+    from coterie.core.result.rows import comparability
     from coterie.methods import METHODS
-    from coterie.reports.comparison import comparability
     from coterie.reports.tables import tables
     from coterie.reports.verdict import verdict
 

@@ -61,9 +61,10 @@ def tune(
         loaded = _load(source, set_, seed)
         from rich.console import Console
 
+        from coterie import api
         from coterie.reports import tuning as reports
-        from coterie.runs import api, spaces
-        from coterie.runs.tune import chosen_run
+        from coterie.runs.tuning import spaces
+        from coterie.runs.tuning.tune import chosen_run
 
         found = api.tune(
             names or [loaded.method["name"]],

@@ -60,9 +60,9 @@ def adapt(
 ) -> None:
     """Make a personal model for a new client. Its data need no labels and never leave it."""
     with _stopping("stopped. Nothing is kept."):
+        from coterie.adapt import new_client as adapting
+        from coterie.adapt import outcome as told
         from coterie.personal import PersonalClassifier
-        from coterie.reports import adapted as told
-        from coterie.runs import adapt as adapting
 
         if iterations is not None and not train:
             raise Refused("--iterations needs --train", "Give both, or neither.")

@@ -21,8 +21,8 @@ from coterie.engines.flower.apps import client_app, server_app
 from coterie.engines.flower.engine import Grid
 
 if TYPE_CHECKING:
-    from coterie.runs.device import Device
-    from coterie.runs.recipe import Recipe
+    from coterie.runs.device.device import Device
+    from coterie.runs.recipes.recipe import Recipe
 
 
 def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
@@ -45,8 +45,8 @@ def device(node: Mapping[str, Any]) -> "Device":
     file of limits.
     """
     from coterie.core import names
-    from coterie.runs import limits
-    from coterie.runs.device import Device
+    from coterie.runs.device import limits
+    from coterie.runs.device.device import Device
 
     client, data, base = (
         None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base")
@@ -82,7 +82,8 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     """
     from rich.console import Console
 
-    from coterie.reports.callback import Callbacks
+    from coterie.core.callback import Callbacks
+    from coterie.reports.html import write_report
     from coterie.reports.progress import Terminal
     from coterie.reports.trackers import tracked
     from coterie.runs import run
@@ -109,6 +110,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
             results = run.run(
                 recipe, folder, resume=resume, changed=changed, reporter=reporter, backend=backend
             )
+            write_report(folder, results, recipe.description)
         own = results[-1]
         where = f"everything is in {folder.resolve()}"
         print(f"{own.metric.name} {own.mean:.2f}; {where}", flush=True)
@@ -119,7 +121,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
 def _recipe(config: Mapping[str, Any]) -> "Recipe":
     """Return the recipe of a run's configuration. Raises Refused."""
-    from coterie.runs import recipe as recipes
+    from coterie.runs.recipes import recipe as recipes
 
     name, seed = str(config["recipe"]), int(config["seed"])
     overrides = _parts(config["set"]) + ([f"seed={seed}"] if seed >= 0 else []) + ["engine=flower"]

@@ -14,7 +14,7 @@ from coterie.deploy.submit import submit
 from coterie.deploy.supernode import Node, device
 
 if TYPE_CHECKING:
-    from coterie.runs.recipe import Recipe
+    from coterie.runs.recipes.recipe import Recipe
 
 
 def demo(

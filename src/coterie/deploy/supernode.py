@@ -22,7 +22,7 @@ from coterie.deploy.process import (
     local_program,
 )
 from coterie.deploy.resident import private
-from coterie.runs import limits
+from coterie.runs.device import limits
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Node:
         key: Its private key; None: without.
         resident: Whether a process keeps the base loaded between messages.
         secure: Whether trained values are sent by secure aggregation only.
-        limits: The owner's file of limits, see `coterie.runs.limits`; None: without.
+        limits: The owner's file of limits, see `coterie.runs.device.limits`; None: without.
     """
 
     link: Link

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.adapt.shared_part import SHARED
 from coterie.core.checksums import SUMS, check_sums, read_sums, write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
 from coterie.core.files import load, make_folder, read_json
 from coterie.core.tensors import all_finite
 from coterie.export.push import CARD, hub_error
 from coterie.methods import METHODS
-from coterie.personal.artifact import (
+from coterie.models.artifact import (
     ABOUT,
     CLASSIFIER,
     CLASSIFIER_WEIGHTS,
@@ -23,11 +24,10 @@ from coterie.personal.artifact import (
     read_about,
     read_about_json,
 )
-from coterie.personal.classifier import read_classifier
+from coterie.models.classifier_artifact import read_classifier
 from coterie.runs import recipes
 from coterie.runs.files import RECIPE
-from coterie.runs.recipe import resolve
-from coterie.runs.shared_part import SHARED
+from coterie.runs.recipes.recipe import resolve
 
 TENSORS = (WEIGHTS, CLASSIFIER_WEIGHTS, SHARED)
 TEXTS = (ABOUT, RECIPE, CARD, SUMS)

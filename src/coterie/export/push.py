@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from coterie.adapt.new_client import TRAINED
+from coterie.adapt.shared_part import SharedPart, write_shared
 from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, read_json, write_json
@@ -16,12 +18,10 @@ from coterie.data.section import Section
 from coterie.export.card import Facts, card
 from coterie.export.peft import portable
 from coterie.models.architecture import tokenizer
+from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
 from coterie.personal import folder_of
-from coterie.personal.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
-from coterie.runs.adapt import TRAINED
 from coterie.runs.files import RECIPE
-from coterie.runs.recipe import Recipe, resolve
-from coterie.runs.shared_part import SharedPart, write_shared
+from coterie.runs.recipes.recipe import Recipe, resolve
 
 CARD = "README.md"
 

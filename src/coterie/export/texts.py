@@ -17,10 +17,10 @@ from coterie.export.format import ClientModel
 from coterie.models.backbone import Backbone
 from coterie.personal import PersonalModel, clients_of, folder_of, read_about
 from coterie.runs import files
-from coterie.runs import recipe as recipes
-from coterie.runs.own_text import own_text, section_of
-from coterie.runs.recipe import Recipe
-from coterie.runs.sections import LanguageSection
+from coterie.runs.problems.own_text import own_text, section_of
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import LanguageSection
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from coterie.core.errors import Refused
 from coterie.core.result import ROUNDS
 from coterie.papers import tables
 from coterie.papers.tables import SCALES, Reproduction, Scale, Settings
-from coterie.runs import recipe as recipes
-from coterie.runs import search
 from coterie.runs.candidates import folder_of
-from coterie.runs.recipe import Recipe
-from coterie.runs.search import Effort, Search, Trial
-from coterie.runs.spaces import RATES, around, fields_of, own_values
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.tuning import search
+from coterie.runs.tuning.search import Effort, Search, Trial
+from coterie.runs.tuning.spaces import RATES, around, fields_of, own_values
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mode
 
+from coterie.core.result import rows as comparison
+from coterie.core.result.tuning import name_of
 from coterie.papers.found import Cell
 from coterie.papers.job import Job
-from coterie.reports import comparison
-from coterie.reports.tuning import name_of
-from coterie.runs.search import Effort, Found
-from coterie.runs.tune import stated
+from coterie.runs.tuning.search import Effort, Found
+from coterie.runs.tuning.tune import stated
 
 
 def orders(cells: Sequence[Cell]) -> dict[str, float]:

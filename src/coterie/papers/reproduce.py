@@ -13,9 +13,11 @@ import torch
 from filelock import FileLock
 
 from coterie.core import metrics
+from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError
 from coterie.core.files import write_atomically, write_json
 from coterie.core.result import Evaluation, MetricInfo, Result, Versions
+from coterie.core.result import rows as comparison
 from coterie.core.result.parsing import REMEDY
 from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
@@ -25,11 +27,10 @@ from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.seeds import seed_figures, spoken_of_row
 from coterie.papers.tables import Figure, Settings
-from coterie.reports import Callback, comparison
 from coterie.runs.candidates import UNFIT, confirm
-from coterie.runs.recipe import Recipe
-from coterie.runs.search import Found
-from coterie.runs.trials import RunAt, TrialRuns, execute_missing
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.tuning.search import Found
+from coterie.runs.tuning.trials import RunAt, TrialRuns, execute_missing
 
 CellId = tuple[str, str]  # a row and a column
 _GATE_ERROR = MetricInfo("gate error", "%", True)

@@ -1,7 +1,8 @@
 """Use of personal models: loading, prediction, generation, and web pages to try them."""
 
-from coterie.personal.artifact import About, Origin, read_about, save
-from coterie.personal.classifier import PersonalClassifier, Prediction, save_classifier
+from coterie.models.artifact import About, Origin, read_about, save
+from coterie.models.classifier_artifact import save_classifier
+from coterie.personal.classifier import PersonalClassifier, Prediction
 from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel

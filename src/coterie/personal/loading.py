@@ -6,8 +6,8 @@ from typing import Literal, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
+from coterie.models.artifact import ABOUT, CLASSIFIER, read_about_json
 from coterie.models.backbone import Backbone
-from coterie.personal.artifact import ABOUT, CLASSIFIER, read_about_json
 from coterie.personal.classifier import PersonalClassifier
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel

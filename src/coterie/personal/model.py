@@ -16,9 +16,7 @@ from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
-from coterie.models.backbone import Backbone
-from coterie.models.language import LanguageModel
-from coterie.personal.artifact import (
+from coterie.models.artifact import (
     WEIGHTS,
     About,
     check_size,
@@ -28,6 +26,8 @@ from coterie.personal.artifact import (
     save,
     verify,
 )
+from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word

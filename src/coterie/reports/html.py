@@ -6,13 +6,14 @@ from pathlib import Path
 from coterie.core.files import write_atomically
 from coterie.core.metrics import direction
 from coterie.core.result import RESULT, AuditResult, Comparison, MetricInfo, Result, Routing, Row
+from coterie.core.result.rows import comparability
+from coterie.core.result.rows import rows as rows_of
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
+from coterie.reports.beside import BESIDE
 from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
-from coterie.reports.comparison import BESIDE, comparability
-from coterie.reports.comparison import rows as rows_of
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
 from coterie.reports.parts import escape, page, prose, section, size

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.text import Text
 
+from coterie.core.callback import Callback
 from coterie.core.metrics import prediction
 from coterie.core.printing import printable
 from coterie.core.result import MetricInfo, Result
 from coterie.data.refusals import SHOWN
-from coterie.reports.callback import Callback
 from coterie.reports.pace import RoundTimer, Throughput
 from coterie.reports.tables import clock
 

@@ -8,9 +8,10 @@ from coterie.core.metrics import best as best_of
 from coterie.core.metrics import better, change, mean, prediction, sort_key
 from coterie.core.metrics import worst as worst_of
 from coterie.core.result import Result, Row
+from coterie.core.result.rows import BOUNDS, NAMED
 from coterie.methods import METHODS
 from coterie.reports import marks
-from coterie.reports.comparison import BESIDE, BOUNDS, NAMED
+from coterie.reports.beside import BESIDE
 from coterie.reports.parts import (
     FEW,
     MANY,

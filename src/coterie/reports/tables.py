@@ -18,7 +18,7 @@ from coterie.core.profiling import Profile
 from coterie.core.result import MetricInfo, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
-from coterie.reports.comparison import BESIDE
+from coterie.reports.beside import BESIDE
 from coterie.reports.parts import VERDICTS, rounded, size, unseen
 
 W_ERROR = "W error", "W\u00a0error"  # which stays on one line
@@ -69,7 +69,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
 
     Args:
         console: Where to.
-        prepared: See `coterie.runs.prepare.Prepared`.
+        prepared: See `coterie.runs.problems.prepare.Prepared`.
         estimate: See `coterie.runs.estimate.Estimate`.
         first: Whether it is the first of several: clients and data, which all have, are said before
             it.

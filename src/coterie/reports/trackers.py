@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.extras import EXTRAS, require
 from coterie.core.files import read_json, write_json
 from coterie.core.names import encoded
 from coterie.core.result import Result
-from coterie.reports.callback import Callback
 
 PROJECT = "coterie"  # where the program's own environment variable names no other
 TRACKED = "tracked.json"  # in a run's folder: the id that each program knows the run by

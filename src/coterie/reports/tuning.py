@@ -13,6 +13,7 @@ from coterie.core.metrics import best as best_of
 from coterie.core.metrics import direction
 from coterie.core.printing import printable
 from coterie.core.result import ROUNDS, MetricInfo, Tried, TunedRow, Tuning
+from coterie.core.result.tuning import name_of, value, written
 from coterie.methods import METHODS
 from coterie.reports import chart
 from coterie.reports.chart import Axes, Line, Style
@@ -52,23 +53,6 @@ READING = (
     "runs of as many rounds: within two standard errors of the differences by client and seed.",
     "iterations: local iterations of all runs together.",
 )
-
-
-def name_of(key: str) -> str:
-    """Return a recipe's field as tables name it: without its section."""
-    for part in ("training.", "method.", "model."):
-        key = key.removeprefix(part)
-    return key
-
-
-def value(found: Any) -> str:
-    """Return a value as people read it."""
-    return f"{found:g}" if isinstance(found, float) else str(found)
-
-
-def written(settings: Mapping[str, Any]) -> str:
-    """Return values by fields of a recipe in one line."""
-    return ", ".join(f"{name_of(key)} {value(found)}" for key, found in settings.items())
 
 
 def settings(row: TunedRow) -> str:

@@ -6,8 +6,8 @@ from typing import Any
 
 from coterie.core.metrics import better, sort_key
 from coterie.core.result import MetricInfo, Row
+from coterie.core.result.rows import ALONE, BOUNDS
 from coterie.methods import METHODS
-from coterie.reports.comparison import ALONE, BOUNDS
 from coterie.reports.parts import figure, unseen
 
 BASE = "pretrained"

@@ -1,3 +1,3 @@
-"""From a recipe to its result: preparation, rounds, evaluation, checkpoints, devices, adaptation to
-new clients.
+"""From a recipe to its result: what is asked (`recipes`), what is loaded (`problems`), the loop,
+devices, and tuning.
 """

@@ -24,11 +24,11 @@ from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier
 from coterie.models.pool import PoolClassifier
 from coterie.runs.checkpoints import KEPT
-from coterie.runs.device import Device
-from coterie.runs.members import check_member, prepare_remote
-from coterie.runs.prepare import Prepared, prepare
-from coterie.runs.problem import LearningProblem
-from coterie.runs.recipe import Recipe, changed
+from coterie.runs.device.device import Device
+from coterie.runs.problems.members import check_member, prepare_remote
+from coterie.runs.problems.prepare import Prepared, prepare
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.recipe import Recipe, changed
 
 if TYPE_CHECKING:
     from coterie.engines.flower.engine import Flower, Grid

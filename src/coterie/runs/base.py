@@ -10,6 +10,7 @@ from coterie.aggregation.accountant import Accountant
 from coterie.aggregation.dpsgd import ExampleAccountant
 from coterie.aggregation.privacy import Privacy
 from coterie.client.interfaces import Metrics
+from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, Divergence, SpoiltSum, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.profiling import Profile
@@ -19,14 +20,13 @@ from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
 from coterie.models.layout import Layout
-from coterie.reports import Callback
 from coterie.runs.backends import Backend, LocalBackend, computing_threads
 from coterie.runs.checkpoints import Checkpoints
 from coterie.runs.files import AUDIT
 from coterie.runs.metrics import METRICS, MetricsFile, Released
 from coterie.runs.observations import Observations
-from coterie.runs.prepare import Prepared
-from coterie.runs.sampling import evaluated
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.sampling import evaluated
 
 SAMPLED_S, WATCHED_S = (
     1.0,

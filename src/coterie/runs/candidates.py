@@ -13,12 +13,12 @@ from coterie.core.files import make_folder, write_json
 from coterie.core.foreign import read_text
 from coterie.core.names import encoded
 from coterie.core.result import RESULT, ROUTING
-from coterie.runs import recipe as recipes
 from coterie.runs.files import RECIPE
 from coterie.runs.folder import alone
 from coterie.runs.inputs import INPUTS, RecordedInputs
 from coterie.runs.metrics import METRICS
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 UNFIT = "unfit.json"  # in the folder of a run that has no result: why
 CANDIDATE = "candidate.json"  # in that of a run which a search began, and did not choose (yet)

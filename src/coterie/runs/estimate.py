@@ -17,9 +17,9 @@ from coterie.core.metrics import peak_memory
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
-from coterie.runs.prepare import Prepared
-from coterie.runs.recipe import Recipe
-from coterie.runs.sampling import evaluated
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sampling import evaluated
 
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie import personal
 from coterie.aggregation import weights_error
 from coterie.client.best import kept_round, recall
 from coterie.client.client import Client
@@ -34,6 +33,7 @@ from coterie.core.result import (
 from coterie.core.tensors import Tensors
 from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
+from coterie.models import artifact
 from coterie.models.layout import Layout
 from coterie.runs.scoring import ScoredExecution
 
@@ -248,7 +248,7 @@ class EvaluatedExecution(ScoredExecution):
             client.load(self.method.loadable(client, tensors))
         else:
             recall(client)
-        origin = personal.Origin(
+        origin = artifact.Origin(
             self.recipe.method["name"],
             self.recipe.name,
             self.round if round is None else round,

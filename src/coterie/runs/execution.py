@@ -27,8 +27,8 @@ from coterie.runs.checkpoints import Checkpoint
 from coterie.runs.evaluate import EvaluatedExecution
 from coterie.runs.files import AUDIT, CANARIES, SECRET
 from coterie.runs.inputs import RecordedInputs
-from coterie.runs.members import joined
 from coterie.runs.metrics import MetricsFile, check_metrics
+from coterie.runs.problems.members import joined
 
 
 @dataclass

@@ -14,7 +14,7 @@ from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT
 from coterie.data.splits import RemoteSplit
 from coterie.models.architecture import files_of
-from coterie.runs.prepare import Prepared
+from coterie.runs.problems.prepare import Prepared
 
 INPUTS = "inputs.json"
 _MEANT = (

@@ -6,18 +6,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, Divergence, RecipeError, Refused
 from coterie.core.files import write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
+from coterie.core.result import rows as comparing
 from coterie.engines import Listener
 from coterie.methods import METHODS
-from coterie.reports import Callback
-from coterie.reports import comparison as comparing
-from coterie.reports.html import write_comparison, write_report
-from coterie.runs import recipe as recipes
-from coterie.runs.auto import resolved, resolved_remotely
 from coterie.runs.backends import Backend, LocalBackend, computing
 from coterie.runs.candidates import adopt, folder_of, same_recipe
 from coterie.runs.estimate import RunEstimator
@@ -25,8 +22,10 @@ from coterie.runs.execution import Execution
 from coterie.runs.files import COMPARISON, RECIPE
 from coterie.runs.folder import alone, check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.prepare import Prepared
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems.auto import resolved, resolved_remotely
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.shared import CommonThreads, SharedData
 
 
@@ -90,7 +89,6 @@ def run(
         changed=changed,
         within=folder,
     )
-    write_report(folder, results, recipe.description)
     return results
 
 
@@ -341,5 +339,4 @@ def compare(
         folder=folder,
     )
     write_json(folder / COMPARISON, comparison.to_json())
-    write_comparison(folder, comparison, recipe.description)
     return comparison

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
+from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError
 from coterie.core.files import read_json
 from coterie.core.threads import ThreadChoice
-from coterie.reports import Callback
 from coterie.runs.backends import Backend, choose_threads, clients_at_once, computing_threads
-from coterie.runs.prepare import Prepared, share_data
-from coterie.runs.problem import LearningProblem
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems.prepare import Prepared, share_data
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.recipe import Recipe
 
 
 class SharedData:

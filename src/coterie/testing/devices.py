@@ -13,9 +13,9 @@ from coterie.core.files import load
 from coterie.core.tensors import all_finite
 from coterie.engines.messages import Request
 from coterie.methods import Method
-from coterie.runs.device import Device
-from coterie.runs.device_states import Memory
-from coterie.runs.prepare import Prepared
+from coterie.runs.device.device import Device
+from coterie.runs.device.states import Memory
+from coterie.runs.problems.prepare import Prepared
 from coterie.testing.contract import NotApplicable, clause, require, require_same
 from coterie.testing.run import Run, some
 from coterie.testing.training import longer

@@ -11,7 +11,7 @@ from coterie.core.errors import Refused
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
 from coterie.methods.pretrained import Pretrained
-from coterie.runs.method_section import build_method
+from coterie.runs.recipes.method_section import build_method
 from coterie.testing import devices, leaving, training, worlds
 from coterie.testing.contract import Check, NotApplicable
 

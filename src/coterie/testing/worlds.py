@@ -23,9 +23,9 @@ from coterie.models.classifier import Classifier, NetworkShape
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
-from coterie.runs.classification import Classification
-from coterie.runs.language import Language
-from coterie.runs.sections import ClassifierSection, LanguageSection
+from coterie.runs.problems.classification import Classification
+from coterie.runs.problems.language import Language
+from coterie.runs.recipes.sections import ClassifierSection, LanguageSection
 
 BASE = Layout(rank=2)
 

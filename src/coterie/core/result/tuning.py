@@ -167,3 +167,20 @@ class Tuning:
             for row in self.rows
         )
         return f"Tuning({self.metric} of {self.recipe}: {rows})"
+
+
+def name_of(key: str) -> str:
+    """Return a recipe's field as tables name it: without its section."""
+    for part in ("training.", "method.", "model."):
+        key = key.removeprefix(part)
+    return key
+
+
+def value(found: Any) -> str:
+    """Return a value as people read it."""
+    return f"{found:g}" if isinstance(found, float) else str(found)
+
+
+def written(settings: Mapping[str, Any]) -> str:
+    """Return values by fields of a recipe in one line."""
+    return ", ".join(f"{name_of(key)} {value(found)}" for key, found in settings.items())

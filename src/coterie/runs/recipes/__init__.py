@@ -1,4 +1,5 @@
-"""Recipes by their names: YAML files in this folder, and those that installed packages bring.
+"""Recipes: their fields, and the shipped ones by name: YAML files in this folder, and those that
+installed packages bring.
 
 A package brings one by an entry point of the group `coterie.recipes`, `NAME = "my_package"`: it is
 the file `NAME.yaml` in that package.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coterie.core.errors import Refused
-from coterie.runs.ledger import Cost, DeviceLedger, LedgerFiles, RunEntries, Turn
-from coterie.runs.limits import OWNERS, Limits
+from coterie.runs.device.ledger import Cost, DeviceLedger, LedgerFiles, RunEntries, Turn
+from coterie.runs.device.limits import OWNERS, Limits
 
 ACCOUNT = ".account"  # its name in a device's folder: no run has one that begins with a dot
 

@@ -11,8 +11,8 @@ from coterie.data.federation import ClientData, MakeSplit, federate
 from coterie.data.folders import Folders, text_files
 from coterie.data.splits import SPLITS, Tokens
 from coterie.models.backbone import Backbone
-from coterie.runs.base_texts import fitted
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems.base_texts import fitted
+from coterie.runs.recipes.recipe import Recipe
 
 
 def files_of_text(section: Folders, data: Path) -> list[Path]:

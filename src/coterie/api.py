@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from coterie import personal
+from coterie.core.callback import Callback, Callbacks
 from coterie.core.errors import Refused
 from coterie.core.profiling import Profile
 from coterie.core.result import Comparison, Result, Row, Tuning
+from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
 from coterie.methods import Method, name_of
 from coterie.personal.loading import Personal
-from coterie.reports import Callback, Callbacks
-from coterie.reports import comparison as comparing
+from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
+from coterie.reports.tuning import write_tuning
 from coterie.runs import run as runs
-from coterie.runs import tune as tuning
 from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder import latest_folder, new_folder
-from coterie.runs.recipe import Recipe, resolve
-from coterie.runs.search import Effort
+from coterie.runs.recipes.recipe import Recipe, resolve
+from coterie.runs.tuning import tune as tuning
+from coterie.runs.tuning.search import Effort
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,10 @@ def run(
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
     with _told(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as told:
-        runs.run(
+        results = runs.run(
             chosen, folder, resume=resume, changed=resume_changed, reporter=told, profile=profile
         )
+        write_report(folder, results, chosen.description)
     return Run(folder)
 
 
@@ -228,6 +231,7 @@ def compare(
                 changed=resume_changed,
                 reporter=told,
             )
+            write_tuning(folder / tuning.TUNED, found, chosen.description)
         extra = {
             "chosen": tuning.chosen_recipes(found),
             "effort": tuning.effort_of(found),
@@ -235,7 +239,7 @@ def compare(
         }
         going = going and (folder / "lock").exists()  # otherwise only the search has begun
     with _told(callbacks, progress, len(set(names)) * seeds, track, folder) as told:
-        return runs.compare(
+        comparison = runs.compare(
             names,
             chosen,
             folder,
@@ -245,6 +249,8 @@ def compare(
             reporter=told,
             **extra,
         )
+        write_comparison(folder, comparison, chosen.description)
+    return comparison
 
 
 def tune(
@@ -303,7 +309,7 @@ def tune(
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
     with _told(callbacks, progress, None, track, folder) as told:
-        return tuning.tune(
+        found = tuning.tune(
             names,
             chosen,
             folder,
@@ -313,6 +319,8 @@ def tune(
             changed=resume_changed,
             reporter=told,
         )
+        write_tuning(folder, found, chosen.description)
+    return found
 
 
 def _effort(trials: int | None, seeds: int) -> Effort:

@@ -6,22 +6,22 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.files import read_json, write_atomically, write_json
 from coterie.core.names import encoded
 from coterie.core.result import ROUNDS, TUNING, Result, TunedRow, Tuning
+from coterie.core.result.tuning import written
 from coterie.methods import METHODS
-from coterie.reports import Callback
-from coterie.reports.tuning import write_tuning, written
-from coterie.runs import recipe as recipes
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
 from coterie.runs.candidates import folder_of
 from coterie.runs.folder import alone
-from coterie.runs.recipe import Recipe
-from coterie.runs.search import Effort, Found, Search, halving, part_of
-from coterie.runs.spaces import Grid, checked, fields_of, own_values, trains
-from coterie.runs.trials import RunAt, Settings, TrialRuns
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.tuning.search import Effort, Found, Search, halving, part_of
+from coterie.runs.tuning.spaces import Grid, checked, fields_of, own_values, trains
+from coterie.runs.tuning.trials import RunAt, Settings, TrialRuns
 
 SEARCH = "search.json"  # what a folder is the search of
 CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that of a comparison
@@ -199,7 +199,6 @@ def _write(
         folder=folder,
     )
     write_json(folder / TUNING, tuning.to_json())
-    write_tuning(folder, tuning, plan.recipe.description)
     return tuning
 
 

@@ -20,11 +20,11 @@ from coterie.data.text_encoding import TextEncoder
 from coterie.methods import METHODS, Method
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
-from coterie.runs import loading
-from coterie.runs.auto import resolved
-from coterie.runs.language import Language
-from coterie.runs.problem import LearningProblem
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems import loading
+from coterie.runs.problems.auto import resolved
+from coterie.runs.problems.language import Language
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.recipe import Recipe
 
 
 @dataclass

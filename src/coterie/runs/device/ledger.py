@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from coterie.core.errors import Refused, SaveError
 from coterie.core.foreign import MOST_BYTES, json_of, read_text
-from coterie.runs.limits import OWNERS
+from coterie.runs.device.limits import OWNERS
 
 Turn = tuple[int, int]  # round, and number of the exchange in it
 

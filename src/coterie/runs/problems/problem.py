@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import torch
 
-from coterie import personal
 from coterie.client.client import Client
 from coterie.client.interfaces import Model, Trainable
 from coterie.core.metrics import Metric
@@ -17,6 +16,7 @@ from coterie.core.protocol import ClientId
 from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
+from coterie.models import artifact
 from coterie.models.layout import Layout
 
 
@@ -83,7 +83,7 @@ class LearningProblem(ABC):
         return 0
 
     @abstractmethod
-    def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
+    def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         """Write the client's personal model to a folder of its own."""
 
     def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:

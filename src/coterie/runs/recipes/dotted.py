@@ -7,9 +7,9 @@ from typing import Any
 
 from coterie.core.foreign import yaml_of
 from coterie.methods import METHODS, name_of
-from coterie.runs.mistakes import SHOWN
+from coterie.runs.recipes.mistakes import SHOWN
 
-AUTO = "auto"  # the value of a field that the run chooses, see `coterie.runs.auto`
+AUTO = "auto"  # the value of a field that the run chooses, see `coterie.runs.problems.auto`
 LR, CONTEXT, BATCH, MICRO_BATCH, STEPS = AUTOMATIC = (
     "training.experts.lr",
     "model.context",

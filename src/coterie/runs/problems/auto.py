@@ -19,12 +19,13 @@ from coterie.data.text_streams import RunningText
 from coterie.engines.states import half_of_memory
 from coterie.models.architecture import Architecture, configuration, tokenizer
 from coterie.models.quantised import bytes_per_weight
-from coterie.runs import dotted, recipes
-from coterie.runs.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
-from coterie.runs.language import pick_dtype
-from coterie.runs.loading import pick_device
-from coterie.runs.recipe import Recipe, changed
-from coterie.runs.sections import LanguageSection
+from coterie.runs import recipes
+from coterie.runs.problems.language import pick_dtype
+from coterie.runs.problems.loading import pick_device
+from coterie.runs.recipes import dotted
+from coterie.runs.recipes.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
+from coterie.runs.recipes.recipe import Recipe, changed
+from coterie.runs.recipes.sections import LanguageSection
 
 EPOCHS = 3.0  # of a client's text, about as many as CoMiGS trains for (its 500 iterations are 3.4)
 FEWEST, MOST = 50, 1000  # local iterations of a run

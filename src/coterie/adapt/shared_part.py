@@ -10,24 +10,24 @@ from typing import Any
 import yaml
 
 from coterie import personal
+from coterie.adapt.personalisation import Snapshot, score, shared_part, untrained
 from coterie.client.client import Client
+from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
 from coterie.core.metrics import mean, perplexity
 from coterie.core.protocol import ClientId
 from coterie.core.tensors import Tensors, check_alike
 from coterie.data.federation import ClientData, Federation
-from coterie.personal.artifact import verify
-from coterie.reports import Callback
+from coterie.models.artifact import verify
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.files import RECIPE
-from coterie.runs.language import Language, load_backbone, pick_dtype
-from coterie.runs.loading import language, pick_device
-from coterie.runs.own_text import section_of, text_of
-from coterie.runs.personalise import Snapshot, score, shared_part, untrained
-from coterie.runs.prepare import Prepared, assembled, prepare
-from coterie.runs.recipe import Recipe, resolve
+from coterie.runs.problems.language import Language, load_backbone, pick_dtype
+from coterie.runs.problems.loading import language, pick_device
+from coterie.runs.problems.own_text import section_of, text_of
+from coterie.runs.problems.prepare import Prepared, assembled, prepare
+from coterie.runs.recipes.recipe import Recipe, resolve
 
 SHARED = "shared.safetensors"  # beside recipe.yaml: what any new client gets
 NAME = "shared"  # in place of a client's name in client.json

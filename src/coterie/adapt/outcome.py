@@ -2,33 +2,8 @@
 what its own training gave.
 """
 
-from collections.abc import Mapping
-from typing import Protocol
-
+from coterie.adapt.personalisation import Personalised
 from coterie.reports.parts import figure
-
-
-class Personalised(Protocol):
-    """The interface of `coterie.runs.personalise.Personalised`, which is in a later package."""
-
-    @property
-    def own(self) -> bool: ...
-    @property
-    def tokens(self) -> Mapping[str, int]: ...
-    @property
-    def base(self) -> float: ...
-    @property
-    def before(self) -> float: ...
-    @property
-    def after(self) -> float: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def iterations(self) -> int: ...
-    @property
-    def most(self) -> int: ...
-    @property
-    def helped(self) -> bool: ...
 
 
 def sentences(client: str, found: Personalised | None) -> list[str]:

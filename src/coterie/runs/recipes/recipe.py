@@ -28,11 +28,12 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.methods import METHODS, Method, name_of
-from coterie.runs import dotted, recipes
-from coterie.runs.method_section import build_method, unknown_method
-from coterie.runs.mistakes import Mistakes, impossible, readable
-from coterie.runs.sampling import EvaluatedClients
-from coterie.runs.sections import LanguageSection, ModelSection, Participation, Quorum
+from coterie.runs import recipes
+from coterie.runs.recipes import dotted
+from coterie.runs.recipes.method_section import build_method, unknown_method
+from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
+from coterie.runs.recipes.sampling import EvaluatedClients
+from coterie.runs.recipes.sections import LanguageSection, ModelSection, Participation, Quorum
 
 
 class Recipe(BaseModel):

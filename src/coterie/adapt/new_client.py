@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie import personal
+from coterie.adapt.personalisation import Personalised, shared_part, train
+from coterie.adapt.shared_part import holds_shared, started
 from coterie.client.client import Client
 from coterie.core import names
+from coterie.core.callback import Callback
 from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
@@ -26,20 +29,17 @@ from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
-from coterie.reports import Callback
 from coterie.runs import files
-from coterie.runs import recipe as recipes
 from coterie.runs.backends import LocalBackend
-from coterie.runs.classification import Classification
 from coterie.runs.execution import Execution
 from coterie.runs.folder import check_apart
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.language import Language
-from coterie.runs.own_text import text_of
-from coterie.runs.personalise import Personalised, shared_part, train
-from coterie.runs.prepare import Prepared, prepare
-from coterie.runs.recipe import Recipe
-from coterie.runs.shared_part import holds_shared, started
+from coterie.runs.problems.classification import Classification
+from coterie.runs.problems.language import Language
+from coterie.runs.problems.own_text import text_of
+from coterie.runs.problems.prepare import Prepared, prepare
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 TRAINED = "training.json"  # in the folder of a personal model: what its client's own training gave
 

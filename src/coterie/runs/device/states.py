@@ -11,7 +11,7 @@ from filelock import FileLock
 from coterie.core.errors import CoterieError, TensorError
 from coterie.core.files import load, save
 from coterie.core.protocol import State
-from coterie.runs.ledger import Turn
+from coterie.runs.device.ledger import Turn
 
 _STATE = re.compile(r"round-(\d{5,})-(\d{3,})\.safetensors")
 _MOST_NOTE = 2000  # characters, see `Reply`

@@ -11,12 +11,12 @@ from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
-from coterie.runs.base_texts import fitted_federation
-from coterie.runs.classification import Classification, _common, _trained_here
-from coterie.runs.language import Language, load_backbone, pick_dtype
-from coterie.runs.problem import LearningProblem
-from coterie.runs.recipe import Recipe
-from coterie.runs.sections import ClassifierSection, LanguageSection, TextClassifierSection
+from coterie.runs.problems.base_texts import fitted_federation
+from coterie.runs.problems.classification import Classification, _common, _trained_here
+from coterie.runs.problems.language import Language, load_backbone, pick_dtype
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import ClassifierSection, LanguageSection, TextClassifierSection
 
 
 def pick_device(device: str) -> str:

@@ -10,9 +10,9 @@ from coterie.core.errors import RecipeError, Refused
 from coterie.data.federation import ClientData, Federation, check_id
 from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Member
-from coterie.runs import loading
-from coterie.runs.prepare import Prepared, assembled
-from coterie.runs.recipe import Recipe
+from coterie.runs.problems import loading
+from coterie.runs.problems.prepare import Prepared, assembled
+from coterie.runs.recipes.recipe import Recipe
 
 _MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # more nobody has
 _MOST_SAID = 1000  # characters of what is wrong with what a device says

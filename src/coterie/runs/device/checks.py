@@ -17,11 +17,11 @@ from coterie.core.protocol import Sends, declared, find_task
 from coterie.data.own import GROUP as DATA_GROUP
 from coterie.engines.messages import Request
 from coterie.methods import GROUP as METHODS_GROUP
-from coterie.runs.account import Account, OutgoingReply
-from coterie.runs.ledger import Cost
-from coterie.runs.limits import EXCHANGES, Limits
-from coterie.runs.prepare import Prepared
-from coterie.runs.recipe import Recipe
+from coterie.runs.device.account import Account, OutgoingReply
+from coterie.runs.device.ledger import Cost
+from coterie.runs.device.limits import EXCHANGES, Limits
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.recipe import Recipe
 
 _INDIFFERENT = {
     "compare_with",

@@ -11,9 +11,9 @@ from coterie.core.foreign import yaml_of
 from coterie.core.roles import GATE
 from coterie.methods import METHODS
 from coterie.models.layout import Layout
-from coterie.runs import recipe as recipes
-from coterie.runs.recipe import Recipe
-from coterie.runs.search import Candidate, Field
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.tuning.search import Candidate, Field
 
 EXPERTS, ROUTERS = "training.experts.lr", "training.routers.lr"
 RATES = (EXPERTS, ROUTERS)

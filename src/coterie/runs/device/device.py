@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from coterie import personal
 from coterie.aggregation import secure
 from coterie.aggregation.noise import kept_key
 from coterie.client.best import kept_round, recall
@@ -24,13 +23,14 @@ from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
 from coterie.data.chats.jinja import is_template
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
-from coterie.runs import loading
-from coterie.runs import recipe as recipes
-from coterie.runs.account import ACCOUNT, Account
-from coterie.runs.device_checks import OutboundCheck, check_code, check_run
-from coterie.runs.device_states import Memory
-from coterie.runs.limits import Limits
-from coterie.runs.prepare import Prepared, outbound, prepare
+from coterie.models import artifact
+from coterie.runs.device.account import ACCOUNT, Account
+from coterie.runs.device.checks import OutboundCheck, check_code, check_run
+from coterie.runs.device.limits import Limits
+from coterie.runs.device.states import Memory
+from coterie.runs.problems import loading
+from coterie.runs.problems.prepare import Prepared, outbound, prepare
+from coterie.runs.recipes import recipe as recipes
 
 _OWN = {
     "data",
@@ -283,7 +283,7 @@ def _keep(
         recall(owner)
         round = own
     recipe = prepared.recipe
-    origin = personal.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
+    origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
     prepared.problem.keep(folder, owner, prepared.site.layouts[client], origin)
 
 

@@ -23,7 +23,7 @@ from coterie.models.layout import MOST_ALPHA, Layout
 from coterie.models.networks import NetworkShape
 from coterie.models.quantised import Quantisation
 from coterie.models.text import TextShape
-from coterie.runs.mistakes import Mistakes
+from coterie.runs.recipes.mistakes import Mistakes
 
 
 def _device(value: str) -> str:

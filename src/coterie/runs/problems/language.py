@@ -7,7 +7,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from coterie import personal
 from coterie.client.client import Client
 from coterie.core import devices
 from coterie.core.errors import ModelError
@@ -18,14 +17,15 @@ from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.data.text_encoding import ControlTokens
 from coterie.data.tokenizer_digest import TokenizerDigest
+from coterie.models import artifact
 from coterie.models.adapter import Adapter
+from coterie.models.artifact import Content
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.personal.artifact import Content
-from coterie.runs.problem import LearningProblem
-from coterie.runs.routing import CLIENTS, look
-from coterie.runs.sections import LanguageSection
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.problems.routing import CLIENTS, look
+from coterie.runs.recipes.sections import LanguageSection
 
 
 @dataclass
@@ -71,19 +71,19 @@ class Language(LearningProblem):
             self.build(layout).adapter if trained else None, self.section.context
         )
 
-    def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
+    def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         assert isinstance(client.model, LanguageModel)
         self.write(folder, client.id, *client.model.settled(), origin)
 
     def write(
-        self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: personal.Origin
+        self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: artifact.Origin
     ) -> None:
         """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder.
         Raises SaveError.
         """
-        personal.save(
+        artifact.save(
             folder,
-            personal.About(
+            artifact.About(
                 id,
                 self.section.base,
                 layout,

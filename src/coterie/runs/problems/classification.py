@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from coterie import personal
 from coterie.client.client import Client
 from coterie.core.errors import ModelError
 from coterie.core.metrics import ACCURACY
@@ -16,7 +15,9 @@ from coterie.core.tensors import Tensors, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
 from coterie.data.partition import Partitioner
+from coterie.models import artifact
 from coterie.models.classifier import Classifier, NetworkShape, Shape
+from coterie.models.classifier_artifact import save_classifier
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
 from coterie.models.generalising import (
     AdversarialClassifier,
@@ -30,8 +31,8 @@ from coterie.models.network_tensors import statistics
 from coterie.models.pool import PoolClassifier
 from coterie.models.pool_layout import PoolLayout
 from coterie.models.text import TextShape
-from coterie.runs.problem import LearningProblem
-from coterie.runs.sections import ClassifierSection, CommonSection, TextClassifierSection
+from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.sections import ClassifierSection, CommonSection, TextClassifierSection
 
 
 @dataclass
@@ -167,14 +168,14 @@ class Classification(LearningProblem):
         )
         return super().scores(layout) | choices
 
-    def keep(self, folder: Path, client: Client, layout: Layout, origin: personal.Origin) -> None:
+    def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         assert isinstance(client.model, Classifier | PoolClassifier)
         assert isinstance(client.data.test, ExampleSplit)
         model = (
             client.model.plain() if isinstance(client.model, ExtendedClassifier) else client.model
         )
         if model is not None:  # of texts with a head of their own nothing plain predicts alike
-            personal.save_classifier(folder, client.id, model, client.data.test, self.names, origin)
+            save_classifier(folder, client.id, model, client.data.test, self.names, origin)
 
 
 def _trained_here(section: CommonSection | None) -> bool:

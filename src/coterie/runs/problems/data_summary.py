@@ -21,11 +21,11 @@ from coterie.data.section import Section, Texts
 from coterie.data.splits import SPLITS, Split
 from coterie.data.splitting import where_of
 from coterie.data.summary import DataSummary, Token, summarised
-from coterie.runs import loading
-from coterie.runs.auto import resolved
-from coterie.runs.language import Language
-from coterie.runs.recipe import Recipe
-from coterie.runs.routing import pieces
+from coterie.runs.problems import loading
+from coterie.runs.problems.auto import resolved
+from coterie.runs.problems.language import Language
+from coterie.runs.problems.routing import pieces
+from coterie.runs.recipes.recipe import Recipe
 
 _SHOWN = 8  # clients whose texts are shown
 

@@ -9,19 +9,19 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Generic, TypeVar
 
+from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, RecipeError
 from coterie.core.files import read_json, write_json
 from coterie.core.metrics import sort_key
 from coterie.core.result import ROUNDS, Result, Tried
+from coterie.core.result.tuning import written
 from coterie.methods import METHODS
-from coterie.reports import Callback
-from coterie.reports.tuning import written
 from coterie.runs.candidates import UNFIT, confirm, has_ended, lighten, mark
 from coterie.runs.inputs import RecordedInputs
-from coterie.runs.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
-from coterie.runs.search import LOST, Found, Judged, Score, Search, Trial, part_of, together
-from coterie.runs.spaces import has, value_of
+from coterie.runs.tuning.search import LOST, Found, Judged, Score, Search, Trial, part_of, together
+from coterie.runs.tuning.spaces import has, value_of
 
 SURE = 2.0  # standard errors
 # Fields of a method that count iterations, tau and s of CoMiGS. A run of fewer rounds has them in

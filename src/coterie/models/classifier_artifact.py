@@ -1,0 +1,210 @@
+"""The files of a classifier: its tensors as safetensors, and `client.json`. Never pickle."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from coterie.core.errors import CheckpointError, Refused
+from coterie.core.roles import EXPERT, GATE
+from coterie.core.tensors import Tensors, prefixed
+from coterie.data.examples import ExampleSplit
+from coterie.models.artifact import (
+    CLASSIFIER,
+    CLASSIFIER_WEIGHTS,
+    Origin,
+    checked,
+    read_about_json,
+    write,
+)
+from coterie.models.classifier import Classifier, Shape
+from coterie.models.common import Normalisation
+from coterie.models.layout import MOST_ALPHA
+from coterie.models.networks import NetworkShape
+from coterie.models.pool import PoolClassifier
+from coterie.models.pool_layout import ABSENT, Mixture, PoolLayout
+from coterie.models.text import TextShape
+
+COMMON = "common"  # what the names of the common expert's tensors begin with
+
+
+@dataclass(frozen=True)
+class Share:
+    """A client's share of a pool.
+
+    Args:
+        size: M, experts in the pool.
+        experts: The numbers of those that the client has, in rising order.
+        mixture: What it trained, see `PoolLayout`.
+        answer: What classifies a sample, see `PoolLayout`.
+        common: The common expert's network; None without a gate.
+        gate_width: Hidden units of the gate; None without one.
+        data: How the common expert is given images; None: as it wants them.
+        own: The same for its own experts.
+    """
+
+    size: int
+    experts: tuple[int, ...]
+    mixture: Mixture
+    answer: Literal["best", "mixture"]
+    common: NetworkShape | TextShape | None = None
+    gate_width: int | None = None
+    data: Normalisation | None = None
+    own: Normalisation | None = None
+
+    def __post_init__(self) -> None:
+        if list(self.experts) != sorted(set(self.experts)) or not all(
+            0 <= number < self.size for number in self.experts
+        ):
+            raise ValueError(f"experts {self.experts} of a pool of {self.size}")
+        if not (self.layout.gated == (self.common is not None) == (self.gate_width is not None)):
+            raise ValueError(
+                f"mixture {self.mixture} with the common expert {self.common} and a gate of "
+                f"width {self.gate_width}"
+            )
+
+    @property
+    def layout(self) -> PoolLayout:
+        """Of a model with a place for each of these experts."""
+        return PoolLayout(
+            pool=self.size, chosen=len(self.experts), mixture=self.mixture, answer=self.answer
+        )
+
+
+@dataclass(frozen=True)
+class AboutClassifier:
+    """The content of `client.json` of a classifier.
+
+    Args:
+        client: The client's id.
+        network: The client's own, or what each of its experts is.
+        pool: Where the experts are from; None for a network of its own.
+        names: Of the classes.
+        mean: Of each channel of images, subtracted.
+        std: Of each channel of images, divided by.
+        method: Name of the method.
+        recipe: Name of the recipe.
+        round: Rounds done.
+        seed: The run's seed.
+    """
+
+    client: str
+    network: NetworkShape | TextShape
+    pool: Share | None
+    names: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    method: str
+    recipe: str
+    round: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        normal = (*map(abs, self.mean), *self.std, *(1 / s for s in self.std if s > 0))
+        if not all(value <= MOST_ALPHA for value in normal) or min(self.std, default=1) <= 0:
+            raise ValueError(f"images cannot be normalised by mean {self.mean} and std {self.std}")
+        if len(self.names) != self.network.classes:
+            raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
+
+    def at(self, base: str) -> "AboutClassifier":
+        """Return the same with another location of the base. Raises Refused for a classifier of
+        images.
+        """
+        if not isinstance(self.network, TextShape):
+            raise Refused(
+                f"{self.client} has a classifier of images, which has no base", "Leave --base out."
+            )
+        network, pool = replace(self.network, base=base), self.pool
+        if (
+            pool is not None
+            and isinstance(pool.common, TextShape)
+            and pool.common.base == self.network.base
+        ):
+            pool = replace(pool, common=replace(pool.common, base=base))
+        return replace(self, network=network, pool=pool)
+
+
+def save_classifier(
+    folder: Path,
+    client: str,
+    model: Classifier | PoolClassifier,
+    data: ExampleSplit,
+    names: Sequence[str],
+    origin: Origin,
+) -> None:
+    """Write a client's classifier to `folder`: everything needed to use it, except a text
+    tokenizer, which its base provides.
+
+    Args:
+        folder: Made if it is missing.
+        client: The client's id.
+        model: With the client's values.
+        data: Any of its splits, for the normalisation of images.
+        names: Of the classes; their numbers if there are none.
+        origin: Where it comes from.
+
+    Raises:
+        SaveError: It could not be written.
+    """
+    share, tensors = None, own_tensors(model)
+    if isinstance(model, PoolClassifier):
+        layout, gate, common = model.layout, model.gate, model.common if model.gate else None
+        width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
+        network = known_shape(common.shape) if common else None
+        given, wanted = (common.data, common.own) if common else (None, None)
+        share = Share(
+            layout.pool,
+            tuple(present_experts(model)),
+            layout.mixture,
+            layout.answer,
+            network,
+            width,
+            given,
+            wanted,
+        )
+        tensors |= prefixed(COMMON, common.tensors) if common else {}
+    called = tuple(names) or tuple(map(str, range(model.shape.classes)))
+    about = AboutClassifier(
+        client, known_shape(model.shape), share, called, data.mean, data.std, **vars(origin)
+    )
+    write(folder, CLASSIFIER_WEIGHTS, tensors, {"kind": CLASSIFIER} | asdict(about))
+
+
+def read_classifier(folder: Path) -> AboutClassifier:
+    """Return what `client.json` in `folder` says of a classifier.
+
+    Raises:
+        CheckpointError: It is missing, damaged, of a newer format, or of a language model.
+    """
+    found = read_about_json(folder)
+    if found.pop("kind", None) != CLASSIFIER:
+        raise CheckpointError(
+            f"{folder} holds a language model, not a classifier", "See `coterie predict --text`."
+        )
+    return checked(AboutClassifier, found, folder)
+
+
+def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
+    """Return a client's tensors themselves, by their names in the file: `expert/<number>/...` and
+    `gate/...` where they are of a pool.
+    """
+    if isinstance(model, Classifier):
+        return _values(model)
+    found = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}
+    for number, expert in zip(present_experts(model), model.experts, strict=False):
+        found |= prefixed(f"{EXPERT}/{number}", _values(expert))
+    return found
+
+
+def present_experts(model: PoolClassifier) -> list[int]:
+    """Return the numbers of the experts that are there, in the order of their places."""
+    return [number for number in model.numbers.tolist() if number != ABSENT]
+
+
+def known_shape(shape: Shape) -> NetworkShape | TextShape:
+    assert isinstance(shape, NetworkShape | TextShape)
+    return shape
+
+
+def _values(classifier: Classifier) -> Tensors:
+    return dict(classifier.network.named_parameters()) | classifier.buffers()

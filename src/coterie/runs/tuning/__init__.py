@@ -1,0 +1,1 @@
+"""Settings chosen on validation data: what is searched, the search, and its runs."""
