@@ -30,7 +30,6 @@ from coterie.deploy import demo
 from coterie.runs import run
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.metrics import MetricsFile
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe
 from coterie.runs.recipes.recipe import Recipe
@@ -131,12 +130,9 @@ def beside_the_bare_loop(chosen: Recipe, folder: Path) -> dict[str, Any]:
     loop = bare(chosen)
     execution = Execution(prepare(chosen), folder, Callback(), "", LocalBackend("inprocess"))
     folder.mkdir(parents=True)
-    execution.started, execution.metrics = time.monotonic(), MetricsFile(folder)
-    found = ratios(
-        in_turns({"bare": loop, "inprocess": execution._one_round}, chosen.method["rounds"] - 2),
-        "bare",
-    )
-    execution.metrics.close()
+    with execution.running():
+        loops = {"bare": loop, "inprocess": execution.one_round}
+        found = ratios(in_turns(loops, chosen.method["rounds"] - 2), "bare")
     return {f"{name}_s": own["seconds"] for name, own in found.items()} | {
         "ratio": found["inprocess"]["ratio"]
     }

@@ -29,7 +29,7 @@ from federations import CORPORA, FOLDERS, ROUTERS, recipe_of
 
 import coterie
 from coterie.models.language import LanguageModel
-from coterie.runs.evaluate import EvaluatedExecution
+from coterie.runs.scoring import Scorer
 
 GRID = (2.5e-3, 5e-3, 1e-2, 2e-2)
 LIMITS = (1e-4, 0.2)
@@ -57,7 +57,7 @@ class Work:
     def counted(self) -> Iterator["Work"]:
         """Count within the block."""
         gradient, score = LanguageModel.gradient, LanguageModel.score
-        parts = {name: getattr(EvaluatedExecution, name) for name in ("_evaluate", "_synced")}
+        parts = {name: getattr(Scorer, name) for name in ("evaluate", "synced")}
 
         def counted_gradient(model: Any, batch: Any, *rest: Any, **more: Any) -> Any:
             self.passes += 2 * batch[:, 1:].numel() * self.counting
@@ -69,10 +69,10 @@ class Work:
             return found
 
         def uncounted(name: str) -> Any:
-            def call(execution: Any) -> Any:
+            def call(scorer: Any) -> Any:
                 self.counting = False
                 try:
-                    return parts[name](execution)
+                    return parts[name](scorer)
                 finally:
                     self.counting = True
 
@@ -82,14 +82,14 @@ class Work:
         LanguageModel.gradient_elsewhere = counted_gradient  # type: ignore[method-assign]
         LanguageModel.score = counted_score  # type: ignore[method-assign]
         for name in parts:
-            setattr(EvaluatedExecution, name, uncounted(name))
+            setattr(Scorer, name, uncounted(name))
         try:
             yield self
         finally:
             LanguageModel.gradient, LanguageModel.score = gradient, score  # type: ignore[method-assign]
             LanguageModel.gradient_elsewhere = gradient  # type: ignore[method-assign]
             for name, own in parts.items():
-                setattr(EvaluatedExecution, name, own)
+                setattr(Scorer, name, own)
 
 
 class Sweep:

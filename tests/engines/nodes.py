@@ -166,7 +166,7 @@ def execution(backend: Backend, recipe: Recipe, folder: Path) -> Execution:
     """A run on devices, about to start."""
     folder.mkdir(parents=True, exist_ok=True)
     started = Execution(backend.prepare(recipe), folder, Callback(), "", backend)
-    RecordedInputs(folder).begin(Inputs.of(started.prepared))
+    RecordedInputs(folder).begin(Inputs.of(started.state.prepared))
     return started
 
 

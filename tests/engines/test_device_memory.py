@@ -423,10 +423,10 @@ def stopped_after(backend: Any, recipe: Recipe, folder: Path, count: int) -> Non
     exchange of it was answered.
     """
     started = execution(backend, recipe, folder)
-    started.started, started.metrics = 0.0, MetricsFile(folder)
+    started.started, started.requests.metrics = 0.0, MetricsFile(folder)
     torch.set_num_threads(1)
     for _ in range(count):
-        started._one_round()
+        started.one_round()
     exchange = started._exchange
 
     def dies(ask: Any, phase: int) -> Any:
@@ -435,8 +435,8 @@ def stopped_after(backend: Any, recipe: Recipe, folder: Path, count: int) -> Non
 
     started._exchange = dies  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        started._one_round()
-    started.metrics.close()
+        started.one_round()
+    started.requests.metrics.close()
 
 
 @pytest.mark.parametrize("rounds", [3, 4, 5])

@@ -175,9 +175,9 @@ def test_with_other_clients_it_is_not_resumed_where_all_are_needed(
 def test_with_other_clients_it_is_resumed_where_that_can_be(grid: Nodes, tmp_path: Path) -> None:
     recipe = recipe_of("fedavg")
     started = execution(devices(grid, recipe, 3), recipe, tmp_path / "out")
-    started.started, started.metrics = 0.0, MetricsFile(tmp_path / "out")
-    started._one_round()
-    started.metrics.close()
+    started.started, started.requests.metrics = 0.0, MetricsFile(tmp_path / "out")
+    started.one_round()
+    started.requests.metrics.close()
     (tmp_path / "out/recipe.yaml").write_text(run.recipes.dump(recipe))
     grid.nodes[1000].alive = False
     grid.add({"client": "c1-1", "home": str(tmp_path / "c1-1")})

@@ -11,8 +11,7 @@ from figures import as_json
 from nodes import Nodes, devices, execution, finished, silent
 
 from coterie.core.errors import ClientError
-from coterie.runs import base, evaluate, run
-from coterie.runs import execution as executing
+from coterie.runs import requests, run
 from coterie.runs.metrics import MetricsFile
 from coterie.runs.recipes.recipe import Recipe, load
 
@@ -114,14 +113,14 @@ def test_nobody_there_is_no_round(method: str, grid: Nodes, tmp_path: Path) -> N
     """A method that can do without some of its clients cannot do without all."""
     recipe = recipe_of(method, "deadline: 0.2")
     started = execution(devices(grid, recipe, 3), recipe, tmp_path / "out")
-    started.started, started.metrics = 0.0, MetricsFile(tmp_path / "out")
-    started._one_round()
+    started.started, started.requests.metrics = 0.0, MetricsFile(tmp_path / "out")
+    started.one_round()
     for node in grid.nodes.values():
         node.alive = False
     with pytest.raises(ClientError, match=r"0 of 3 clients answered, quorum\.min_clients is 1"):
-        started._one_round()
-    started.metrics.close()
-    assert started.round == 1
+        started.one_round()
+    started.requests.metrics.close()
+    assert started.state.round == 1
     assert {line["reason"] for line in lines(tmp_path / "out", "lost")} == {
         "its device is not connected"
     }
@@ -140,27 +139,8 @@ def test_it_waits_for_a_device_that_was_started_again(
         if len(waited) == 3:
             grid.restart(1014)
 
-    monkeypatch.setattr(
-        base,
-        "time",
-        type(
-            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
-        ),
-    )
-    monkeypatch.setattr(
-        evaluate,
-        "time",
-        type(
-            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
-        ),
-    )
-    monkeypatch.setattr(
-        executing,
-        "time",
-        type(
-            "Clock", (), {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
-        ),
-    )
+    clock = {"sleep": staticmethod(sleep), "monotonic": staticmethod(time.monotonic)}
+    monkeypatch.setattr(requests, "time", type("Clock", (), clock))
 
     def kill(request: Any) -> None:
         if request.round == 1 and not waited:
@@ -169,7 +149,7 @@ def test_it_waits_for_a_device_that_was_started_again(
     before_task(grid, kill)
     result = finished(recipe, tmp_path / "out", devices(grid, recipe, 3))
     assert set(result["clients"]) == set(CLIENTS)
-    assert waited == [base.AGAIN_S] * 3
+    assert waited == [requests.AGAIN_S] * 3
     assert result["lost"] == {"c1-0": 1}  # said once, however long it was waited for
     others = Nodes()
     for client in CLIENTS:
@@ -187,7 +167,7 @@ def test_who_answered_is_not_asked_again_and_a_late_one_is_answered_alike(
     does it again from the same state.
     """
     recipe = recipe_of("fedavg", "deadline: 0.2, min_clients: 3, otherwise: wait")
-    monkeypatch.setattr(base, "AGAIN_S", 0.01)
+    monkeypatch.setattr(requests, "AGAIN_S", 0.01)
     grid.nodes[1014].spoil = silent()
     asked: list[str] = []
 
@@ -218,5 +198,5 @@ def test_a_deadline_is_kept(grid: Nodes, tmp_path: Path) -> None:
         node.spoil = silent("local_round")
     before = time.monotonic()
     with pytest.raises(ClientError, match="0 of 3 clients answered"):
-        started._one_round()
+        started.one_round()
     assert 0.5 <= time.monotonic() - before < 5

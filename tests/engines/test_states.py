@@ -40,7 +40,6 @@ from coterie.models.networks import NetworkShape
 from coterie.runs import evaluate, execution, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.metrics import MetricsFile
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 
@@ -538,14 +537,13 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
         prepare(load("cobo-digits", [*SHORT, "memory=0"])), tmp_path / "part", Callback(), ""
     )
     make_folder(tmp_path / "part")
-    RecordedInputs(tmp_path / "part").begin(Inputs.of(part.prepared))
-    part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
-    part._one_round()
-    part._one_round()
-    part.metrics.close()
-    kept = part.engine.states()
-    assert isinstance(kept, Stored)
-    assert in_files(kept) == set(part.clients)
+    RecordedInputs(tmp_path / "part").begin(Inputs.of(part.state.prepared))
+    with part.running():
+        part.one_round()
+        part.one_round()
+        kept = part.engine.states()
+        assert isinstance(kept, Stored)
+        assert in_files(kept) == set(part.state.clients)
     again = as_json(run.run(load("cobo-digits", SHORT), tmp_path / "part", resume=True))[-1]
     assert again["evaluations"] == whole["evaluations"]
     assert not list((tmp_path / "whole").glob("states-*"))

@@ -18,7 +18,6 @@ from coterie.core.files import load as load_tensors
 from coterie.runs import run
 from coterie.runs.execution import Execution
 from coterie.runs.inputs import Inputs, RecordedInputs
-from coterie.runs.metrics import MetricsFile
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 
@@ -63,11 +62,10 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_changes_nothing_but_roundi
     execution = Execution(prepare(recipe), tmp_path / "part", Callback(), "CoBo")
     (tmp_path / "part").mkdir()
     (tmp_path / "part/recipe.yaml").write_text(run.recipes.dump(recipe))
-    RecordedInputs(tmp_path / "part").begin(Inputs.of(execution.prepared))
-    execution.started, execution.metrics = 0.0, MetricsFile(tmp_path / "part")
-    for _ in range(4):
-        execution._one_round()
-    execution.metrics.close()
+    RecordedInputs(tmp_path / "part").begin(Inputs.of(execution.state.prepared))
+    with execution.running():
+        for _ in range(4):
+            execution.one_round()
     resumed = as_json(run.run(recipe, tmp_path / "part", resume=True))[-1]
     assert resumed["mean"] == whole["mean"]
     assert resumed["evaluations"][-1]["weights"] == whole["evaluations"][-1]["weights"]

@@ -15,7 +15,6 @@ from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.files import make_folder
 from coterie.runs import execution, run
-from coterie.runs.metrics import MetricsFile
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 from coterie.runs.recipes.sections import Participation
@@ -63,14 +62,13 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
         prepare(load("ddome-digits", SHORT)), tmp_path / "part", Callback(), ""
     )
     make_folder(tmp_path / "part")
-    part.started, part.metrics = 0.0, MetricsFile(tmp_path / "part", 0, 0)
-    part._one_round(), part._one_round()
-    part.metrics.close()
+    with part.running():
+        part.one_round(), part.one_round()
     resumed = execution.Execution(
         prepare(load("ddome-digits", SHORT)), tmp_path / "part", Callback(), ""
     )
     assert resumed.restore()
-    assert resumed.round == 2
+    assert resumed.state.round == 2
     again = as_json(resumed.execute())
     loopback = as_json(
         run.run(load("ddome-digits", [*SHORT, "engine=loopback"]), tmp_path / "loopback")

@@ -134,9 +134,10 @@ def adapt(
         up, down = 0, nbytes(received)
     else:
         execution, received, up, down = _exchanged(run, recipe, id, data, training is not None)
+    state = execution.state
     with closing(execution.engine):  # its packs of states lie in the run's folder
-        owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-        owner.load(execution.method.loadable(owner, received))
+        owner = state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
+        owner.load(state.method.loadable(owner, received))
         scores: tuple[float, ...] = ()
         if (
             isinstance(owner.model, PoolClassifier | LanguageModel)
@@ -145,7 +146,7 @@ def adapt(
             affinity = owner.model.affinity(owner.embeddings(owner.data.train))
             scores = tuple((affinity / affinity.sum()).tolist())
         personalised = _keep(execution, owner, received, folder, training)
-        once = execution.problem.once_bytes if scores or not down else 0
+        once = state.prepared.problem.once_bytes if scores or not down else 0
         experts = tuple(numbers_of_experts(received))
         samples = owner.data.train.windows
         return Adapted(
@@ -153,7 +154,7 @@ def adapt(
             folder,
             samples,
             experts,
-            execution.method.rounds,
+            state.method.rounds,
             scores,
             up,
             down,
@@ -174,12 +175,12 @@ def _exchanged(
     RecordedInputs(run).check_bases(Inputs.of(prepared))
     joined = _joined(prepared, id, _data(prepared, id, data, trains))
     execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
-    if not execution.restore() and execution.method.rounds:
+    if not execution.restore() and execution.state.method.rounds:
         remedy = (
             "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume."
         )
         raise CheckpointError(f"{run} has no checkpoint yet", remedy)
-    tensors, up, down = execution.adapt((id,))
+    tensors, up, down = execution.scorer.adapt((id,))
     return execution, tensors[id], up[id], down[id]
 
 
@@ -189,25 +190,26 @@ def _keep(
     """Write the client's personal model, trained first if it is to be. Nothing is there before
     all of it is. Raises SaveError.
     """
-    problem, found = execution.problem, None
+    state = execution.state
+    problem, found = state.prepared.problem, None
     make_folder(folder.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             new = Path(beside) / "model"
             if isinstance(problem, Language):
-                kept = shared_part(owner, execution.method)
+                kept = shared_part(owner, state.method)
                 if training is not None:
-                    most = training.iterations or execution.method.rounds * execution.method.steps(
+                    most = training.iterations or state.method.rounds * state.method.steps(
                         owner
                     )
-                    kept, found = train(owner, execution.method, most, training.say)
+                    kept, found = train(owner, state.method, most, training.say)
                 recipe = execution.recipe
                 origin = personal.Origin(
-                    recipe.method["name"], recipe.name, execution.round, recipe.seed
+                    recipe.method["name"], recipe.name, state.round, recipe.seed
                 )
                 problem.write(new, owner.id, kept.layout, kept.tensors, origin)
             else:
-                execution.keep(owner, tensors, new)
+                execution.results.keep(owner, tensors, new)
             if found is not None:
                 write_json(new / TRAINED, found.summary)
                 write_all_sums(new)

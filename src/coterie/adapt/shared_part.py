@@ -77,13 +77,13 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
             raise CheckpointError(
                 f"{run} has no checkpoint yet", "Wait for the first one, or resume the run."
             )
-        tensors, up, _ = execution.adapt((NAME,))
+        tensors, up, _ = execution.scorer.adapt((NAME,))
         if up[NAME]:
             raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
         owner = _owner(execution, tensors[NAME])
-        kept, problem = shared_part(owner, execution.method), execution.problem
+        kept, problem = shared_part(owner, execution.state.method), execution.state.prepared.problem
         assert isinstance(problem, Language)
-        origin = personal.Origin(name, recipe.name, execution.round, recipe.seed)
+        origin = personal.Origin(name, recipe.name, execution.state.round, recipe.seed)
         section = recipe.model.model_copy(update={"base": base})
         named = replace(problem, section=section)
         named.write(folder, NAME, kept.layout, kept.tensors, origin)
@@ -111,8 +111,8 @@ def _with_newcomer(prepared: Prepared, run: Path) -> Execution:
 
 def _owner(execution: Execution, tensors: Tensors, id: ClientId = NAME) -> Client:
     """Return a client with what the server gave it."""
-    owner = execution.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-    owner.load(execution.method.loadable(owner, tensors))
+    owner = execution.state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
+    owner.load(execution.state.method.loadable(owner, tensors))
     return owner
 
 
@@ -126,7 +126,7 @@ def _portable(recipe: Recipe, base: str) -> str:
 
 def _measured(execution: Execution, owner: Client, kept: Snapshot) -> SharedPart:
     """Measure the shared part and the base on the test text of every client."""
-    clients = execution.federation.clients.values()
+    clients = execution.state.federation.clients.values()
     found = [
         mean(perplexity(score(owner, model, data.test)) for data in clients)
         for model in (untrained(kept), kept)
@@ -165,11 +165,11 @@ def started(
     problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)
     execution = Execution(prepared, folder, Callback(), "", LocalBackend("inprocess"))
-    expected = execution.adapt((id,))[0][id]
+    expected = execution.scorer.adapt((id,))[0][id]
     tensors, _ = load(folder / SHARED)
     try:
         check_alike(expected, tensors, str(folder / SHARED))
     except TensorError as error:
         raise CheckpointError(error.problem, "It is of another recipe or base.") from None
-    execution.round = execution.method.rounds
+    execution.state.round = execution.state.method.rounds
     return execution, tensors

@@ -152,14 +152,15 @@ class _Auditor:
     def _views(self) -> dict[str, dict[ClientId, View]]:
         """Return what each observer saw, by the client that it asks about."""
         execution, everyone = self.execution, self.prepared.clients
-        down = execution.method.download(execution.server, everyone)
+        down = execution.state.method.download(execution.state.server, everyone)
         if not all(down.get(i) for i in everyone):
             raise Refused(
                 f"audit: {self.recipe.method['name']} shares nothing that clients train", ABLE
             )
         next_one = dict(zip(everyone, (*everyone[1:], everyone[0]), strict=True))
         views = {OTHERS: {i: View([(down[next_one[i]], None)]) for i in self.clients}}
-        exchanges = execution.seen.before(execution.round) if execution.seen is not None else []
+        observations, round = execution.observations, execution.state.round
+        exchanges = [] if observations is None else observations.before(round)
         if exchanges:
             views[SERVER] = {
                 i: View([pair for e in exchanges if (pair := self._pair(e, i)) is not None])
@@ -202,7 +203,8 @@ class _Auditor:
             if f"cursor/{data.train.name}" in state
             else None
         )
-        cursor = self.execution.round * method.local_steps * batch if cursor is None else cursor
+        if cursor is None:
+            cursor = self.execution.state.round * method.local_steps * batch
         without = (
             self.planted.canaries[client].windows
             if self.planted is not None
@@ -237,7 +239,7 @@ class _Auditor:
             recipe=self.recipe.name,
             method=self.recipe.method["name"],
             seed=self.recipe.seed,
-            round=self.execution.round,
+            round=self.execution.state.round,
             clients=list(self.clients),
             data="windows" if language else "examples",
             canaries=self._about_canaries(),

@@ -1,126 +1,89 @@
-"""The rounds of one method on one federation, from a checkpoint or from the start, to its
-result.
-"""
+"""One method on one federation, from a checkpoint or from the start, to its result: the loop."""
 
 import math
 import time
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
-from hashlib import blake2b
-from uuid import uuid4
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from coterie.aggregation.accountant import Accountant
-from coterie.aggregation.dpsgd import ExampleAccountant
-from coterie.aggregation.noise import Source, kept_key
-from coterie.aggregation.privacy import central
+from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_json
+from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import RESULT, Evaluation, Result
-from coterie.core.tensors import nbytes, to_bytes
-from coterie.core.threads import Watch
-from coterie.runs.backends import kept
-from coterie.runs.checkpoints import Checkpoint
-from coterie.runs.evaluate import EvaluatedExecution
-from coterie.runs.files import AUDIT, CANARIES, SECRET
+from coterie.core.tensors import nbytes
+from coterie.runs.backends import Backend, LocalBackend
+from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.files import AUDIT, CANARIES
 from coterie.runs.inputs import RecordedInputs
 from coterie.runs.metrics import MetricsFile, check_metrics
+from coterie.runs.observations import Observations
+from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.requests import Requests
+from coterie.runs.results import ResultWriter
+from coterie.runs.scoring import Scorer
+from coterie.runs.state import RunState
+
+# fields of a recipe that decide nothing of what a run computes
+UNDECISIVE = {"compare_with", "samples", "memory", "curve_every", "curve_windows", "auto"}
 
 
-@dataclass
-class Execution(EvaluatedExecution):
+class Execution:
     """One method on one federation, from a checkpoint or from the start, to its result.
 
     Args:
-        prepared: What `prepare` made.
+        prepared: The recipe with its base and data.
         folder: The run's folder.
         reporter: Called at the events of the run.
         title: What the reporter calls it.
-        backend: Where the clients are.
-        profile: Records one round of it, see `execute`.
+        backend: Where the clients are; default: on this machine.
+        profile: Records one round, see `execute`; default: nothing.
     """
 
-    def restore(self) -> bool:
-        """Go back to the newest checkpoint; whether there was one.
-
-        Raises:
-            CheckpointError: It is damaged, or of another recipe.
-            Refused: It is of other clients, and the method needs all of them from the start.
-        """
-        found = self.checkpoints.latest()
-        if found is None:
-            self._count_released()
-            self._leave_out()
-            return False
-        self.round, self.server, self.progress = found.round, found.server, found.progress
-        self.evaluations, self.points = (
-            [Evaluation.from_json(own) for own in self.progress.pop(name, ())]
-            for name in ("evaluations", "curve")
+    def __init__(
+        self,
+        prepared: Prepared,
+        folder: Path,
+        reporter: Callback,
+        title: str,
+        backend: Backend | None = None,
+        profile: Profile | None = None,
+    ) -> None:
+        self.folder, self.reporter, self.title = folder, reporter, title
+        self.profile = profile or Profile()
+        backend = backend or LocalBackend()
+        recipe = prepared.recipe
+        self.state = RunState(prepared)
+        self.spending = (
+            None
+            if recipe.privacy is None
+            else PrivacySpending(recipe.privacy, self.state, folder, backend.devices)
         )
-        if self.accountant is not None:
-            self.accountant = replace(self.accountant, runs=self.progress["spent"])
-            self._count_released()
-        self.engine.restore(found.clients, self.progress.pop("engine", {}))
-        self._check_clients(self.progress.get("clients"))
-        self._welcome()
-        self._leave_out()
-        return True
-
-    def _leave_out(self) -> None:
-        """Go on with a later round than one in which clients have answered under masks already,
-        as they do so once: it is lost.
-        """
-        begun = self.engine.begun(self.round)
-        for _ in begun[
-            len(list(self.released.since(self.round))) :
-        ]:  # those before them came to an end, and were counted
-            self._spend_unused()
-        self.left_out = range(self.round, max(begun, default=self.round - 1) + 1)
-        self.round = self.left_out.stop
-
-    def _spend_unused(self) -> None:
-        """Count an exchange of which a server may have seen the sum, though nothing was made of
-        it.
-        """
-        if isinstance(self.accountant, ExampleAccountant):
-            self.accountant.spend(*self._examples(self.clients))
-        elif self.accountant is not None:
-            self.accountant.spend(len(self.clients), len(self.clients))
-
-    def _count_released(self) -> None:
-        """Count what left a server on devices after the checkpoint that it goes back to."""
-        for result in self.released.since(self.round):
-            if isinstance(self.accountant, ExampleAccountant):
-                self.accountant.spend(result["windows"], result["steps"])
-            elif self.accountant is not None:
-                self.accountant.spend(result["drawn"], result["population"])
-
-    def _check_clients(self, before: Collection[ClientId] | None) -> None:
-        """Refuse to continue with other clients than before; None: the method can do so."""
-        everyone = self.federation.everyone.keys()
-        if before is None or everyone == set(before):
-            return
-        gone, new = set(before) - everyone, everyone - set(before)
-        problem = f"{self.recipe.method['name']} needs the clients that it started with: "
-        lacking = [f"{', '.join(sorted(gone))} missing"] if gone else []
-        raise Refused(
-            problem + "; ".join(lacking + ([f"{', '.join(sorted(new))} new"] if new else [])),
-            "Start the devices of the missing clients, and new devices only after the run "
-            "has begun."
-            if self.engine.distant
-            else "Restore the data that the run began with, or choose another --out.",
+        self.requests = Requests(self.state, backend, folder, reporter)
+        self.engine = self.requests.engine
+        self.scorer = Scorer(self.state, self.requests)
+        self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
+        self.checkpoints = Checkpoints(folder / "checkpoints", _decisive(prepared))
+        self.observations = (
+            None if recipe.audit is None else Observations(folder / AUDIT, recipe.audit.exchanges)
         )
+        self.skipped = range(0)  # rounds that were lost when the run was resumed
 
-    def check_metrics(self) -> None:
-        """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
-        check_metrics(self.folder, self.progress["position"], self.progress.get("metrics"))
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run."""
+        return self.state.recipe
+
+    # The loop
 
     def execute(self) -> Result:
-        """Run the rounds that are left; returns their result.
+        """Run the rounds that are left; return their result.
 
         What is profiled is the second of them, as the first one warms up; else the only one; else
         the scoring of a method without rounds.
@@ -129,241 +92,259 @@ class Execution(EvaluatedExecution):
             ClientError: A client failed; the last checkpoint can be resumed.
             SaveError: A file could not be written; the last checkpoint can be resumed.
         """
-        self.started = time.monotonic() - self.progress["seconds"]
-        self.metrics = MetricsFile(self.folder, self.progress["position"], self.iteration)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        self.cores = Watch()
-        self._keep_canaries()
-        try:
-            self.reporter.opened(self.folder, self.recipe.model_dump(mode="json"))
-            self.reporter.begin(
-                self.title, self.method.rounds, self.round, self.clients, self.metric.about
-            )
-            for round in self.left_out:
-                self.noted(
-                    "the server",
-                    f"round {round + 1} is skipped: clients answer an exchange of secure "
-                    f"aggregation only once, and this one had already begun",
-                )
-            if self.round == 0:
-                self._add_to_curve()
-            if self.keeps_best and not self.evaluations and self.method.rounds:
+        state, rounds = self.state, self.state.method.rounds
+        with self.running():
+            self._begin()
+            # What the clients start from: the first point of the curves, and the score that the
+            # best round is compared with.
+            if state.round == 0:
+                self._add_point()
+            if self.scorer.keeps_best and not state.evaluations and rounds:
                 self._evaluate()
-            recorded = min(self.round + 1, self.method.rounds - 1)
-            while self.round < self.method.rounds:
-                self.profile.begin(self.round == recorded)
-                self._one_round()
-            if not self.evaluations or self.evaluations[-1].round != self.round:
+            profiled = min(state.round + 1, rounds - 1)
+            while state.round < rounds:
+                self.profile.begin(state.round == profiled)
+                self.one_round()
+            if not state.evaluations or state.evaluations[-1].round != state.round:
                 self.profile.begin(True)
                 self._evaluate()
                 self.profile.end()
-            result = self._result()
-            self._keep_personal_models()
-            self._look_at_routing()
-        finally:
-            self.profile.leave()
-            self.metrics.close()
-            self.engine.close()
-            torch.set_num_threads(threads)
+            result = self.results.result(time.monotonic() - self.started)
+            self.results.keep_personal_models()
+            self.results.write_routing()
         write_json(self.folder / RESULT, result.to_json())
         RecordedInputs(self.folder).end()
         self.reporter.end(result)
         return result
 
-    def _keep_canaries(self) -> None:
-        """Write down which canaries were planted: for whoever audits the run, and never sent.
-        Raises SaveError.
-        """
-        if (planted := self.prepared.planted) is not None:
-            write_json(self.folder / AUDIT / CANARIES, planted.to_json())
-
-    def _one_round(self) -> None:
-        rng = torch.Generator().manual_seed(derive_seed(self.recipe.seed, "round", self.round))
+    def one_round(self) -> None:
+        """Run one round of the method, and score and save where that is due."""
+        state, method = self.state, self.state.method
         self._welcome()
-        self.answered.clear()
-        there = self.recipe.present(self.clients, self.round)
-        steps = self.method.round(self.method.members(self.server, there), self._active(), rng)
+        self.requests.answered.clear()
+        present = self.recipe.present(state.clients, state.round)
+        rng = torch.Generator().manual_seed(derive_seed(self.recipe.seed, "round", state.round))
+        members = method.members(state.server, present)
+        # The method's half of the round is a generator: it yields what to ask of which client, gets
+        # the replies, and returns the server's next state.
+        exchanges = method.round(members, self._active(), rng)
         try:
-            self.server = drive(steps, self._exchange)
+            state.server = drive(exchanges, self._exchange)
         except SpoiltSum:
-            self._spend_unused()
-            self.noted(
-                "the server",
-                f"round {self.round + 1} is dropped: one client spoilt the sum of the updates; "
-                f"until it is found, half of the suspects are left out in turn",
-            )
-        for i in sorted(self.answered):
-            self.progress["took_part"][i] = self.progress["took_part"].get(i, 0) + 1
-        if self.round + 1 == self.method.rounds:
-            self.server = drive(self.method.finish(self.server, there), self._exchange)
-        self.round += 1
-        every, between = self.recipe.evaluate_every, self.recipe.curve_every
-        if between and (self.round % between == 0 or self.round == self.method.rounds):
-            self._add_to_curve()
-        if (every and self.round % every == 0) or self.round == self.method.rounds:
+            self._drop_round()
+        for i in sorted(self.requests.answered):
+            state.progress["took_part"][i] = state.progress["took_part"].get(i, 0) + 1
+        if state.round + 1 == method.rounds:
+            state.server = drive(method.finish(state.server, present), self._exchange)
+        state.round += 1
+        if self._due(self.recipe.curve_every):
+            self._add_point()
+        if self._due(self.recipe.evaluate_every) or state.round == method.rounds:
             self._evaluate()
-        if self.round % self.recipe.checkpoint_every == 0 or self.round == self.method.rounds:
-            self.profile.enter("checkpoint")
-            position, digest = self.metrics.flush() if self.metrics is not None else (0, None)
-            self.progress |= {
-                "seconds": time.monotonic() - self.started,
-                "position": position,
-                "metrics": digest,
-            }
-            progress = self.progress | {
-                "evaluations": [evaluation.to_json() for evaluation in self.evaluations],
-                "curve": [point.to_json() for point in self.points],
-                "engine": self.engine.memo(),
-                "threads": self.threads,
-            }
-            saved = self.checkpoints.save(
-                Checkpoint(self.round, self.server, self.engine.states(), progress)
-            )
-            self.reporter.checkpoint(self.round, saved)
+        if self._due(self.recipe.checkpoint_every):
+            self._save()
         self.profile.end()
-        self.reporter.round(self.round)
+        self.reporter.round(state.round)
+
+    def _exchange(self, ask: Ask, phase: int) -> Replies:
+        """Carry out one exchange of a round, and count its bytes. The centralised pool is not
+        counted: it is no client.
+        """
+        state = self.state
+        self.profile.enter(ask.name)
+        answers = self.requests.answer(ask, phase)
+        self.profile.enter("aggregation")
+        if self.observations is not None and trains(ask.task):
+            self.observations.keep(state.round, phase, ask.to, answers)
+        replies = answers
+        if self.spending is not None and trains(ask.task):
+            replies = self.spending.protect(ask, answers, phase)
+            self._report_privacy(self.spending.spent())
+        for direction, messages in (("down", ask.to), ("up", replies)):
+            for i in state.clients & messages.keys():
+                state.count(direction, i, nbytes(messages[i]))
+        return replies
+
+    def _report_privacy(self, spent: Mapping[str, float]) -> None:
+        finite = {name: value for name, value in spent.items() if math.isfinite(value)}
+        self.requests.write("privacy", "", finite, ahead=1)
+        self.reporter.spent(self.state.round, spent["epsilon"], spent["delta"])
+
+    def _active(self) -> tuple[ClientId, ...]:
+        """Return who takes part in the round: those drawn that can be reached now, unless so few
+        can that the quorum must decide.
+        """
+        state, reachable = self.state, self.engine.present()
+        secret = None if self.spending is None else self.spending.secret
+        active = self.recipe.active(state.federation, state.round, secret)
+        if reachable is None:
+            return active
+        here = tuple(i for i in active if i in reachable)
+        return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
+
+    def _drop_round(self) -> None:
+        """Keep the server's state of before a round whose sum one client spoilt."""
+        if self.spending is not None:
+            self.spending.count_discarded()
+        self.requests.noted(
+            "the server",
+            f"round {self.state.round + 1} is dropped: one client spoilt the sum of the updates; "
+            f"until it is found, half of the suspects are left out in turn",
+        )
+
+    def _due(self, every: int | None) -> bool:
+        """Whether something that is done every so many rounds, and after the last, is due."""
+        state = self.state
+        return bool(every) and (
+            state.round % (every or 1) == 0 or state.round == state.method.rounds
+        )
+
+    def _evaluate(self) -> None:
+        self.profile.enter("evaluation")
+        self.scorer.evaluate()
+
+    def _add_point(self) -> None:
+        if self.recipe.curve_every is not None:
+            self.profile.enter("evaluation")
+        self.scorer.add_point()
+
+    # Beginning, joining, saving, resuming
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block rounds can be run: metrics are written, with the run's number of
+        threads.
+        """
+        state, threads = self.state, torch.get_num_threads()
+        self.started = time.monotonic() - state.progress["seconds"]
+        metrics = MetricsFile(self.folder, state.progress["position"], state.iteration)
+        self.requests.metrics = metrics
+        torch.set_num_threads(self.requests.threads)
+        self.requests.restart_watch()
+        try:
+            yield
+        finally:
+            self.profile.leave()
+            metrics.close()
+            self.engine.close()
+            torch.set_num_threads(threads)
+
+    def _begin(self) -> None:
+        """Tell the reporter, and write down which canaries were planted: for whoever audits the
+        run, and never sent. Raises SaveError.
+        """
+        state = self.state
+        if (planted := state.prepared.planted) is not None:
+            write_json(self.folder / AUDIT / CANARIES, planted.to_json())
+        self.reporter.opened(self.folder, self.recipe.model_dump(mode="json"))
+        metric = state.prepared.problem.metric.about
+        self.reporter.begin(self.title, state.method.rounds, state.round, state.clients, metric)
+        for round in self.skipped:
+            self.requests.noted(
+                "the server",
+                f"round {round + 1} is skipped: clients answer an exchange of secure "
+                f"aggregation only once, and this one had already begun",
+            )
 
     def _welcome(self) -> None:
         """Take in clients that came after the start, where the method can do with that."""
         for member in self.engine.members():
-            if member.client in self.federation.everyone:
+            if member.client in self.state.federation.everyone:
                 continue
             try:
-                self._take_in(joined(self.prepared, member))
+                self.state.take_in(joined(self.state.prepared, member))
             except Refused as error:
-                self.noted(member.client, error.problem)
+                self.requests.noted(member.client, error.problem)
 
-    def _active(self) -> tuple[ClientId, ...]:
-        """Who takes part in the round: those drawn that can be reached now, unless so few can
-        that the quorum must decide.
-        """
-        active, present = (
-            self.recipe.active(self.federation, self.round, self.secret),
-            self.engine.present(),
-        )
-        if present is None:
-            return active
-        here = tuple(i for i in active if i in present)
-        return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
-
-    def _exchange(self, ask: Ask, phase: int) -> Replies:
-        """One exchange of a round, its tensors counted. The pool is no client: it has no line."""
-        self.profile.enter(ask.name)
-        answers = self._answer(ask, phase)
-        self.profile.enter("aggregation")
-        if self.seen is not None and trains(ask.task):
-            self.seen.keep(self.round, phase, ask.to, answers)
-        replies = self._protected(ask, answers, phase)
-        for direction, messages in (("down", ask.to), ("up", replies)):
-            counted = self.progress[direction]
-            for i in self.clients & messages.keys():
-                counted[i] = counted.get(i, 0) + nbytes(messages[i])
-        return replies
-
-    def _protected(self, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """Return the replies as the method gets them, and what privacy that spends."""
-        if self.accountant is None or not trains(ask.task):
-            return replies
-        if isinstance(self.accountant, ExampleAccountant):
-            self._of_examples(self.accountant, ask, phase)
-        else:
-            replies = self._of_clients(self.accountant, ask, replies, phase)
-        self.progress["spent"] = self.accountant.runs
-        spent = {
-            "epsilon": self.accountant.epsilon(self.accountant.delta),
-            "delta": self.accountant.delta,
-            "clip": self.progress["clip"],
+    def _save(self) -> None:
+        """Write a checkpoint. Raises SaveError."""
+        self.profile.enter("checkpoint")
+        state, metrics = self.state, self.requests.metrics
+        position, digest = metrics.flush() if metrics is not None else (0, None)
+        state.progress |= {
+            "seconds": time.monotonic() - self.started,
+            "position": position,
+            "metrics": digest,
         }
-        self._write(
-            "privacy",
-            self.round + 1,
-            self.iteration,
-            "",
-            {k: v for k, v in spent.items() if math.isfinite(v)},
-        )
-        self.reporter.spent(self.round, spent["epsilon"], spent["delta"])
-        return replies
-
-    def _of_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
-        """Count what privacy of single examples an exchange has spent; on devices also if the
-        server goes back to before it.
-        """
-        windows, steps = self._examples(ask.to)
-        accountant.spend(windows, steps)
-        if self.backend.devices:  # who is asked again draws other noise
-            result = {
-                "round": self.round,
-                "phase": phase,
-                "content": uuid4().hex,
-                "windows": windows,
-                "steps": steps,
-            }
-            self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
-
-    def _examples(
-        self, clients: Iterable[ClientId]
-    ) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
-        """How many examples and local iterations in a round clients have."""
-        windows = {i: self.federation.clients[i].train.windows for i in clients}
-        return windows, {
-            i: self.method.steps_of(n, self.recipe.training.batch_size) for i, n in windows.items()
+        progress = state.progress | {
+            "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
+            "curve": [point.to_json() for point in state.points],
+            "engine": self.engine.memo(),
+            "threads": self.requests.threads,
         }
+        checkpoint = Checkpoint(state.round, state.server, self.engine.states(), progress)
+        self.reporter.checkpoint(state.round, self.checkpoints.save(checkpoint))
 
-    def _of_clients(
-        self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
-    ) -> Replies:
-        """Return the replies with the server's noise, if that is its business; what privacy of
-        whole clients that spends is counted.
+    def restore(self) -> bool:
+        """Go back to the newest checkpoint; return whether there was one.
+
+        Raises:
+            CheckpointError: It is damaged, or of another recipe.
+            Refused: It is of other clients, and the method needs all of them from the start.
         """
-        drawn = self.recipe.drawn(self.federation, self.round) or (len(ask.to), len(ask.to))
-        source, new = self._noise(ask, replies, phase, drawn)
-        if new:
-            accountant.spend(*drawn)
-        if accountant.privacy.where == "central":
-            replies, self.progress["clip"] = central(
-                replies, ask.to, accountant.privacy, self.progress["clip"], source
+        state, checkpoint = self.state, self.checkpoints.latest()
+        if checkpoint is not None:
+            progress = checkpoint.progress
+            state.round, state.server, state.progress = (
+                checkpoint.round,
+                checkpoint.server,
+                progress,
             )
-        return replies
+            state.evaluations, state.points = (
+                [Evaluation.from_json(evaluation) for evaluation in progress.pop(name, ())]
+                for name in ("evaluations", "curve")
+            )
+            if self.spending is not None:
+                self.spending.restore()
+            self.engine.restore(checkpoint.clients, progress.pop("engine", {}))
+            self._check_clients(progress.get("clients"))
+            self._welcome()
+        if self.spending is not None:
+            self.spending.count_released()
+        self._skip_begun()
+        return checkpoint is not None
 
-    @cached_property
-    def secret(self) -> bytes | None:
-        """The key of what devices must not be able to predict; None where nothing is kept from
-        anybody.
+    def _skip_begun(self) -> None:
+        """Skip rounds already answered under masks, as clients answer such an exchange once."""
+        state, begun = self.state, self.engine.begun(self.state.round)
+        if self.spending is not None:
+            # The first of them came to an end, and were counted when they did.
+            ended = len(self.spending.released.since(state.round))
+            for _ in begun[ended:]:
+                self.spending.count_discarded()
+        self.skipped = range(state.round, max(begun, default=state.round - 1) + 1)
+        state.round = self.skipped.stop
 
-        It stays in the run's folder, so that a run that is resumed draws the same.
-        """
-        privacy = self.recipe.privacy
-        return (
-            kept_key(self.folder / SECRET)
-            if self.backend.devices and privacy is not None and privacy.where == "central"
-            else None
+    def _check_clients(self, before: Collection[ClientId] | None) -> None:
+        """Refuse to continue with other clients than before; None: the method can do so."""
+        everyone = self.state.federation.everyone.keys()
+        if before is None or everyone == set(before):
+            return
+        changes = [
+            f"{', '.join(sorted(clients))} {change}"
+            for clients, change in (
+                (set(before) - everyone, "missing"),
+                (everyone - set(before), "new"),
+            )
+            if clients
+        ]
+        raise Refused(
+            f"{self.recipe.method['name']} needs the clients that it started with: "
+            f"{'; '.join(changes)}",
+            "Start the devices of the missing clients, and new devices only after the run "
+            "has begun."
+            if self.engine.distant
+            else "Restore the data that the run began with, or choose another --out.",
         )
 
-    def _noise(
-        self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]
-    ) -> tuple[Source, bool]:
-        """Return random numbers for the server's noise, and whether this is an exchange whose
-        result has not left yet.
+    def check_metrics(self) -> None:
+        """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
+        progress = self.state.progress
+        check_metrics(self.folder, progress["position"], progress.get("metrics"))
 
-        On devices they depend on all that the noise is added to: the same result leaves with the
-        same noise, however often a server goes back to a checkpoint, and another one with other
-        noise; so does the same with another C or z, as one noise in two sizes would tell.
-        """
-        if self.secret is None:
-            return Source.seeded(self.recipe.seed, "noise", self.round, phase), True
-        content = blake2b(
-            f"{self.recipe.privacy!r} {self.progress['clip']!r}".encode(), key=self.secret
-        )
-        for i in sorted(replies):
-            for part in (i.encode(), to_bytes(ask.to[i]), to_bytes(replies[i])):
-                content.update(len(part).to_bytes(8, "little") + part)
-        result = {
-            "round": self.round,
-            "phase": phase,
-            "content": content.hexdigest(),
-            "drawn": drawn[0],
-            "population": drawn[1],
-        }
-        new = self.released.add(result, kept(self.round, self.recipe.checkpoint_every))
-        return Source.keyed(self.secret, "noise", self.round, phase, content.hexdigest()), new
+
+def _decisive(prepared: Prepared) -> dict[str, object]:
+    """Return what decides the values of a run, as JSON: a checkpoint is of one of these alone."""
+    decisive = prepared.recipe.model_dump(mode="json", exclude=UNDECISIVE)
+    fingerprint = prepared.problem.fingerprint
+    return decisive | ({"common_expert": fingerprint} if fingerprint else {})

@@ -243,7 +243,7 @@ def _executed(execution: Execution, changed: bool) -> Result:
     folder, kept = execution.folder, RecordedInputs(execution.folder)
     execution.restore()
     execution.checkpoints.tidy()
-    inputs = Inputs.of(execution.prepared)
+    inputs = Inputs.of(execution.state.prepared)
     if changed and kept.begun():
         kept.accept(inputs)
     elif kept.begun():

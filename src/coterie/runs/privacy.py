@@ -1,0 +1,155 @@
+"""What a run reveals about its clients: the server's noise, and the privacy spent so far."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from uuid import uuid4
+
+from coterie.aggregation.accountant import Accountant
+from coterie.aggregation.dpsgd import ExampleAccountant
+from coterie.aggregation.noise import Source, kept_key
+from coterie.aggregation.privacy import Privacy, central
+from coterie.core.protocol import Ask, ClientId, Replies
+from coterie.core.tensors import to_bytes
+from coterie.runs.backends import kept
+from coterie.runs.files import SECRET
+from coterie.runs.metrics import Released
+from coterie.runs.state import RunState
+
+
+class PrivacySpending:
+    """The privacy that a run has spent, and the noise that the server adds where it is central.
+
+    Args:
+        privacy: Of the recipe.
+        state: The state of the run.
+        folder: The run's folder.
+        devices: Whether the clients are on devices, which must not be able to predict the noise.
+    """
+
+    def __init__(self, privacy: Privacy, state: RunState, folder: Path, devices: bool) -> None:
+        self.state, self.folder, self.devices = state, folder, devices
+        self.accountant = self._accountant(privacy)
+        self.released = Released(folder / "released.jsonl")
+        state.progress |= {"clip": privacy.clip, "spent": []}
+
+    def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
+        """Return the accountant of whole clients, or of single examples."""
+        state, experiment = self.state, not self.devices
+        if privacy.unit == "client":
+            return Accountant(privacy, len(state.clients), experiment=experiment)
+        largest = max(data.train.windows for data in state.federation.clients.values())
+        batch_size = state.recipe.training.batch_size
+        return ExampleAccountant(privacy, largest, batch_size, experiment=experiment)
+
+    @cached_property
+    def secret(self) -> bytes | None:
+        """The key of what devices must not be able to predict; None where nothing is kept from
+        anybody.
+
+        It stays in the run's folder, so that a run that is resumed draws the same.
+        """
+        central = self.accountant.privacy.where == "central"
+        return kept_key(self.folder / SECRET) if self.devices and central else None
+
+    def restore(self) -> None:
+        """Go back to what a checkpoint had spent."""
+        self.accountant = replace(self.accountant, runs=self.state.progress["spent"])
+
+    def count_released(self) -> None:
+        """Count what left the server after the checkpoint that the run goes on from."""
+        for result in self.released.since(self.state.round):
+            if isinstance(self.accountant, ExampleAccountant):
+                self.accountant.spend(result["windows"], result["steps"])
+            else:
+                self.accountant.spend(result["drawn"], result["population"])
+
+    def count_discarded(self) -> None:
+        """Count an exchange whose sum the server may have seen, though nothing came of it."""
+        clients = self.state.clients
+        if isinstance(self.accountant, ExampleAccountant):
+            self.accountant.spend(*self._examples(clients))
+        else:
+            self.accountant.spend(len(clients), len(clients))
+
+    def protect(self, ask: Ask, replies: Replies, phase: int) -> Replies:
+        """Count what an exchange spends; return the replies as the method gets them, with the
+        server's noise where it is central.
+        """
+        accountant = self.accountant
+        if isinstance(accountant, ExampleAccountant):
+            self._spend_examples(accountant, ask, phase)
+        else:
+            replies = self._spend_clients(accountant, ask, replies, phase)
+        self.state.progress["spent"] = accountant.runs
+        return replies
+
+    def spent(self) -> dict[str, float]:
+        """Return epsilon and delta spent so far, and the clipping bound of now."""
+        delta = self.accountant.delta
+        epsilon = self.accountant.epsilon(delta)
+        return {"epsilon": epsilon, "delta": delta, "clip": self.state.progress["clip"]}
+
+    def _spend_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
+        """Count an exchange in which devices protect single examples by noise of their own."""
+        windows, steps = self._examples(ask.to)
+        accountant.spend(windows, steps)
+        if self.devices:
+            # A device that is asked again draws other noise: every exchange counts, also those that
+            # a server does again after it went back to a checkpoint.
+            self._release(phase, uuid4().hex, windows=windows, steps=steps)
+
+    def _examples(
+        self, clients: Iterable[ClientId]
+    ) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
+        """Return the training examples and the local iterations of each client in a round."""
+        state = self.state
+        windows = {i: state.federation.clients[i].train.windows for i in clients}
+        batch_size = state.recipe.training.batch_size
+        return windows, {i: state.method.steps_of(n, batch_size) for i, n in windows.items()}
+
+    def _spend_clients(
+        self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
+    ) -> Replies:
+        """Count an exchange that protects whole clients; return the replies, with the server's
+        noise where it is central.
+        """
+        state = self.state
+        drawn = state.recipe.drawn(state.federation, state.round) or (len(ask.to), len(ask.to))
+        source, new = self._noise(ask, replies, phase, drawn)
+        if new:
+            accountant.spend(*drawn)
+        if accountant.privacy.where == "central":
+            replies, state.progress["clip"] = central(
+                replies, ask.to, accountant.privacy, state.progress["clip"], source
+            )
+        return replies
+
+    def _noise(
+        self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]
+    ) -> tuple[Source, bool]:
+        """Return random numbers for the server's noise, and whether this is an exchange whose
+        result has not left yet.
+
+        On devices they depend on all that the noise is added to: the same result leaves with the
+        same noise, however often a server goes back to a checkpoint, and another one with other
+        noise; so does the same with another C or z, as one noise in two sizes would tell.
+        """
+        state = self.state
+        if self.secret is None:
+            return Source.seeded(state.recipe.seed, "noise", state.round, phase), True
+        settings = f"{state.recipe.privacy!r} {state.progress['clip']!r}"
+        content = blake2b(settings.encode(), key=self.secret)
+        for i in sorted(replies):
+            for part in (i.encode(), to_bytes(ask.to[i]), to_bytes(replies[i])):
+                content.update(len(part).to_bytes(8, "little") + part)
+        new = self._release(phase, content.hexdigest(), drawn=drawn[0], population=drawn[1])
+        return Source.keyed(self.secret, "noise", state.round, phase, content.hexdigest()), new
+
+    def _release(self, phase: int, content: str, **counts: object) -> bool:
+        """Write down a result before it leaves the server; return whether it is new."""
+        round = self.state.round
+        result = {"round": round, "phase": phase, "content": content, **counts}
+        return self.released.add(result, kept(round, self.state.recipe.checkpoint_every))

@@ -1,0 +1,163 @@
+"""The requests of a run to its clients: who answered, what is accepted, what is logged."""
+
+import time
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from coterie.client.interfaces import Metrics
+from coterie.core.callback import Callback
+from coterie.core.errors import ClientError, Divergence, SpoiltSum, TensorError
+from coterie.core.metrics import check_scores
+from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
+from coterie.core.tensors import Tensors
+from coterie.core.threads import Watch
+from coterie.engines import Engine, Listener
+from coterie.runs.backends import Backend, computing_threads
+from coterie.runs.metrics import METRICS, MetricsFile
+from coterie.runs.state import RunState
+
+SAMPLED_S = 1.0  # seconds between looks at how busy the machine is
+WATCHED_S = 5.0  # seconds of such looks before a judgement
+AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum is waited for
+
+
+class Requests(Listener):
+    """The requests of a run to its clients. It has the engine, and hears from it.
+
+    Args:
+        state: The state of the run.
+        backend: Where the clients are.
+        folder: The run's folder.
+        reporter: Called at the events of the run.
+    """
+
+    def __init__(self, state: RunState, backend: Backend, folder: Path, reporter: Callback) -> None:
+        self.state, self.folder, self.reporter = state, folder, reporter
+        self.metrics: MetricsFile | None = None  # open while the run goes on
+        self.answered: set[ClientId] = set()  # in this round
+        self.threads = computing_threads(state.prepared)
+        self.restart_watch()
+        self.engine: Engine = backend.engine(state.prepared, folder, self)
+
+    def restart_watch(self) -> None:
+        """Begin to watch how busy the machine is."""
+        self._watch, self._sampled = Watch(), 0.0
+
+    def ask(
+        self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], reply_spec: ReplySpec
+    ) -> Replies:
+        """Ask clients outside a round; return their replies."""
+        return self.answer(Ask(task, to, reply_spec), -1)  # no exchange of a round has phase -1
+
+    def answer(self, ask: Ask, phase: int) -> Replies:
+        """Return the valid replies of the clients, in the order asked.
+
+        Raises:
+            ClientError: Fewer clients than the quorum answered.
+            Divergence: The same, where all clients are on this machine.
+        """
+        replies: dict[ClientId, Tensors] = {}
+        quorum, pending = self.state.recipe.quorum, ask
+        needed = min(quorum.min_clients, len(ask.to))
+        self.reporter.asking(ask.name, len(ask.to))
+        while True:
+            for i, reply in self.engine.answer(pending, self.state.round, phase).items():
+                self.answered.add(i)
+                try:
+                    self._check(ask, i, reply)
+                    replies[i] = reply
+                except TensorError as error:
+                    self.lost(i, ask.name, error.problem)
+            if len(replies) >= needed:
+                return {i: replies[i] for i in ask.to if i in replies}
+            if not self.engine.distant or quorum.otherwise == "stop":
+                break
+            back = self._awaited(ask.to.keys() - replies.keys())
+            pending = replace(ask, to={i: tensors for i, tensors in ask.to.items() if i in back})
+        # on this machine only values that are not finite make a reply unfit
+        failure = SpoiltSum if self.engine.spoilt else ClientError
+        raise (failure if self.engine.distant else Divergence)(
+            f"round {self.state.round + 1}, {ask.name}: {len(replies)} of {len(ask.to)} clients "
+            f"answered, quorum.min_clients is {needed}",
+            f"{self.folder / METRICS} says why, in lines of kind `lost`. When they are back, "
+            f"continue from the last checkpoint with --resume.",
+        )
+
+    def _check(self, ask: Ask, client: ClientId, reply: Tensors) -> None:
+        """Refuse a reply of another form than asked for, and impossible scores. Raises
+        TensorError.
+        """
+        ask.check(client, reply)
+        method = self.state.method
+        if ask.task in (method.score, method.score_test, method.score_and_keep, method.recall):
+            check_scores(reply)
+
+    def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
+        """Wait until some of these clients can be reached; return those."""
+        while True:
+            time.sleep(AGAIN_S)
+            present = self.engine.present()
+            if back := clients if present is None else clients & present:
+                return back
+
+    def lost(self, client: ClientId, task: str, reason: str) -> None:
+        lost = self.state.progress["lost"]
+        lost[client] = lost.get(client, 0) + 1
+        # client and task stand beside the reason already
+        for beginning in (f"reply of client {client!r}", f" to {task}", ": "):
+            reason = reason.removeprefix(beginning)
+        self._log("lost", client, {"task": task, "reason": reason}, reason)
+
+    def noted(self, client: ClientId, note: str) -> None:
+        self._log("note", client, {"note": note}, note)
+
+    def _log(self, kind: str, client: ClientId, values: Mapping[str, str], warning: str) -> None:
+        """Write a line of metrics.jsonl, and warn of it."""
+        self.write(kind, client, values, ahead=1)
+        self.reporter.warning(self.state.round, client, warning)
+
+    def write(
+        self,
+        kind: str,
+        client: ClientId,
+        values: Mapping[str, Any],
+        ahead: int = 0,
+        iterations: int = 0,
+    ) -> None:
+        """Write a line of metrics.jsonl, while that is open, and tell the reporter.
+
+        Args:
+            kind: The kind of the line.
+            client: Whom it is about; "": nobody.
+            values: What it says.
+            ahead: Rounds to count beyond those that are done: 1 for the one that goes on.
+            iterations: The same of local iterations.
+        """
+        if self.metrics is not None:
+            round = self.state.round + ahead
+            self.metrics.write(kind, round, self.state.iteration + iterations, client, values)
+            self.reporter.recorded(kind, round, client, values)
+
+    def measured(self, client: ClientId, metrics: Metrics) -> None:
+        self._look_at_cores()
+        if "tokens" not in metrics:
+            self.reporter.answered(client)
+            return
+        if self.state.round % self.state.recipe.metrics_every == 0:
+            self.write("train", client, metrics, 1, self.state.method.local_steps)
+        self.reporter.client(self.state.round, client, metrics)
+
+    def _look_at_cores(self) -> None:
+        """Tell the reporter, every few seconds, how many other processes compete for the cores
+        of this machine, if the clients compute on it.
+        """
+        if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
+            return
+        now = time.monotonic()
+        if now - self._sampled >= SAMPLED_S:
+            self._sampled = now
+            self._watch.sample(self.threads)
+        if self._watch.seconds >= WATCHED_S:
+            self.reporter.cores(self._watch.look().lacking(self.threads))

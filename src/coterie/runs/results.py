@@ -1,0 +1,283 @@
+"""Results of a run: scores, costs, personal models, `result.json`."""
+
+import json
+import platform
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from coterie.aggregation import weights_error
+from coterie.client.best import kept_round, recall
+from coterie.client.client import Client
+from coterie.client.site import Site
+from coterie.core import metrics
+from coterie.core.files import write_atomically
+from coterie.core.names import encoded
+from coterie.core.protocol import Ask, ClientId, State, empty_reply
+from coterie.core.result import (
+    ROUTING,
+    BestByValid,
+    ClientResult,
+    Costs,
+    Curve,
+    Evaluation,
+    Machine,
+    Result,
+    Scores,
+    Versions,
+    headline,
+)
+from coterie.core.tensors import Tensors
+from coterie.core.version import __version__
+from coterie.data.examples import ExampleSplit
+from coterie.models import artifact
+from coterie.models.layout import Layout
+from coterie.runs.privacy import PrivacySpending
+from coterie.runs.requests import Requests
+from coterie.runs.scoring import Scorer
+from coterie.runs.state import RunState
+
+
+class LazyClients(Mapping[ClientId, Client]):
+    """A mapping of clients, each built when it is looked up: together they may be too large for
+    memory.
+
+    Args:
+        site: Builds them.
+        states: All states, in order.
+        among: The clients of the mapping.
+    """
+
+    def __init__(
+        self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]
+    ) -> None:
+        self._site, self._states, chosen = site, states, set(among)
+        self._clients = dict.fromkeys(i for i in states if i in chosen)
+
+    def __getitem__(self, client: ClientId) -> Client:
+        if client not in self._clients:
+            raise KeyError(client)
+        return self._site.client(client, dict(self._states[client]))
+
+    def __iter__(self) -> Iterator[ClientId]:
+        return iter(self._clients)
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+
+class ResultWriter:
+    """Makes the result of a run, and has the clients keep their personal models.
+
+    Args:
+        state: The state of the run.
+        requests: Ask the clients.
+        scorer: Scores the clients.
+        spending: Counts the privacy spent; None without privacy.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        requests: Requests,
+        scorer: Scorer,
+        spending: PrivacySpending | None,
+    ) -> None:
+        self.state, self.requests, self.scorer, self.spending = state, requests, scorer, spending
+        self._recalled: dict[ClientId, tuple[int, Scores]] = {}
+        self._sizes: dict[Layout, dict[str, int]] = {}
+
+    def result(self, seconds: float) -> Result:
+        """Return the result of the run, which took so many seconds."""
+        state, progress = self.state, self.state.progress
+        recipe, prepared, last = state.recipe, state.prepared, state.evaluations[-1]
+        metric = prepared.problem.metric.about
+        tests = [evaluation.test for evaluation in state.evaluations]
+        clients = self._clients_kept() if self.scorer.keeps_best else self._clients_of(last)
+        first = headline(clients, last.groups).values()
+        everyone = len(state.groups or state.clients)
+        drawn_of = everyone if len(state.scored) < everyone else None
+        best = self.scorer.keeps_best
+        return Result(
+            method=recipe.method["name"],
+            recipe=recipe.name,
+            seed=recipe.seed,
+            rounds=state.round,
+            metric=metric,
+            mean=metrics.mean(c.test for c in first) if best else last.test,
+            mean_loss=metrics.mean(c.test_loss for c in first if c.test_loss is not None),
+            mean_synced=metrics.mean(c.test_synced for c in first if c.test_synced is not None),
+            best=metrics.best(tests, metric),
+            best_of_last_ten=metrics.best(tests[-10:], metric),
+            best_by_valid=self._best_by_valid(),
+            clients=clients,
+            training=self._costs_of_training() if state.groups or drawn_of else None,
+            drawn_of=drawn_of,
+            groups=last.groups,
+            labels={i: list(classes) for i, classes in state.federation.labels.items()} or None,
+            label_counts=self._label_counts(),
+            anchors=list(state.federation.anchors) or None,
+            once_bytes=prepared.problem.once_bytes,
+            clusters=state.federation.clusters,
+            weights_error=self._weights_error(last),
+            evaluations=tuple(state.evaluations),
+            curve=Curve(recipe.curve_windows, tuple(state.points)) if state.points else None,
+            lost=progress["lost"],
+            rounds_taken_part={i: progress["took_part"].get(i, 0) for i in state.clients},
+            never_took_part=list(state.absent()),
+            privacy=None if self.spending is None else self.spending.accountant.summary(),
+            wall_s=seconds,
+            peak_memory_bytes=metrics.peak_memory(),
+            versions=Versions(__version__, torch.__version__, platform.python_version()),
+            machine=self._machine(),
+        )
+
+    def _clients_of(self, last: Evaluation) -> dict[ClientId, ClientResult]:
+        """Return the figures of each client after the last round."""
+        synced, costs = self.scorer.synced(), self._costs()
+        return {
+            i: ClientResult(
+                **vars(scores),
+                test_synced=synced.get(i),
+                **vars(costs[i]),
+                group=self.state.groups.get(i),
+            )
+            for i, scores in last.clients.items()
+            if i in costs  # one that was scored before a resumption may be missing now
+        }
+
+    def _clients_kept(self) -> dict[ClientId, ClientResult]:
+        """Return the figures of the model that each client has kept. What is kept is synchronised
+        no more.
+        """
+        self._recalled, costs = self.scorer.recalled(), self._costs()
+        return {
+            i: ClientResult(
+                **vars(scores), test_synced=scores.test, kept_round=round, **vars(costs[i])
+            )
+            for i, (round, scores) in self._recalled.items()
+            if i in costs
+        }
+
+    def _best_by_valid(self) -> BestByValid:
+        scored = [(e.valid, e) for e in self.state.evaluations if e.valid is not None]
+        valid = metrics.best((v for v, _ in scored), self.state.prepared.problem.metric.about)
+        best = next(evaluation for value, evaluation in scored if value == valid)
+        return BestByValid(best.round, valid, best.test)
+
+    def _machine(self) -> Machine:
+        problem = self.state.prepared.problem
+        return Machine(
+            # on a server whose clients are on devices the model has no memory
+            device="elsewhere" if problem.device.type == "meta" else str(problem.device),
+            dtype=str(problem.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+        )
+
+    def _label_counts(self) -> dict[ClientId, list[int]] | None:
+        """Return how many examples of each class each client trains on or, if it is unseen, is
+        tested on; None where nobody is unseen.
+        """
+        groups = self.state.groups
+        if not groups:
+            return None
+        counts = {}
+        for i, data in self.state.federation.everyone.items():
+            split = data.test if i in groups else data.train
+            if isinstance(split, ExampleSplit):
+                labels = split.labels[split.rows]
+                counts[i] = np.bincount(labels, minlength=split.classes).tolist()
+        return counts or None
+
+    def _weights_error(self, evaluated: Evaluation) -> float | None:
+        clusters = self.state.federation.clusters
+        if clusters is None or evaluated.weights is None:
+            return None
+        numbers = [clusters[i] for i in self.state.clients]
+        return weights_error(evaluated.weights, numbers, self.state.method.row_stochastic)
+
+    def _costs(self) -> dict[ClientId, Costs]:
+        """Return what each client sends, receives, trains and stores."""
+        state, progress = self.state, self.state.progress
+        state_bytes, layouts = self.requests.engine.state_bytes(), state.prepared.site.layouts
+        return {
+            i: Costs(
+                **self._size(layouts[i]),
+                bytes_up=progress["up"].get(i, 0),
+                bytes_down=progress["down"].get(i, 0),
+                state_bytes=state_bytes.get(i, 0) if state.method.total_iterations else 0,
+                generalists=layouts[i].generalists,
+                specialists=layouts[i].specialists,
+            )
+            for i in state.federation.everyone
+        }
+
+    def _costs_of_training(self) -> dict[ClientId, Costs]:
+        """Return the costs of the clients that train, where not all of them are scored."""
+        costs = self._costs()
+        return {i: costs[i] for i in self.state.clients}
+
+    def _size(self, layout: Layout) -> dict[str, int]:
+        """Return parameters, and the work of one prediction's forward pass. Layouts repeat, and a
+        model must be built to count.
+        """
+        problem, trained = self.state.prepared.problem, self.state.method.total_iterations > 0
+        if layout not in self._sizes:
+            model = problem.trainable(layout)
+            self._sizes[layout] = {
+                "trainable_parameters": model.trainable_parameters if trained else 0,
+                "active_parameters": model.active_parameters if trained else 0,
+                "flops_per_token": problem.flops(layout, trained),
+            }
+        return self._sizes[layout]
+
+    def keep_personal_models(self) -> None:
+        """Have every scored client write its personal model; on devices, every client."""
+        state, engine = self.state, self.requests.engine
+        received = dict(
+            dict.fromkeys(self._recalled, Tensors())
+            if self.scorer.keeps_best
+            else self.scorer.personal(state.scored)
+        )
+        scored = set(state.scored)
+        others = [i for i in state.clients if i not in scored]
+        if engine.distant and not state.groups and others:
+            received |= self.scorer.personal(others)
+        ask = Ask(state.method.keep, received, empty_reply)
+        self.requests.reporter.asking(ask.name, len(received))
+        clients = self.requests.folder / "clients"
+        engine.keep(
+            ask,
+            state.round,
+            lambda client, tensors: self.keep(client, tensors, clients / encoded(client.id)),
+        )
+
+    def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
+        """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises
+        SaveError.
+        """
+        client.bind()  # clients of one layout take turns in one model
+        recipe, problem = self.state.recipe, self.state.prepared.problem
+        round = kept_round(client)
+        if round is None:  # no model was kept: load the current one
+            client.load(self.state.method.loadable(client, tensors))
+            round = self.state.round
+        else:
+            recall(client)
+        origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
+        problem.keep(folder, client, self.state.prepared.site.layouts[client.id], origin)
+
+    def write_routing(self) -> None:
+        """Write `routing.json`: what every client's router does with the beginnings of all test
+        texts, where these are all on this machine.
+        """
+        state = self.state
+        if not state.recipe.samples:
+            return
+        clients = LazyClients(state.prepared.site, self.requests.engine.states(), state.scored)
+        routing = state.prepared.problem.look(clients)
+        if routing is not None:
+            text = json.dumps(routing.to_json(), ensure_ascii=False)
+            write_atomically(self.requests.folder / ROUTING, text.encode())

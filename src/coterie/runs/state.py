@@ -1,0 +1,84 @@
+"""The state of a run between two rounds: who takes part, what the server has, and what was scored
+and counted so far.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from coterie.core.protocol import ClientId
+from coterie.core.result import Evaluation
+from coterie.core.tensors import Tensors
+from coterie.methods import Method
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sampling import evaluated
+
+
+class RunState:
+    """The state of a run between two rounds.
+
+    Args:
+        prepared: The recipe with its base and data.
+
+    Attributes:
+        round: The rounds that are done.
+        server: The tensors of the server.
+        evaluations: All evaluations so far.
+        points: The points of the curves so far.
+        progress: What was counted, as JSON: bytes by client (`up`, `down`), replies lost, rounds
+            taken part in, seconds, and the privacy spent.
+    """
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.recipe: Recipe = prepared.recipe
+        self.method: Method = prepared.method
+        self.take_in(prepared)
+        self.round = 0
+        self.server: Tensors = self.method.init(
+            prepared.blueprint, self.recipe.present(self.clients, 0)
+        )
+        self.evaluations: list[Evaluation] = []
+        self.points: list[Evaluation] = []
+        self.progress: dict[str, Any] = {
+            "up": {},
+            "down": {},
+            "seconds": 0.0,
+            "position": 0,
+            "lost": {},
+            "took_part": {},
+        }
+        if not self.method.dynamic_membership:
+            self.progress["clients"] = list(self.federation.everyone)
+
+    def take_in(self, prepared: Prepared) -> None:
+        """Set who takes part and who is scored: at the start, and when a client has joined."""
+        self.prepared, self.clients = prepared, prepared.clients
+        self.federation = prepared.problem.federation
+        self.groups = {
+            i: group for group, members in self.federation.unseen.items() for i in members
+        }
+        self.evaluated = evaluated(self.federation, self.recipe.evaluate_clients, self.recipe.seed)
+        self.scored = tuple(i for group in self.evaluated.values() for i in group)
+
+    @property
+    def iteration(self) -> int:
+        """The local iterations that are done."""
+        return self.round * self.method.local_steps
+
+    @property
+    def keeps_models(self) -> bool:
+        """Whether the clients that are scored keep models of their own between rounds."""
+        return not (self.groups or self.recipe.training.stateless or self.method.stateless)
+
+    def count(self, direction: str, client: ClientId, size: int) -> None:
+        """Add bytes that a client sent (`up`) or received (`down`)."""
+        counts = self.progress[direction]
+        counts[client] = counts.get(client, 0) + size
+
+    def absent(self) -> Sequence[ClientId]:
+        """Return the clients that took part in no round so far: they have no model of their own,
+        and are scored with the one that the server would send them.
+        """
+        if not self.round or self.method.centralized or not self.keeps_models:
+            return ()
+        return tuple(i for i in self.clients if i not in self.progress["took_part"])
