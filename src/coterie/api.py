@@ -20,7 +20,6 @@ from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
 from coterie.reports.tuning import write_tuning
 from coterie.runs import run as runs
-from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder import latest_folder, new_folder
 from coterie.runs.recipes.recipe import Recipe, resolve
@@ -347,7 +346,7 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
     Raises:
         Refused: See `run`.
     """
-    found = estimates(_recipe(recipe, changes), LocalBackend().prepare)
+    found = estimates(_recipe(recipe, changes))
     return {prepared.recipe.method["name"]: estimate for prepared, estimate in found}
 
 

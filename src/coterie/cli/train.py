@@ -102,7 +102,6 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
-    from coterie.runs.backends import LocalBackend
     from coterie.runs.estimate import estimates
     from coterie.runs.problems.auto import resolved
 
@@ -110,7 +109,7 @@ def _dry_run(recipe: "Recipe") -> None:
     recipe, said = resolved(recipe)
     if said:
         console.print(said, markup=False, highlight=False, soft_wrap=True)
-    for prepared, estimate in estimates(recipe, LocalBackend().prepare):
+    for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
     if len(seconds) > 1:

@@ -4,7 +4,7 @@ counted, time and memory extrapolated.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -12,14 +12,17 @@ from itertools import islice
 import torch
 
 from coterie.core import devices
+from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError
 from coterie.core.metrics import peak_memory
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
+from coterie.runs.backends import LocalBackend, computing
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sampling import evaluated
+from coterie.runs.shared import CommonThreads
 
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
@@ -108,13 +111,17 @@ def work(prepared: Prepared) -> float:
     )
 
 
-def estimates(
-    recipe: Recipe, prepare: Callable[[Recipe], Prepared]
-) -> Iterator[tuple[Prepared, Estimate]]:
-    """Yield what each method of a recipe will take, those of `compare_with` first."""
+def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
+    """Yield what each method of a recipe will take on this machine, those of `compare_with` first.
+    Raises Refused.
+    """
+    backend = LocalBackend()
+    threads = CommonThreads((), backend, Callback())
     for row in (*map(recipe.with_method, recipe.compare_with), recipe):
-        prepared = prepare(row)
-        yield prepared, estimate(prepared)
+        prepared = threads.assign(backend.prepare(row))
+        with computing(prepared):
+            cost = estimate(prepared)
+        yield prepared, cost
 
 
 class RunEstimator:

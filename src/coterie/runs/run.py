@@ -158,8 +158,10 @@ def execute_all(
         ):  # of another recipe, `_executed` says more
             RecordedInputs(folder).check(Inputs.of(prepared))
         if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
-            with computing(threads.given(prepared, folder)):
-                foresight.add(prepared, (folder / RESULT).exists())
+            # what is estimated computes as what is run: as many clients at once
+            planned = threads.assign(prepared, folder)
+            with computing(planned):
+                foresight.add(planned, (folder / RESULT).exists())
         del prepared
     if not first:
         return []  # all are refused
@@ -178,7 +180,7 @@ def execute_all(
             recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
-                prepared = threads.given(prepared, folder)
+                prepared = threads.assign(prepared, folder)
                 execution = Execution(prepared, folder, reporter, title, backend, recorder)
                 try:
                     results.append(_executed(execution, changed))

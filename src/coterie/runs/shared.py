@@ -57,9 +57,9 @@ class CommonThreads:
         self._kept = {folder: kept_threads(folder) for _, folder in rows}
         self._common = next((number for number in self._kept.values() if number), None)
 
-    def given(self, prepared: Prepared, folder: Path) -> Prepared:
-        """Return the same with a number of threads, and of clients that compute at once with it; as
-        it is where others compute, or PyTorch's own number was good enough before.
+    def assign(self, prepared: Prepared, folder: Path | None = None) -> Prepared:
+        """Return a row with its number of threads, and of clients that compute at once: for the
+        run in `folder`, or for one that has not begun.
         """
         if self._backend.devices:
             return replace(prepared, threads=prepared.recipe.threads)
@@ -67,10 +67,10 @@ class CommonThreads:
         most = torch.get_num_threads() // computing_threads(prepared)
         return replace(prepared, at_once=max(min(clients_at_once(prepared), most), 1))
 
-    def _threads(self, prepared: Prepared, folder: Path) -> int | None:
+    def _threads(self, prepared: Prepared, folder: Path | None) -> int | None:
         if prepared.recipe.threads or prepared.problem.threads:
             return prepared.recipe.threads
-        kept = self._kept[folder]
+        kept = None if folder is None else self._kept[folder]
         if kept is None and self._common is None:
             self._common = self._found(choose_threads(prepared))
         return self._common if kept is None else kept or None
