@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reported
 import torch
 from folders import WORDS, written
 from typer.testing import CliRunner
@@ -45,7 +46,7 @@ def trained(texts: Path, base: Path | str, out: Path, *changes: str) -> Path:
         "method.rounds=2",
     ]
     common += ["model.context=16", "method.local_steps=2", "method.name=fedavg"]
-    runs.run(recipes.load("folders", [*common, *changes]), out)
+    reported.run(recipes.load("folders", [*common, *changes]), out)
     return out
 
 

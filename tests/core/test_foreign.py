@@ -31,7 +31,7 @@ from coterie.personal.api.errors import ApiError
 from coterie.personal.api.requests import CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
 from coterie.personal.samples import as_samples
-from coterie.runs.device.device import limits
+from coterie.runs.device import limits
 from coterie.runs.recipes import recipe as recipes
 
 

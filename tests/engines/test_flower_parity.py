@@ -19,7 +19,7 @@ from coterie.core.tensors import Tensors
 from coterie.models.backbone import Backbone
 from coterie.runs import run
 from coterie.runs.backends import LocalBackend
-from coterie.runs.device.device import device as devices_module
+from coterie.runs.device import device as devices_module
 from coterie.runs.problems import loading
 from coterie.runs.problems.language import load_backbone
 from coterie.runs.recipes.recipe import Recipe, load

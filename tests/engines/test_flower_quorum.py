@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reported
 from figures import as_json
 from nodes import Nodes, devices, execution, finished, silent
 
@@ -65,7 +66,7 @@ def test_a_client_that_never_answers_is_left_out_of_everything(
     recipe = recipe_of(method, "deadline: 0.3")
     grid.nodes[1007].spoil = silent()
     backend = devices(grid, recipe, 3)
-    result = as_json(run.run(recipe, tmp_path / "out", backend=backend))[-1]
+    result = as_json(reported.run(recipe, tmp_path / "out", backend=backend))[-1]
     assert set(result["clients"]) == {"c0-0", "c1-0"}
     said = lines(tmp_path / "out", "lost")
     assert {line["client"] for line in said} == {"c0-1"}

@@ -37,7 +37,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.networks import NetworkShape
-from coterie.runs import evaluate, execution, run
+from coterie.runs import execution, results, run
 from coterie.runs.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.inputs import Inputs, RecordedInputs
 from coterie.runs.problems.prepare import prepare
@@ -562,7 +562,7 @@ def test_owners_are_made_when_they_are_asked_for(
     keeper = States(tmp_path, 0)
     for k, i in enumerate(site.data):
         keeper.put(i, {"iteration": torch.tensor(len(i)), "n": torch.tensor(k)})
-    owners = evaluate.LazyClients(site, keeper, ["cleo", "ann"])
+    owners = results.LazyClients(site, keeper, ["cleo", "ann"])
     assert list(owners) == ["ann", "cleo"]
     assert reads == []
     assert owners["cleo"].iteration == 4

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import reported
 from figures import as_json
 from typer.testing import CliRunner
 
@@ -68,7 +69,7 @@ def test_a_method_in_a_file_of_ones_own_runs_by_its_name(package: Path, tiny_bas
             "method.step=0.25",
         ],
     )
-    (result,) = as_json(run(recipe, package / "run"))
+    (result,) = as_json(reported.run(recipe, package / "run"))
     assert result["method"] == "mine.half:Half"
     assert METHODS["mine.half:Half"].title == "Half"
     assert "Half" in (package / "run/report.html").read_text()

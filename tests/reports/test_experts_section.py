@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import reported
 from browser import opened
 from figures import as_json, typed
 from reports.samples import ANCHORS, UNSEEN, classified, pooled
@@ -30,7 +31,6 @@ from coterie.reports.heat import LEVELS, Heat, heat_map
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.parts import bars
 from coterie.reports.tables import tables
-from coterie.runs import run as runs
 from coterie.runs.recipes import recipe as recipes
 
 PAGE = [
@@ -413,7 +413,7 @@ def test_a_run_counts_the_labels_that_its_clients_have(tmp_path: Path) -> None:
         "data.unseen={aligned: 2, random: 1}",
         "model.common.pretraining.epochs=1",
     ]
-    (result,) = as_json(runs.run(recipes.load("ddome-digits", small), tmp_path / "run"))
+    (result,) = as_json(reported.run(recipes.load("ddome-digits", small), tmp_path / "run"))
     counts = result["label_counts"]
     assert counts.keys() == result["labels"].keys()
     assert {i: [c for c, n in enumerate(own) if n] for i, own in counts.items()} == result["labels"]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import reported
 import torch
 from figures import as_json
 from rich.console import Console
@@ -61,7 +62,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Recipe:
 @pytest.fixture(scope="module")
 def whole(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
     out = tmp_path_factory.mktemp("whole") / "run"
-    return out, as_json(runs.run(recipe, out))
+    return out, as_json(reported.run(recipe, out))
 
 
 class Operations(TorchDispatchMode):
@@ -163,7 +164,7 @@ def test_any_kind_of_model_has_points(tmp_path: Path) -> None:
         "compare_with=[]",
     )
     (result,) = as_json(
-        runs.run(
+        reported.run(
             recipes.load("ddome-digits", [*small, "engine=loopback", "evaluate_every=2"]), tmp_path
         )
     )

@@ -25,9 +25,9 @@ from coterie.core.tensors import Tensors, axpy, from_bytes, norm, to_bytes
 from coterie.deploy import apps, link, supernode
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
+from coterie.runs.device import limits as limiting
 from coterie.runs.device.account import ACCOUNT, Account, Cost, OutgoingReply, accepted, described
 from coterie.runs.device.device import Device
-from coterie.runs.device.device import limits as limiting
 from coterie.runs.device.limits import Limits, LocalPrivacy
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, load

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reported
 import torch
 
 from coterie import personal
@@ -120,7 +121,7 @@ def assert_ends_alike(ours: Path, theirs: Path) -> None:
 @pytest.fixture(scope="module")
 def kept(texts: Path, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("kept") / "run"
-    run.run(of_texts(texts, tiny_base, "keep=best"), out)
+    reported.run(of_texts(texts, tiny_base, "keep=best"), out)
     return out
 
 

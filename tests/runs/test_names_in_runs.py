@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reported
 from figures import as_json, typed
 from people import DECOMPOSED, folders_of_text
 from rich.console import Console
@@ -66,7 +67,7 @@ def recipe_of(texts: Path, base: Path, **settings: Any) -> Recipe:
 @pytest.fixture(scope="module")
 def finished(texts: Path, tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
-    run.run(recipe_of(texts, tiny_base, compare_with=["local"], samples=True), out)
+    reported.run(recipe_of(texts, tiny_base, compare_with=["local"], samples=True), out)
     return out
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import reported
 import torch
 from figures import as_json
 from typer.testing import CliRunner
@@ -49,7 +50,7 @@ def clean(found: object) -> object:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
-    runs.run(recipes.load("cobo-digits", DIGITS), out)
+    reported.run(recipes.load("cobo-digits", DIGITS), out)
     return out
 
 
@@ -67,7 +68,7 @@ def cut(whole: Path, tmp_path: Path) -> Path:
 
 def resumed(out: Path, **options: bool) -> dict:
     return as_json(
-        runs.run(recipes.load("cobo-digits", DIGITS), out, **({"resume": True} | options))
+        reported.run(recipes.load("cobo-digits", DIGITS), out, **({"resume": True} | options))
     )[-1]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import reported
 import torch
 from figures import as_json
 
@@ -12,7 +13,6 @@ from coterie.core.roles import ROUTER
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs import run as runs
 from coterie.runs.problems.routing import CLIENTS, END, PART, TOKENS, beginning, look, pieces
 from coterie.runs.recipes import recipe as recipes
 
@@ -111,7 +111,7 @@ def recipe(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> recipes
 
 
 def test_a_run_keeps_what_its_routers_did(recipe: recipes.Recipe, tmp_path: Path) -> None:
-    result = as_json(runs.run(recipe, tmp_path))[-1]
+    result = as_json(reported.run(recipe, tmp_path))[-1]
     found = json.loads((tmp_path / "routing.json").read_text())
     assert list(found["weights"]) == ["ann", "ben", "cleo"]
     assert "".join(found["texts"]["ann"]).startswith("ann says")
@@ -126,15 +126,15 @@ def test_a_run_keeps_what_its_routers_did(recipe: recipes.Recipe, tmp_path: Path
 
 
 def test_samples_can_be_taken_out_afterwards(recipe: recipes.Recipe, tmp_path: Path) -> None:
-    runs.run(recipe, tmp_path)
-    runs.run(recipe.model_copy(update={"samples": False}), tmp_path, resume=True)
+    reported.run(recipe, tmp_path)
+    reported.run(recipe.model_copy(update={"samples": False}), tmp_path, resume=True)
     assert not (tmp_path / "routing.json").exists()
     assert 'id="texts"' not in (tmp_path / "report.html").read_text()
 
 
 def test_samples_can_be_switched_off(recipe: recipes.Recipe, tmp_path: Path) -> None:
     silent = recipe.model_copy(update={"samples": False})
-    runs.run(silent, tmp_path)
+    reported.run(silent, tmp_path)
     assert not (tmp_path / "routing.json").exists()
     page = (tmp_path / "report.html").read_text()
     assert 'id="texts"' not in page
@@ -143,7 +143,7 @@ def test_samples_can_be_switched_off(recipe: recipes.Recipe, tmp_path: Path) -> 
 
 
 def test_a_comparison_has_a_report(recipe: recipes.Recipe, tmp_path: Path) -> None:
-    runs.compare(["local", "comigs-1g1s"], recipe, tmp_path, seeds=2)
+    reported.compare(["local", "comigs-1g1s"], recipe, tmp_path, seeds=2)
     page = (tmp_path / "report.html").read_text()
     assert page.count(" ± ") >= 4
     assert page.count('class="dot"') == 6

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+import reported
 from figures import as_json, typed
 from rich.console import Console
 
@@ -58,7 +59,7 @@ def test_a_reply_without_numbers_is_dropped_counted_and_told(
 ) -> None:
     console = Console(file=io.StringIO(), width=200)
     with Terminal(console, rows=1) as terminal:
-        (result,) = as_json(run(recipe, tmp_path / "run", reporter=terminal))
+        (result,) = as_json(reported.run(recipe, tmp_path / "run", reporter=terminal))
     assert result["lost"] == {"ann": 2}
     assert all(math.isfinite(client["test"]) for client in result["clients"].values())
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
