@@ -27,7 +27,7 @@ import coterie
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
 from coterie.core.result import RESULT
-from coterie.runs.metrics import METRICS
+from coterie.runs.folder.metrics import METRICS
 from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 

@@ -21,7 +21,7 @@ from coterie.reports.trackers import tracked
 from coterie.reports.tuning import write_tuning
 from coterie.runs import run as runs
 from coterie.runs.estimate import Estimate, estimates
-from coterie.runs.folder import latest_folder, new_folder
+from coterie.runs.folder.lock import latest_folder, new_folder
 from coterie.runs.recipes.recipe import Recipe, resolve
 from coterie.runs.tuning import tune as tuning
 from coterie.runs.tuning.search import Effort

@@ -23,7 +23,7 @@ from coterie.core.files import load
 from coterie.core.result import AuditResult
 from coterie.reports import audit as told
 from coterie.runs import run as runs
-from coterie.runs.observations import Observations
+from coterie.runs.folder.observations import Observations
 from coterie.runs.problems.members import prepare_remote
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe as recipes

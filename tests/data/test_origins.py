@@ -24,7 +24,7 @@ from coterie.data.origins import MULTILINGUAL, TOPICS
 from coterie.data.pretraining import seen_in_pretraining
 from coterie.papers import tables
 from coterie.runs import recipes
-from coterie.runs.inputs import INPUTS
+from coterie.runs.folder.inputs import INPUTS
 from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 

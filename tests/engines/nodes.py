@@ -20,7 +20,7 @@ from coterie.engines.flower.localgrid import Handle, LocalGrid, LocalNode, deliv
 from coterie.engines.messages import Reply, Request
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution
-from coterie.runs.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
 

@@ -23,11 +23,11 @@ from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.messages import Reply, Request
 from coterie.runs import run
 from coterie.runs.backends import LocalBackend, kept
-from coterie.runs.checkpoints import KEPT
 from coterie.runs.device.account import Turn
 from coterie.runs.device.device import Device
 from coterie.runs.device.states import Memory
-from coterie.runs.metrics import MetricsFile
+from coterie.runs.folder.checkpoints import KEPT
+from coterie.runs.folder.metrics import MetricsFile
 from coterie.runs.problems.loading import load as load_problem
 from coterie.runs.recipes.recipe import Recipe, load
 

@@ -32,7 +32,7 @@ from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Member, Reply
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend, flower_engine
-from coterie.runs.metrics import MetricsFile
+from coterie.runs.folder.metrics import MetricsFile
 from coterie.runs.problems.members import federated, joined, prepare_remote
 from coterie.runs.recipes.recipe import Recipe, load
 

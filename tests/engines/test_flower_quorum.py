@@ -13,7 +13,7 @@ from nodes import Nodes, devices, execution, finished, silent
 
 from coterie.core.errors import ClientError
 from coterie.runs import requests, run
-from coterie.runs.metrics import MetricsFile
+from coterie.runs.folder.metrics import MetricsFile
 from coterie.runs.recipes.recipe import Recipe, load
 
 SETTINGS = [

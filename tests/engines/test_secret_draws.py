@@ -17,8 +17,9 @@ from coterie.core.errors import CheckpointError
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import SPLITS, RemoteSplit
 from coterie.engines.messages import Request
-from coterie.runs import files, run
-from coterie.runs.metrics import Released
+from coterie.runs import run
+from coterie.runs.folder import names as files
+from coterie.runs.folder.metrics import Released
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe, load
 

@@ -38,8 +38,8 @@ from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.networks import NetworkShape
 from coterie.runs import execution, results, run
-from coterie.runs.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 

@@ -10,7 +10,7 @@ from coterie.core.errors import RecipeError
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
-from coterie.runs.candidates import confirm, digest, lighten, mark
+from coterie.runs.folder.candidates import confirm, digest, lighten, mark
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all

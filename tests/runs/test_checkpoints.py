@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from coterie.core.errors import CheckpointError, SaveError
-from coterie.runs.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.metrics import MetricsFile
+from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.folder.metrics import MetricsFile
 
 RECIPE = {"name": "r", "method": {"name": "local", "rounds": 3}}
 

@@ -306,7 +306,7 @@ def test_keys_of_devices(tmp_path: Path) -> None:
 
 
 def test_metrics_are_text_of_any_alphabet_and_of_none(tmp_path: Path) -> None:
-    from coterie.runs.metrics import MetricsFile
+    from coterie.runs.folder.metrics import MetricsFile
 
     file = MetricsFile(tmp_path)
     file.write("lost", 1, 1, "数学", {"reason": "half of a pair: \ud83d"})

@@ -23,7 +23,7 @@ from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, save
 from coterie.methods.comigs import CoMiGS
 from coterie.runs import run as runs
-from coterie.runs.folder import alone
+from coterie.runs.folder.lock import alone
 from coterie.runs.recipes import recipe as recipes
 
 DIGITS = (
@@ -549,7 +549,7 @@ def test_lost_metrics_are_not_made_up(spoil: str, cut: Path, whole: Path) -> Non
 HOLD = """
 import sys
 from pathlib import Path
-from coterie.runs.folder import alone
+from coterie.runs.folder.lock import alone
 with alone(Path(sys.argv[1])):
     print("in", flush=True)
     sys.stdin.read()

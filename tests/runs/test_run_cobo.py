@@ -17,7 +17,7 @@ from coterie.core.callback import Callback
 from coterie.core.files import load as load_tensors
 from coterie.runs import run
 from coterie.runs.execution import Execution
-from coterie.runs.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 

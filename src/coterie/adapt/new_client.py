@@ -29,11 +29,11 @@ from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
-from coterie.runs import files
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.folder import check_apart
-from coterie.runs.inputs import Inputs, RecordedInputs
+from coterie.runs.folder import names as files
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.own_text import text_of

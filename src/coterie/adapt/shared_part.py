@@ -22,7 +22,7 @@ from coterie.data.federation import ClientData, Federation
 from coterie.models.artifact import verify
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.files import RECIPE
+from coterie.runs.folder.names import RECIPE
 from coterie.runs.problems.language import Language, load_backbone, pick_dtype
 from coterie.runs.problems.loading import language, pick_device
 from coterie.runs.problems.own_text import section_of, text_of

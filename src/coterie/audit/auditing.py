@@ -36,10 +36,10 @@ from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
 from coterie.reports.html import write_report
-from coterie.runs import files
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
-from coterie.runs.observations import Exchange
+from coterie.runs.folder import names as files
+from coterie.runs.folder.observations import Exchange
 from coterie.runs.problems import loading as modalities
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import prepare

@@ -185,7 +185,7 @@ def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe
 
 def _folder(name: str, resume: bool) -> Path:
     """Return a new folder under runs/, or the latest one of that name."""
-    from coterie.runs.folder import latest_folder, new_folder
+    from coterie.runs.folder.lock import latest_folder, new_folder
 
     return latest_folder(name) if resume else new_folder(name)
 

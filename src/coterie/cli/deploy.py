@@ -186,7 +186,7 @@ def client(
     with _stopping("stopped. The client's state is kept."):
         from coterie.deploy import apps, supernode
         from coterie.deploy.link import Link
-        from coterie.runs.folder import check_apart
+        from coterie.runs.folder.lock import check_apart
 
         if (ca is None and key is None) != insecure:
             raise Refused(

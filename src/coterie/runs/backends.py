@@ -23,8 +23,8 @@ from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier
 from coterie.models.pool import PoolClassifier
-from coterie.runs.checkpoints import KEPT
 from coterie.runs.device.device import Device
+from coterie.runs.folder.checkpoints import KEPT
 from coterie.runs.problems.members import check_member, prepare_remote
 from coterie.runs.problems.prepare import Prepared, prepare
 from coterie.runs.problems.problem import LearningProblem

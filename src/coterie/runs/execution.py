@@ -16,11 +16,11 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, tr
 from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import nbytes
 from coterie.runs.backends import Backend, LocalBackend
-from coterie.runs.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.files import AUDIT, CANARIES
-from coterie.runs.inputs import RecordedInputs
-from coterie.runs.metrics import MetricsFile, check_metrics
-from coterie.runs.observations import Observations
+from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.folder.inputs import RecordedInputs
+from coterie.runs.folder.metrics import MetricsFile, check_metrics
+from coterie.runs.folder.names import AUDIT, CANARIES
+from coterie.runs.folder.observations import Observations
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
 from coterie.runs.problems.prepare import Prepared

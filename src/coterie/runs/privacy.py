@@ -14,8 +14,8 @@ from coterie.aggregation.privacy import Privacy, central
 from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.tensors import to_bytes
 from coterie.runs.backends import kept
-from coterie.runs.files import SECRET
-from coterie.runs.metrics import Released
+from coterie.runs.folder.metrics import Released
+from coterie.runs.folder.names import SECRET
 from coterie.runs.state import RunState
 
 

@@ -15,7 +15,7 @@ from coterie.core.tensors import Tensors
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
 from coterie.runs.backends import Backend, computing_threads
-from coterie.runs.metrics import METRICS, MetricsFile
+from coterie.runs.folder.metrics import METRICS, MetricsFile
 from coterie.runs.state import RunState
 
 SAMPLED_S = 1.0  # seconds between looks at how busy the machine is

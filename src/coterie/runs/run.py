@@ -16,12 +16,12 @@ from coterie.core.result import rows as comparing
 from coterie.engines import Listener
 from coterie.methods import METHODS
 from coterie.runs.backends import Backend, LocalBackend, computing
-from coterie.runs.candidates import adopt, folder_of, same_recipe
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
-from coterie.runs.files import COMPARISON, RECIPE
-from coterie.runs.folder import alone, check_apart
-from coterie.runs.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
+from coterie.runs.folder.lock import alone, check_apart
+from coterie.runs.folder.names import COMPARISON, RECIPE
 from coterie.runs.problems.auto import resolved, resolved_remotely
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes

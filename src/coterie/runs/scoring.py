@@ -13,7 +13,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, driv
 from coterie.core.result import Choices, Evaluation, Scores
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
-from coterie.runs.metrics import METRICS
+from coterie.runs.folder.metrics import METRICS
 from coterie.runs.requests import Requests
 from coterie.runs.state import RunState
 

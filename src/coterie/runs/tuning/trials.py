@@ -16,8 +16,8 @@ from coterie.core.metrics import sort_key
 from coterie.core.result import ROUNDS, Result, Tried
 from coterie.core.result.tuning import written
 from coterie.methods import METHODS
-from coterie.runs.candidates import UNFIT, confirm, has_ended, lighten, mark
-from coterie.runs.inputs import RecordedInputs
+from coterie.runs.folder.candidates import UNFIT, confirm, has_ended, lighten, mark
+from coterie.runs.folder.inputs import RecordedInputs
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
 from coterie.runs.tuning.search import LOST, Found, Judged, Score, Search, Trial, part_of, together

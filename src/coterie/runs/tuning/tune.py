@@ -15,8 +15,8 @@ from coterie.core.result.tuning import written
 from coterie.methods import METHODS
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
-from coterie.runs.candidates import folder_of
-from coterie.runs.folder import alone
+from coterie.runs.folder.candidates import folder_of
+from coterie.runs.folder.lock import alone
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning.search import Effort, Found, Search, halving, part_of

@@ -1,0 +1,118 @@
+"""The folders of runs that are named by what they run, and what is left of those of a search."""
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+
+from coterie.core.checksums import SUMS
+from coterie.core.errors import Refused
+from coterie.core.files import make_folder, write_json
+from coterie.core.foreign import read_text
+from coterie.core.names import encoded
+from coterie.core.result import RESULT, ROUTING
+from coterie.runs.folder.inputs import INPUTS, RecordedInputs
+from coterie.runs.folder.lock import alone
+from coterie.runs.folder.metrics import METRICS
+from coterie.runs.folder.names import RECIPE
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
+
+UNFIT = "unfit.json"  # in the folder of a run that has no result: why
+CANDIDATE = "candidate.json"  # in that of a run which a search began, and did not choose (yet)
+_LARGE = ("checkpoints", "clients", "tensorboard")
+_BESIDE = {
+    "name",
+    "description",
+    "paper",
+    "seed",
+    "compare_with",
+    "samples",
+    "memory",
+    "threads",
+    "curve_every",
+    "curve_windows",
+}  # what does not change what a run measures
+
+
+def digest(recipe: Recipe) -> str:
+    """Return what tells runs apart that measure something else: of all fields that matter, also
+    those that have their defaults, as what is measured changes with these.
+
+    Fields that are null are left out, so that runs are found again when a recipe gets a field more
+    that does nothing unless it is set.
+    """
+    method = {key: own for key, own in asdict(recipe.build_method()).items() if own is not None}
+    own = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
+    section = own | {"method": method}
+    text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
+    return blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def folder_of(recipe: Recipe, root: Path) -> Path:
+    """Return the folder of a run among others: by its method, its digest and its seed."""
+    return root / f"{encoded(recipe.method['name'])}-{digest(recipe)}" / f"seed-{recipe.seed}"
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether a run has a result, or is known to come to none. Raises CheckpointError where the
+    result is damaged.
+    """
+    return (folder / UNFIT).exists() or RecordedInputs(folder).done()
+
+
+def mark(folder: Path) -> None:
+    """Note that a run begins for a search alone; one that has begun already is left as it is.
+    Raises SaveError.
+    """
+    if not (folder / RECIPE).exists():
+        write_json(folder / CANDIDATE, {"keeps": "its result, and no models unless it is chosen"})
+
+
+def confirm(folder: Path) -> None:
+    """Note that a run is wanted for itself: it keeps what it has."""
+    (folder / CANDIDATE).unlink(missing_ok=True)
+
+
+def adopt(recipe: Recipe, source: Path, target: Path) -> None:
+    """Take a run of a search for one that is to be done in another folder, if it is of the same
+    recipe word for word, and whole; checkpoints and models move there.
+
+    The result comes last: whatever a killed process left goes on from its checkpoint. Raises
+    CheckpointError where the result is damaged.
+    """
+    begun = (target / RECIPE).exists()
+    if begun or not same_recipe(recipe, source) or not RecordedInputs(source).done():
+        return
+    if not (source / "checkpoints").is_dir():
+        return  # another search may have chosen, and taken it
+    make_folder(target)
+    for name in (SUMS, INPUTS, METRICS, RECIPE):
+        if (source / name).exists():
+            shutil.copy2(source / name, target / name)
+    for name in (*_LARGE, ROUTING):
+        if (source / name).exists():
+            shutil.move(source / name, target / name)
+    shutil.copy2(source / RESULT, target / RESULT)
+
+
+def same_recipe(recipe: Recipe, folder: Path) -> bool:
+    """Whether a folder's recipe is this one, word for word."""
+    try:
+        return read_text(folder / RECIPE) == recipes.dump(recipe)
+    except (OSError, ValueError):
+        return False
+
+
+def lighten(folder: Path) -> None:
+    """Remove checkpoints and models of a run that a search began and that has come to its end; the
+    result and the metrics stay. Runs that somebody else began, or works on, stay as they are.
+    """
+    if not (folder / CANDIDATE).exists() or not has_ended(folder):
+        return
+    with suppress(Refused), alone(folder):
+        for name in _LARGE:
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / ROUTING).unlink(missing_ok=True)

@@ -1,0 +1,295 @@
+"""Checkpoints of a run: written atomically, and verified by checksums when they are read."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie.core.checksums import check_sums, read_sums, write_sums
+from coterie.core.errors import CheckpointError, SaveError
+from coterie.core.files import (
+    digest_later,
+    load,
+    nbytes_of_file,
+    read_json,
+    save,
+    write_atomically,
+    write_json,
+)
+from coterie.core.names import encoded
+from coterie.core.packs import Entry, Packs
+from coterie.core.protocol import ClientId, State
+from coterie.core.tensors import nbytes, to_bytes
+from coterie.engines.states import States, Stored, link
+
+KEPT = 2  # checkpoints: the newest, and the one before it
+_SERVER, _ABOUT, _CLIENTS = "server.safetensors", "checkpoint.json", "clients.json"
+_PACKS = "clients"  # the folder of a checkpoint in which the packs of clients' states are
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _About(BaseModel):
+    """The content of checkpoint.json."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    round: int = Field(ge=0)
+    states: int = Field(default=0, ge=0)  # how many clients have one
+    # of versions in which each client's state was a file of its own
+    clients: list[ClientId] = []
+    recipe: dict[str, Any]
+    progress: dict[str, Any]
+
+
+class _Index(BaseModel):
+    """The content of clients.json: where in which pack each client's state is."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    packs: list[Annotated[str, Field(pattern=r"^[0-9]+\.pack$")]]
+    clients: dict[ClientId, tuple[_Count, _Count, _Count, _Count]]
+
+    @classmethod
+    def of(cls, states: Stored) -> "_Index":
+        """Return that of states which are all in packs."""
+        numbers = {path: k for k, path in enumerate(states.digests)}
+        found = {i: entry for i in states if (entry := states.entry(i)) is not None}
+        return cls(
+            packs=[path.name for path in numbers],
+            clients={i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in found.items()},
+        )
+
+    def entries(self, folder: Path) -> dict[ClientId, Entry]:
+        """Return the places of the states, of packs in a folder."""
+        paths = [folder / name for name in self.packs]
+        return {i: Entry(paths[k], *place) for i, (k, *place) in self.clients.items()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run between two rounds.
+
+    Args:
+        round: Rounds done.
+        server: The server's state.
+        clients: The clients' states. Packs are linked to; states in them are read when they are
+            asked for.
+        progress: What else the run carries on: traffic, curves, seconds. JSON values.
+    """
+
+    round: int
+    server: State
+    clients: Mapping[ClientId, State]
+    progress: dict[str, Any]
+
+
+class Checkpoints:
+    """The folder `checkpoints/` of a run: `round-00007/` each, of which the two newest are kept.
+
+    A checkpoint is written under another name, flushed to disk, and renamed: it is complete or
+    absent. Each of its files has a checksum in its `SHA256SUMS`, which is verified before it is
+    used.
+    """
+
+    def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.folder, self.recipe = folder, dict(recipe)
+
+    def save(self, checkpoint: Checkpoint) -> Path:
+        """Write a checkpoint and drop all but the newest two; returns its folder.
+
+        Raises:
+            SaveError: It could not be written (a full disk); the former ones are unchanged.
+        """
+        final = self.folder / f"round-{checkpoint.round:05d}"
+        new = self.folder / f"{final.name}.new"
+        try:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir(parents=True)
+            save(new / _SERVER, checkpoint.server)
+            digests = {_SERVER: digest_later(new / _SERVER)}
+            if checkpoint.clients:
+                states = _linked(checkpoint.clients, new / _PACKS)
+                digests |= {f"{_PACKS}/{path.name}": d for path, d in states.digests.items()}
+                index = _Index.of(states).model_dump_json()
+                write_atomically(new / _CLIENTS, index.encode())
+                digests[_CLIENTS] = digest_later(new / _CLIENTS)
+            about = {
+                "round": checkpoint.round,
+                "states": len(checkpoint.clients),
+                "recipe": self.recipe,
+                "progress": checkpoint.progress,
+            }
+            write_json(new / _ABOUT, about)
+            digests[_ABOUT] = digest_later(new / _ABOUT)
+            write_sums(new, {name: digest.result() for name, digest in digests.items()})
+            if final.is_dir():
+                shutil.rmtree(final)
+            final.unlink(missing_ok=True)
+            new.rename(final)
+            _sync(self.folder)
+        except (OSError, SaveError) as error:
+            shutil.rmtree(new, ignore_errors=True)
+            reason = error.strerror if isinstance(error, OSError) else error.problem
+            raise SaveError(
+                f"cannot save the checkpoint of round {checkpoint.round}: {reason}",
+                "The previous checkpoint is intact: free some space and run again with --resume.",
+            ) from error
+        self.tidy()
+        return final
+
+    def tidy(self) -> None:
+        """Delete all but the newest two, and incomplete ones of a killed process; only if `alone`
+        in the run's folder.
+        """
+        for old in (*self._all()[:-KEPT], *self.folder.glob("round-*.new")):
+            shutil.rmtree(old, ignore_errors=True)
+
+    def _all(self) -> list[Path]:
+        return sorted(
+            path for path in self.folder.glob("round-*") if path.is_dir() and path.suffix != ".new"
+        )
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint, or None if there is none. Clients' states are read when
+        they are asked for.
+
+        Raises:
+            CheckpointError: It is truncated, or of another recipe; the message names the first
+                field that differs.
+        """
+        found = self._all()
+        if not found:
+            return None
+        folder = found[-1]
+        try:
+            sums = read_sums(folder)
+            check_sums(folder, [_ABOUT], sums)
+            about = _read(folder)
+            self._check_recipe(folder, about.recipe)
+            check_sums(folder, [_SERVER], sums)
+            server, clients = load(folder / _SERVER)[0], _stored(folder, about, sums)
+        except _OtherRecipe:
+            raise
+        except CheckpointError as error:
+            former = (
+                f"Delete {folder} to resume from {found[-2].name}."
+                if len(found) > 1
+                else "Start a new run, with another --out."
+            )
+            raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
+        return Checkpoint(about.round, server, clients, about.progress)
+
+    def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
+        if differing := sorted(_differences(self.recipe, found)):
+            field, ours, theirs = differing[0]
+            raise _OtherRecipe(
+                f"checkpoint {folder} is from another recipe: {field} was {theirs}, now {ours}"
+                + (f" ({len(differing)} fields differ)" if len(differing) > 1 else ""),
+                "Resume with the same recipe and options, or choose another --out.",
+            )
+
+
+class _OtherRecipe(CheckpointError):
+    """A checkpoint of another recipe, which is not damaged."""
+
+
+def _read(folder: Path) -> _About:
+    """Return the description of a checkpoint. Raises CheckpointError."""
+    path = folder / _ABOUT
+    try:
+        about = _About.model_validate(read_json(path, finite=False))
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CheckpointError(
+            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
+    if f"round-{about.round:05d}" != folder.name:
+        raise CheckpointError(f"{path} is of round {about.round}")
+    return about
+
+
+def _known(digest: str) -> "Future[str]":
+    """Return a digest that need not be computed."""
+    found: Future[str] = Future()
+    found.set_result(digest)
+    return found
+
+
+def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, str, str]]:
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        keys = ours.keys() | theirs.keys()
+        return [
+            d
+            for key in keys
+            for d in _differences(
+                ours.get(key), theirs.get(key), f"{prefix}.{key}" if prefix else str(key)
+            )
+        ]
+    return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
+
+
+def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
+    """Return the clients' states of a checkpoint, in packs that are as they were written. Raises
+    CheckpointError.
+    """
+    if about.clients:
+        files = {i: folder / _PACKS / f"{encoded(i)}.safetensors" for i in about.clients}
+        digests = _checked(folder, [path.name for path in files.values()], sums)
+        return Stored(
+            {i: Entry(p, 0, p.stat().st_size, nbytes_of_file(p)) for i, p in files.items()}, digests
+        )
+    if not about.states:
+        return Stored({})
+    check_sums(folder, [_CLIENTS], sums)
+    try:
+        index = _Index.model_validate(read_json(folder / _CLIENTS))
+        return Stored(index.entries(folder / _PACKS), _checked(folder, index.packs, sums))
+    except (ValidationError, IndexError) as error:
+        raise CheckpointError(f"{folder / _CLIENTS} is damaged ({error})") from None
+
+
+def _checked(
+    folder: Path, names: Sequence[str], sums: Mapping[str, str]
+) -> dict[Path, "Future[str]"]:
+    """Return the SHA-256 of packs of a checkpoint. Raises CheckpointError where they are not as
+    they were.
+    """
+    files = [f"{_PACKS}/{name}" for name in names]
+    check_sums(folder, files, sums)
+    return {folder / file: _known(sums[file]) for file in files}
+
+
+def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
+    """Return clients' states in packs of a folder, on the disk. What is in packs already needs only
+    another name. Raises SaveError, OSError.
+    """
+    folder.mkdir()
+    if isinstance(states, States):
+        kept = states.persisted()
+        for path in kept.digests:
+            link(path, folder / path.name)
+    else:
+        packs = Packs(folder)
+        entries = {i: packs.append(to_bytes(own), nbytes(own)) for i, own in states.items()}
+        packs.seal()
+        kept = Stored(entries, packs.sealed())
+    for path in kept.digests:
+        _sync(folder / path.name)
+    _sync(folder)
+    return kept
+
+
+def _sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to disk, so that it, or a rename, survives a power
+    cut.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,233 @@
+"""The inputs of a run besides its recipe: base, texts or images, clients. They are recorded with
+the run and compared when it is resumed.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from coterie.core.checksums import check_sums, read_sums, write_sums
+from coterie.core.errors import CheckpointError, DataError
+from coterie.core.files import digest_later, digest_of, read_json, write_json
+from coterie.core.protocol import ClientId
+from coterie.core.result import RESULT
+from coterie.data.splits import RemoteSplit
+from coterie.models.architecture import files_of
+from coterie.runs.problems.prepare import Prepared
+
+INPUTS = "inputs.json"
+_MEANT = (
+    "If this is intended, continue with what there is now: --resume-changed. Otherwise "
+    "restore the original, or choose "
+)
+REMEDY = _MEANT + "another --out."
+_FEW = 5  # changes that a message lists
+
+
+class Inputs(BaseModel):
+    """SHA-256 of contents.
+
+    Attributes:
+        bases: Of the files of each base, by their names.
+        clients: Of each client's own splits, by their names, in the order of the clients; none
+            where their data are on their devices.
+        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/`
+            is the repository's part, `data.root/` and `COTERIE_DATA/` a folder that was named. What
+            clients hold decides whether a run may go on, not this.
+        changed: What changed between resumptions, see `changes`; accepted by whoever resumed the
+            run.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bases: dict[str, dict[str, str]]
+    clients: dict[ClientId, dict[str, str]]
+    files: dict[str, str] = Field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> "Inputs":
+        """Those of a recipe that is prepared: all that is on this machine is read once.
+
+        Raises:
+            DataError: A file of a base cannot be read any more.
+        """
+        problem, everyone = prepared.problem, prepared.problem.federation.everyone
+        here = not any(
+            isinstance(split, RemoteSplit) for data in everyone.values() for split in data.splits
+        )  # else only shapes are known
+        files = {
+            base: [path for path in files_of(base) if here or path.suffix == ".json"]
+            for base in problem.bases
+        }
+        later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
+        clients = (
+            {
+                i: {split.name: split.digest() for split in data.splits}
+                for i, data in everyone.items()
+            }
+            if here
+            else {}
+        )
+        try:
+            bases = {
+                base: {name: digest.result() for name, digest in of.items()}
+                for base, of in later.items()
+            }
+        except OSError as error:
+            raise DataError(
+                f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder."
+            ) from None
+        return cls(bases=bases, clients=clients, files=dict(problem.federation.files))
+
+    def changes(self, now: "Inputs") -> list[str]:
+        """Return what has changed, in words: bases first, then clients."""
+        found = [
+            f"base {base}: {change}"
+            for base in self.bases.keys() | now.bases.keys()
+            for change in _changes(self.bases.get(base, {}), now.bases.get(base, {}))
+        ]
+        return sorted(found) + _clients(self.clients, now.clients)
+
+
+def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """How named contents differ."""
+    differing = (
+        name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
+    )
+    return [f"{name} {_change(name in before, name in now)}" for name in differing]
+
+
+def _change(was: bool, stays: bool) -> str:
+    """Return what became of one content that is not the same."""
+    return ("has changed content" if was else "is new") if stays else "no longer exists"
+
+
+def _clients(
+    before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]
+) -> list[str]:
+    """How clients and their data differ."""
+    found = [f"client {i!r} no longer exists" for i in before if i not in now]
+    found += [f"client {i!r} is new" for i in now if i not in before]
+    both = [i for i in before if i in now]
+    if [i for i in now if i in before] != both:
+        found.append(f"the clients are in another order: {', '.join(both[:_FEW])}... before")
+    for i in both:
+        if other := [name for name in before[i] if before[i][name] != now[i].get(name)]:
+            found.append(f"client {i!r} has other data for {', '.join(other)}")
+    return found
+
+
+class RecordedInputs:
+    """The record of the inputs and the result in a run's folder, with checksums.
+
+    Args:
+        folder: The run's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begun(self) -> bool:
+        """Whether anything in the folder depends on inputs already."""
+        return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
+
+    def check(self, now: Inputs) -> None:
+        """Refuse to continue with other inputs than the run began with; a run that has not begun
+        accepts any.
+
+        Raises:
+            CheckpointError: Naming what changed; or what the run began with is not known.
+        """
+        if not self.begun():
+            return
+        if changes := self._inputs().changes(now):
+            few = "\n".join(f"  - {change}" for change in changes[:_FEW])
+            more = f"\n  - and {len(changes) - _FEW:,} more" if len(changes) > _FEW else ""
+            raise CheckpointError(
+                f"{self.folder}: the inputs of the run have changed\n{few}{more}", REMEDY
+            )
+
+    def check_bases(self, now: Inputs) -> None:
+        """Refuse what a run has learned on another base than there is now, as far as it is
+        known. Raises CheckpointError.
+        """
+        try:
+            before = self._inputs()
+        except CheckpointError:
+            return
+        if changes := before.model_copy(update={"clients": now.clients}).changes(now):
+            raise CheckpointError(
+                f"{self.folder} was trained on another base: {changes[0]}",
+                "Restore the base that the run was trained on.",
+            )
+
+    def _inputs(self) -> Inputs:
+        """Return what the run began with. Raises CheckpointError."""
+        try:
+            check_sums(self.folder, [INPUTS], read_sums(self.folder))
+            return Inputs.model_validate(read_json(self.folder / INPUTS))
+        except ValidationError as error:
+            raise CheckpointError(
+                f"{self.folder / INPUTS}: {error.errors()[0]['msg']}", REMEDY
+            ) from None
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"the inputs that the run began with are unknown: {error.problem}", REMEDY
+            ) from None
+
+    def begin(self, inputs: Inputs) -> None:
+        """Record the inputs that the run begins with. Raises SaveError."""
+        write_json(self.folder / INPUTS, inputs.model_dump(mode="json"))
+        self._sum([INPUTS])
+
+    def accept(self, inputs: Inputs) -> None:
+        """Record the inputs that the run continues with, and what has changed. An existing result
+        is kept. Raises SaveError.
+        """
+        done = self.done()
+        try:
+            before = self._inputs()
+            changed = (*before.changed, *before.changes(inputs))
+        except CheckpointError as error:
+            changed = (error.problem,)
+        self.begin(inputs.model_copy(update={"changed": changed}))
+        if done:
+            self.end()
+
+    def end(self) -> None:
+        """Write the result, which is final. Raises SaveError."""
+        self._sum([INPUTS, RESULT])
+
+    def _sum(self, names: Sequence[str]) -> None:
+        write_sums(
+            self.folder,
+            {
+                name: digest_of(self.folder / name)
+                for name in names
+                if (self.folder / name).exists()
+            },
+        )
+
+    def done(self) -> bool:
+        """Whether the run has ended with the result that is in the folder.
+
+        Raises:
+            CheckpointError: The result is not as it was written.
+        """
+        try:
+            sums = read_sums(self.folder)
+        except CheckpointError:  # which `check` tells of
+            return False
+        if (
+            RESULT not in sums or not (self.folder / RESULT).exists()
+        ):  # it was killed right behind writing it, or it was deleted
+            return False
+        try:
+            check_sums(self.folder, [RESULT], sums)
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.problem, "Delete it: --resume then writes it again from the last checkpoint."
+            ) from None
+        return True

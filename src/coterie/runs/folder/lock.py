@@ -1,0 +1,89 @@
+"""A run's folder: its lock and its name."""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from coterie.core.errors import Refused
+from coterie.core.files import make_folder
+from coterie.core.foreign import opened
+
+
+def new_folder(name: str) -> Path:
+    """Return a new folder under runs/, named by what is run and the time."""
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def latest_folder(name: str) -> Path:
+    """Return the latest folder under runs/ of what is run. Raises Refused where there is none."""
+    found = sorted(Path("runs").glob(f"{name}-*-*"))
+    if not found:
+        raise Refused(
+            f"there is no run of {name} under runs/ to resume",
+            "Name its folder by --out, or start it without --resume.",
+        )
+    return found[-1]
+
+
+def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
+    """Refuse a folder for results that lies in a folder of data, or the other way round: the one
+    would be taken for the other.
+
+    Raises:
+        Refused: Naming both.
+    """
+    ours, theirs = folder.expanduser().resolve(), data.expanduser().resolve()
+    if not theirs.is_dir() or not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)):
+        return
+    how = "is" if ours == theirs else "lies in" if ours.is_relative_to(theirs) else "holds"
+    elsewhere = theirs.parent / f"{theirs.name}-run"
+    raise Refused(
+        f"{option} {folder} {how} the folder of the data, {data}: results would be mixed with data",
+        f"Choose a folder beside it: {option} {elsewhere}",
+    )
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lock a run's folder for the block. A lock that a killed process left is ignored.
+
+    Raises:
+        Refused: Somebody else does, who is named; or the folder cannot be written to.
+    """
+    make_folder(folder)
+    path = folder / "lock"
+    lock = FileLock(path, timeout=0, is_singleton=True)
+    holder = ""
+    with suppress(OSError), opened(path) as file:
+        holder = file.read(200).decode(errors="replace").strip()
+    try:
+        lock.acquire()
+    except Timeout:
+        who = f" by {holder}" if holder.isprintable() and holder else ""
+        raise Refused(
+            f"{folder} is in use{who}",
+            "Wait until that process has ended, or choose another --out.",
+        ) from None
+    except OSError as error:
+        raise Refused(
+            f"cannot write in {folder}: {error.strerror}",
+            "Check its permissions, or choose another --out.",
+        ) from None
+    try:
+        _sign(path, f"process {os.getpid()} on {socket.gethostname()}")
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            _sign(path, "")
+        lock.release()
+
+
+def _sign(path: Path, text: str) -> None:
+    """Write who holds a lock, if that can be written."""
+    with suppress(OSError):
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,194 @@
+"""`metrics.jsonl`, TensorBoard's events, and `released.jsonl`."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import CheckpointError, SaveError
+from coterie.core.extras import available
+from coterie.core.files import write_atomically
+from coterie.core.foreign import json_of, opened
+from coterie.core.protocol import ClientId
+
+METRICS = "metrics.jsonl"
+
+
+def check_metrics(folder: Path, position: int, digest: str | None) -> None:
+    """Refuse to continue if the metrics up to a checkpoint are lost.
+
+    Args:
+        folder: The run's.
+        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from.
+        digest: Their SHA-256; None where nothing is known.
+
+    Raises:
+        CheckpointError: The file is missing, shorter, or begins otherwise.
+    """
+    path, remedy = (
+        folder / METRICS,
+        "Restore the file, or continue without what is lost: --resume-changed.",
+    )
+    try:
+        with opened(path) as file:
+            found = file.read(position)
+    except FileNotFoundError:
+        found = b""
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
+    if len(found) < position:
+        problem = (
+            f"{path} has {len(found):,} bytes, but had {position:,} when the checkpoint was written"
+        )
+        raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
+    if digest is not None and hashlib.sha256(found).hexdigest() != digest:
+        raise CheckpointError(
+            f"{path} is damaged: its first {position:,} bytes are not those that were written",
+            remedy,
+        )
+
+
+class MetricsFile:
+    """`metrics.jsonl`, one JSON object a line, and the same figures as events of TensorBoard
+    where that is installed.
+
+    Args:
+        folder: The run's folder.
+        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from; what follows is
+            cut off.
+        step: Local iterations done at that checkpoint; later TensorBoard events are marked void.
+    """
+
+    def __init__(self, folder: Path, position: int = 0, step: int = 0) -> None:
+        self._path, self._digest = folder / METRICS, hashlib.sha256()
+        try:
+            self._file = open(self._path, "a+b")  # noqa: SIM115
+            self._file.seek(0)
+            kept = self._file.read(position)
+            if len(kept) < position:  # some are lost, and whoever resumes knows of it
+                kept = kept[: kept.rfind(b"\n") + 1]
+            self._file.truncate(len(kept))
+            self._file.seek(0, os.SEEK_END)
+            self._digest.update(kept)
+            self._events = _events(folder / "tensorboard", step + 1 if position else None)
+        except OSError as error:
+            raise SaveError(
+                f"cannot write {error.filename or self._path}: {error.strerror}", _WRITABLE
+            ) from error
+
+    def write(
+        self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]
+    ) -> None:
+        """One line, and one TensorBoard scalar for every number in `values`."""
+        line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
+        try:
+            written = (json.dumps(line, ensure_ascii=False) + "\n").encode(
+                errors="backslashreplace"
+            )  # as JSON escapes halves of pairs
+            self._file.write(written)
+            self._digest.update(written)
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._events.add_scalar(f"{kind}/{name}/{client}", value, step)
+        except OSError as error:
+            raise SaveError(
+                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
+            ) from error
+
+    def flush(self) -> tuple[int, str]:
+        """Bring everything to disk; returns the length of metrics.jsonl in bytes and its
+        SHA-256.
+        """
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._events.flush()
+        except OSError as error:
+            raise SaveError(
+                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
+            ) from error
+        return self._file.tell(), self._digest.hexdigest()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+
+_WRITABLE = "Check the permissions of that folder, and that the disk is not full."
+
+
+def _events(folder: Path, purge: int | None) -> Any:
+    """TensorBoard's writer; one that writes nothing where it is not installed. Raises OSError."""
+    if not available("tensorboard"):
+        return _NoEvents()
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=purge)
+
+
+class _NoEvents:
+    """A writer that writes nothing."""
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        """Forget a figure, which is in metrics.jsonl."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class Released:
+    """`released.jsonl`: the noisy results that may have left a server, each written down before it
+    does.
+
+    A server that goes back to a checkpoint does rounds again. The same result with the same noise
+    tells nothing new, another one does, and counts besides what had left before.
+
+    Args:
+        path: The file.
+    """
+
+    path: Path
+
+    def since(self, round: int) -> list[dict[str, Any]]:
+        """Read what left in a round or later: round, phase, content (a hash), and of how many
+        clients how many were drawn.
+
+        Where single examples are protected, instead of these how many each client has, and the
+        steps on them, `windows` and `steps`.
+
+        Raises:
+            CheckpointError: The file is damaged.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            with opened(self.path) as lines:
+                return [found for line in lines if (found := json_of(line))["round"] >= round]
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            problem = f"{self.path} is damaged ({error}): it is unknown what this run has sent"
+            raise CheckpointError(problem, "Start a new run, with another --out.") from None
+
+    def add(self, result: Mapping[str, Any], since: int) -> bool:
+        """Write down a result; returns whether it is new.
+
+        Args:
+            result: As `since` returns them.
+            since: The first round that may be done again: what left before it is not kept here.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        known = self.since(since)
+        if result in known:
+            return False
+        write_atomically(
+            self.path, "".join(json.dumps(line) + "\n" for line in [*known, result]).encode()
+        )
+        return True

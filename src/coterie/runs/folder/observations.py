@@ -1,0 +1,91 @@
+"""What observers of a run saw while it went on, kept for an audit: tensors as they were sent,
+never anything else.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from coterie.core.files import load, save
+from coterie.core.protocol import ClientId
+from coterie.core.tensors import Named, Tensors, prefixed, under
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The observations of one training exchange.
+
+    Args:
+        round: Counted from 0.
+        tensors: `to/<client>/<name>` and `from/<client>/<name>`; `*` stands for the client where
+            all are alike.
+    """
+
+    round: int
+    tensors: Named
+
+    def to(self, client: ClientId) -> Tensors:
+        """Return what a client was sent; {} for one that was not asked."""
+        return under("to/*", self.tensors) or under(f"to/{client}", self.tensors)
+
+    def sent(self, client: ClientId) -> Tensors:
+        """Return what the server received of a client; of a sum alone, the mean that it stands
+        for. {} for one that did not answer.
+        """
+        return under("from/*", self.tensors) or under(f"from/{client}", self.tensors)
+
+
+class Observations:
+    """The folder `audit/` of a run: what was sent in the last training exchanges, for
+    `coterie audit`. It never leaves this machine.
+
+    Args:
+        folder: Where.
+        most: Exchanges that are kept; None: all.
+    """
+
+    def __init__(self, folder: Path, most: int | None) -> None:
+        self.folder, self._most = folder, most
+
+    def keep(
+        self,
+        round: int,
+        phase: int,
+        to: Mapping[ClientId, Named],
+        received: Mapping[ClientId, Named],
+    ) -> None:
+        """Write what was sent in one exchange, in place of one of the same number, and let go of
+        the oldest. Raises SaveError.
+        """
+        tensors = _told("to", to) | _told("from", received)
+        save(self.folder / f"round-{round:05d}-{phase:03d}.safetensors", tensors, lasting=False)
+        for old in self._all()[: -self._most] if self._most is not None else ():
+            old.unlink(missing_ok=True)
+
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("round-*-*.safetensors"))
+
+    def before(self, round: int) -> list[Exchange]:
+        """Return those of the rounds before this one, from the oldest: what a checkpoint knows
+        of. Raises CheckpointError.
+        """
+        found = [Exchange(int(path.name.split("-")[1]), load(path)[0]) for path in self._all()]
+        return [exchange for exchange in found if exchange.round < round]
+
+
+def _told(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
+    """Return the messages of one direction as one set of tensors; one that all have alike is there
+    once.
+    """
+    found = list(messages.values())
+    if len(found) > 1 and all(message is found[0] or _same(message, found[0]) for message in found):
+        return prefixed(f"{direction}/*", found[0])
+    return {
+        name: t
+        for i, message in messages.items()
+        for name, t in prefixed(f"{direction}/{i}", message).items()
+    }
+
+
+def _same(one: Named, other: Named) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
