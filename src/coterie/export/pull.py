@@ -26,7 +26,7 @@ from coterie.models.artifact import (
 )
 from coterie.models.classifier_artifact import read_classifier
 from coterie.runs import recipes
-from coterie.runs.files import RECIPE
+from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import resolve
 
 TENSORS = (WEIGHTS, CLASSIFIER_WEIGHTS, SHARED)

@@ -20,7 +20,7 @@ from coterie.export.peft import portable
 from coterie.models.architecture import tokenizer
 from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
 from coterie.personal import folder_of
-from coterie.runs.files import RECIPE
+from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import Recipe, resolve
 
 CARD = "README.md"

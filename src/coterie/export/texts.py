@@ -16,7 +16,7 @@ from coterie.data.splits import Split
 from coterie.export.format import ClientModel
 from coterie.models.backbone import Backbone
 from coterie.personal import PersonalModel, clients_of, folder_of, read_about
-from coterie.runs import files
+from coterie.runs.folder import names as files
 from coterie.runs.problems.own_text import own_text, section_of
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe

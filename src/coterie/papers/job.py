@@ -10,7 +10,7 @@ from coterie.core.errors import Refused
 from coterie.core.result import ROUNDS
 from coterie.papers import tables
 from coterie.papers.tables import SCALES, Reproduction, Scale, Settings
-from coterie.runs.candidates import folder_of
+from coterie.runs.folder.candidates import folder_of
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning import search

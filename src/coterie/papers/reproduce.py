@@ -27,7 +27,7 @@ from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.seeds import seed_figures, spoken_of_row
 from coterie.papers.tables import Figure, Settings
-from coterie.runs.candidates import UNFIT, confirm
+from coterie.runs.folder.candidates import UNFIT, confirm
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning.search import Found
 from coterie.runs.tuning.trials import RunAt, TrialRuns, execute_missing

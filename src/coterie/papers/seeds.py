@@ -12,7 +12,7 @@ from coterie.core.result import rows as comparison
 from coterie.papers.found import SeedFigures
 from coterie.papers.tables import Favours, Reproduction, Routers, stand_ins
 from coterie.reports.curves import router_series
-from coterie.runs.metrics import METRICS
+from coterie.runs.folder.metrics import METRICS
 
 Spoken = AbstractSet[Literal["routers", "weights"]]
 

@@ -19,7 +19,7 @@ from coterie.engines import ENGINES
 from coterie.methods import Method
 from coterie.methods.fdlora import FDLoRA
 from coterie.methods.templates import Ranked
-from coterie.runs.checkpoints import Checkpoint, Checkpoints
+from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.testing.contract import (
     NotApplicable,
     clause,
