@@ -148,9 +148,9 @@ def run(
     """
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
-    with _told(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as told:
+    with _told(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
         results = runs.run(
-            chosen, folder, resume=resume, changed=resume_changed, reporter=told, profile=profile
+            chosen, folder, resume=resume, changed=resume_changed, reporter=events, profile=profile
         )
         write_report(folder, results, chosen.description)
     return Run(folder)
@@ -219,8 +219,8 @@ def compare(
     going, extra = resume or resume_changed, dict[str, Any]()
     if tune:
         runs.check_new(folder, going)
-        with _told(callbacks, progress, None, track, folder) as told:
-            found = tuning.tune(
+        with _told(callbacks, progress, None, track, folder) as events:
+            tuned = tuning.tune(
                 names,
                 chosen,
                 folder / tuning.TUNED,
@@ -228,16 +228,16 @@ def compare(
                 effort=_effort(trials, 1),
                 resume=going,
                 changed=resume_changed,
-                reporter=told,
+                reporter=events,
             )
-            write_tuning(folder / tuning.TUNED, found, chosen.description)
+            write_tuning(folder / tuning.TUNED, tuned, chosen.description)
         extra = {
-            "chosen": tuning.chosen_recipes(found),
-            "effort": tuning.effort_of(found),
+            "chosen": tuning.chosen_recipes(tuned),
+            "effort": tuning.effort_of(tuned),
             "searched": folder / tuning.TUNED / tuning.RUNS,
         }
         going = going and (folder / "lock").exists()  # otherwise only the search has begun
-    with _told(callbacks, progress, len(set(names)) * seeds, track, folder) as told:
+    with _told(callbacks, progress, len(set(names)) * seeds, track, folder) as events:
         comparison = runs.compare(
             names,
             chosen,
@@ -245,7 +245,7 @@ def compare(
             seeds=seeds,
             resume=going,
             changed=going and resume_changed,
-            reporter=told,
+            reporter=events,
             **extra,
         )
         write_comparison(folder, comparison, chosen.description)
@@ -307,8 +307,8 @@ def tune(
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
-    with _told(callbacks, progress, None, track, folder) as told:
-        found = tuning.tune(
+    with _told(callbacks, progress, None, track, folder) as events:
+        tuned = tuning.tune(
             names,
             chosen,
             folder,
@@ -316,10 +316,10 @@ def tune(
             effort=_effort(trials, seeds),
             resume=resume,
             changed=resume_changed,
-            reporter=told,
+            reporter=events,
         )
-        write_tuning(folder, found, chosen.description)
-    return found
+        write_tuning(folder, tuned, chosen.description)
+    return tuned
 
 
 def _effort(trials: int | None, seeds: int) -> Effort:
@@ -346,8 +346,8 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
     Raises:
         Refused: See `run`.
     """
-    found = estimates(_recipe(recipe, changes))
-    return {prepared.recipe.method["name"]: estimate for prepared, estimate in found}
+    costs = estimates(_recipe(recipe, changes))
+    return {prepared.recipe.method["name"]: estimate for prepared, estimate in costs}
 
 
 def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
@@ -378,9 +378,9 @@ def _told(
     that of so many runs, or with None that of a search; and trackers of the runs in a folder.
     """
     with tracked(track, folder) as trackers:
-        own = [*callbacks, *trackers]
+        everything = [*callbacks, *trackers]
         if not progress:
-            yield Callbacks(own)
+            yield Callbacks(everything)
             return
         from rich.console import Console
 
@@ -389,4 +389,4 @@ def _told(
 
         shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
         with shown as terminal:
-            yield Callbacks([terminal, *own]) if own else terminal
+            yield Callbacks([terminal, *everything]) if everything else terminal

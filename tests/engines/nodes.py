@@ -151,7 +151,7 @@ def devices(
     grid: Nodes, recipe: Recipe, clients: int, listener: Listener | None = None
 ) -> DeviceBackend:
     """The place of devices on a grid."""
-    return DeviceBackend.found(grid, recipe, clients, 5.0, listener or Notes())
+    return DeviceBackend.connect(grid, recipe, clients, 5.0, listener or Notes())
 
 
 def simulated_nodes(count: int) -> Nodes:

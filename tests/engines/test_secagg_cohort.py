@@ -305,7 +305,7 @@ def killed_in(round: int, stage: str) -> Callable[[int, str, Message], None]:
 
 
 def run_on(grid: Devices, recipe: Recipe, folder: Path, resume: bool = False) -> dict[str, Any]:
-    backend = DeviceBackend.found(grid, recipe, len(IDS), 5.0, Ear())
+    backend = DeviceBackend.connect(grid, recipe, len(IDS), 5.0, Ear())
     return as_json(run.run(recipe, folder, resume=resume, reporter=Callback(), backend=backend))[-1]
 
 

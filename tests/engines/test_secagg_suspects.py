@@ -143,7 +143,7 @@ def test_a_run_goes_on_without_who_spoils_its_sums(tmp_path: Path) -> None:
         "checkpoint_every=9",
     )
     recipe, folder = load("cobo-digits", list(settings)), tmp_path / "run"
-    backend = DeviceBackend.found(Devices(tmp_path), recipe, len(IDS), 5.0, Ear())
+    backend = DeviceBackend.connect(Devices(tmp_path), recipe, len(IDS), 5.0, Ear())
     result = as_json(run.run(recipe, folder, reporter=Callback(), backend=backend))[-1]
     dropped = [note for note in notes(folder) if "is dropped" in note]
     assert result["rounds"] == 9

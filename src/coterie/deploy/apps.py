@@ -99,7 +99,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
             ) as terminal,
         ):
             reporter = Callbacks([terminal, *trackers])
-            backend = DeviceBackend.found(
+            backend = DeviceBackend.connect(
                 grid,
                 recipe,
                 int(config["clients"]),

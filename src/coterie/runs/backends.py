@@ -106,7 +106,7 @@ class LocalBackend:
             folder,
             folder / JOURNAL,
         )
-        gathered(engine, lambda found: len(found) == clients, patience=600)
+        gathered(engine, lambda members: len(members) == clients, patience=600)
         return engine
 
     def _carrier(self, recipe: Recipe) -> str:
@@ -252,7 +252,7 @@ class DeviceBackend:
     devices: ClassVar[bool] = True
 
     @classmethod
-    def found(
+    def connect(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
     ) -> "DeviceBackend":
         """Return the backend of the clients that are there, as soon as there are enough. Raises
@@ -263,7 +263,9 @@ class DeviceBackend:
         return cls(
             grid,
             gathered(
-                flower_engine(recipe, grid, listener), lambda found: len(found) >= least, patience
+                flower_engine(recipe, grid, listener),
+                lambda members: len(members) >= least,
+                patience,
             ),
         )
 

@@ -87,9 +87,9 @@ def _curve(prepared: Prepared) -> float:
     recipe = prepared.recipe
     if recipe.curve_every is None:
         return 0.0
-    found = list(prepared.problem.federation.everyone.values())
-    share = sum(min(recipe.curve_windows, data.test.windows) for data in found) / sum(
-        d.valid.windows + d.test.windows for d in found
+    everyone = list(prepared.problem.federation.everyone.values())
+    share = sum(min(recipe.curve_windows, data.test.windows) for data in everyone) / sum(
+        d.valid.windows + d.test.windows for d in everyone
     )
     return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))
 
@@ -150,7 +150,7 @@ class RunEstimator:
 
     def seconds(self) -> list[float]:
         """Of each method, in the order in which they came."""
-        measured, sizes = (sum(found[k] for found in self._known.values()) for k in (0, 1))
+        measured, sizes = (sum(pair[k] for pair in self._known.values()) for k in (0, 1))
         usual = measured / sizes if sizes else 0.0
         rates = {name: seconds / size for name, (seconds, size) in self._known.items()}
         return [size * rates.get(name, usual) for name, size in self._rows]
@@ -159,23 +159,23 @@ class RunEstimator:
 def _iterations(prepared: Prepared) -> float:
     """Mean local iterations of a client in a round."""
     method, size = prepared.method, prepared.recipe.training.batch_size
-    found = [
+    steps = [
         method.steps_of(data.train.windows, size)
         for data in prepared.problem.federation.clients.values()
     ]
-    return sum(found) / len(found)
+    return sum(steps) / len(steps)
 
 
 def _router(prepared: Prepared, steps: int) -> float:
     """How much longer iterations are on average for the router's own steps, where too few were
     measured to see one.
     """
-    every, own = (
+    every, router_steps = (
         getattr(prepared.method, "router_every", 0),
         getattr(prepared.method, "router_steps", 0),
     )
     alternating = getattr(prepared.method, "updates", "alternating") == "alternating"
-    return 1 + own / every if every > steps and alternating else 1.0
+    return 1 + router_steps / every if every > steps and alternating else 1.0
 
 
 class _Trial:
@@ -251,7 +251,7 @@ class _Trial:
             client.score(client.test, BATCHES)
             devices.synchronise(client.model.device)
             seconds = time.monotonic() - begun
-        windows = sum(found.valid.windows + found.test.windows for found in scored)
+        windows = sum(client.valid.windows + client.test.windows for client in scored)
         return seconds * windows / max(rows, 1)
 
     def _download(self, client: ClientId) -> Tensors:
@@ -261,5 +261,5 @@ class _Trial:
             return {}
         server = method.init(prepared.blueprint, prepared.recipe.present(prepared.clients, 0))
         engine = InProcess(prepared.site, method, Listener())
-        found = drive(method.adapt(server, (client,)), lambda ask, at: engine.answer(ask, 0, at))
-        return dict(found[client])
+        received = drive(method.adapt(server, (client,)), lambda ask, at: engine.answer(ask, 0, at))
+        return dict(received[client])

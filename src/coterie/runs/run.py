@@ -100,10 +100,12 @@ def without_auto(
     """
     if not recipe.auto:
         return recipe
-    found, said = resolved_remotely(recipe, folder) if backend.devices else resolved(recipe, folder)
-    if said:
-        reporter.chosen(said)
-    return found
+    resolved_recipe, choices = (
+        resolved_remotely(recipe, folder) if backend.devices else resolved(recipe, folder)
+    )
+    if choices:
+        reporter.chosen(choices)
+    return resolved_recipe
 
 
 def execute_all(
@@ -210,15 +212,15 @@ def _check_free(folders: Iterable[Path]) -> None:
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
     """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
-    found = (
+    root = (
         getattr(recipe.data, "path", None)
         or getattr(recipe.data, "root", None)
         or getattr(recipe.data, "dataset", None)
     )
-    if found is None and hasattr(recipe.data, "root"):
-        found = os.environ.get("COTERIE_DATA")
-    if found:
-        check_apart(folder, Path(found))
+    if root is None and hasattr(recipe.data, "root"):
+        root = os.environ.get("COTERIE_DATA")
+    if root:
+        check_apart(folder, Path(root))
 
 
 def _begun(folder: Path) -> bool:
@@ -301,13 +303,13 @@ def compare(
     check_new(folder, resume or changed)
     reporter = reporter or Callback()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
-    own = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}
+    recipes_of = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}
     rows = [
         (
-            own[name].model_copy(update={"seed": recipe.seed + k}),
+            recipes_of[name].model_copy(update={"seed": recipe.seed + k}),
             folder / name / f"seed-{recipe.seed + k}",
         )
-        for name in own
+        for name in recipes_of
         for k in range(seeds)
     ]
     if resume or changed:

@@ -136,9 +136,9 @@ def accepted(home: Path) -> str:
 
 def described(home: Path, limits: Limits) -> str:
     """Say what a device has sent so far. Raises Refused as `Account.epsilon`."""
-    said = "This device enforces its owner's limits, whatever a run asks for."
+    sentence = "This device enforces its owner's limits, whatever a run asks for."
     if not limits.noisy:
-        return said
+        return sentence
     account = Account(home / ACCOUNT)
     spent, allowed = (
         account.epsilon(limits.delta),
@@ -146,7 +146,7 @@ def described(home: Path, limits: Limits) -> str:
     )
     least = "at least, as entries of its account were lost, " if account.incomplete else ""
     return (
-        f"{said} Privacy spent over all runs: {least}epsilon {spent:.3g} at delta "
+        f"{sentence} Privacy spent over all runs: {least}epsilon {spent:.3g} at delta "
         f"{limits.delta:g}; its owner allows {allowed}."
     )
 

@@ -70,12 +70,12 @@ class OutboundCheck:
         """
         if self.account is None:
             return
-        said = (
+        header = (
             b""
             if self.request.masked
             else json.dumps([self.request.task, metrics], sort_keys=True).encode()
         )
-        contents = blake2b(said + encoded, digest_size=16).hexdigest()
+        contents = blake2b(header + encoded, digest_size=16).hexdigest()
         self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
 
     def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
@@ -133,8 +133,8 @@ def check_code(section: Mapping[str, Any], limits: Limits) -> None:
         ("data", "kind", DATA_GROUP, "data", limits.data),
     )
     for part, key, group, limit, allowed in named:
-        found = section.get(part)
-        name = found.get(key) if isinstance(found, Mapping) else None
+        value = section.get(part)
+        name = value.get(key) if isinstance(value, Mapping) else None
         here = {point.value for point in installed(group).values()}
         if is_own(name) and name not in here | set(allowed or ()):
             raise Refused(

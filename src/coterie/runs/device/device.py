@@ -57,10 +57,10 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
         alone: Whether it is a device, with one client's layout at a time; otherwise one of many
             that are simulated here.
     """
-    found = json_of(section, finite=False)
+    values = json_of(section, finite=False)
     if not alone:
-        return prepare(recipes.validate(found, "of the server"))
-    recipe = recipes.validate(_own(found, data, base), "of the server")
+        return prepare(recipes.validate(values, "of the server"))
+    recipe = recipes.validate(_own(values, data, base), "of the server")
     method = recipe.build_method()
     if method.centralized:
         raise Refused(
@@ -144,12 +144,12 @@ class Device:
             problem, remedy = error.problem, error.remedy
         except Exception as error:  # the server gets any error as a reply
             problem, remedy = f"{type(error).__name__}: {error}", ""
-        asked = (
+        turn = (
             {}
             if request is None
             else {"task": request.task, "round": request.round, "number": request.number}
         )
-        return failed(problem, remedy, client=self.client, **asked).model_dump_json(), b""
+        return failed(problem, remedy, client=self.client, **turn).model_dump_json(), b""
 
     def _answered(self, request: Request, body: bytes) -> tuple[Reply, bytes]:
         prepared = self._prepared(request)
@@ -165,7 +165,7 @@ class Device:
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
         with memory.alone(), _threads(request.threads or prepared.problem.threads):
             state, note = memory.before(turn, request.expects)
-            found, metrics = prepared.site.answer(
+            reply_tensors, metrics = prepared.site.answer(
                 prepared.method,
                 request.task,
                 client,
@@ -174,8 +174,12 @@ class Device:
                 request.round,
                 request.phase,
             )
-            found = {secure.UPDATE: secure.update(tensors, found)} if request.masked else found
-            encoded = to_bytes(found) if found else b""
+            reply_tensors = (
+                {secure.UPDATE: secure.update(tensors, reply_tensors)}
+                if request.masked
+                else reply_tensors
+            )
+            encoded = to_bytes(reply_tensors) if reply_tensors else b""
             door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
@@ -228,10 +232,10 @@ class Device:
                 self.limits.unit == "example",
                 not self.limits.scores,
             )
-            wanted = replace(
+            outbound = replace(
                 site.outbound, secure=closed, noisy=noisy, by_examples=by_examples, silent=silent
             )
-            site.outbound = replace(wanted, key=key, masked=request.masked)
+            site.outbound = replace(outbound, key=key, masked=request.masked)
         return replace(prepared, site=site)
 
     def _key(self) -> bytes:
@@ -247,13 +251,13 @@ class Device:
         if self.client is None and len(known) == 1:
             return known[0]
         if self.client is None or self.client not in known:
-            asked = (
+            problem = (
                 "this device does not know which client it is"
                 if self.client is None
                 else f"the data of this device have no client {self.client!r}"
             )
             remedy = "Name it: --client ID, or client=ID in the node's configuration."
-            raise DataError(f"{asked}; they have {', '.join(known[:10])}", remedy)
+            raise DataError(f"{problem}; they have {', '.join(known[:10])}", remedy)
         return self.client
 
     def _folder(self, request: Request) -> Path:
@@ -277,11 +281,11 @@ def _keep(
 ) -> None:
     """Write the personal model that a client has with these tensors."""
     owner = prepared.site.client(client, state)
-    if (own := kept_round(owner)) is None:
+    if (best_round := kept_round(owner)) is None:
         owner.load(prepared.method.loadable(owner, tensors))
     else:
         recall(owner)
-        round = own
+        round = best_round
     recipe = prepared.recipe
     origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
     prepared.problem.keep(folder, owner, prepared.site.layouts[client], origin)

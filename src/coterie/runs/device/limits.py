@@ -145,25 +145,29 @@ class Limits(BaseModel):
         """Refuse a run with `keep: best` before it starts, where one of the tasks that this needs
         is not allowed. Raises Refused.
         """
-        if self.tasks is not None and (lacking := [t for t in needed if t not in self.tasks]):
+        if self.tasks is not None and (forbidden := [t for t in needed if t not in self.tasks]):
             raise Refused(
                 f"limits.tasks: this device does {', '.join(self.tasks)}; a run with keep: best "
-                f"also needs {' and '.join(lacking)}",
+                f"also needs {' and '.join(forbidden)}",
                 f"{OWNERS} A run with keep: last does without.",
             )
 
     def check_noise(self, noise: float, clip: float) -> None:
         """Refuse local privacy that is less than the owner wants. Raises Refused."""
-        asked = self.local_privacy
-        if asked is not None and noise < asked.noise_at_least:
+        required = self.local_privacy
+        if required is not None and noise < required.noise_at_least:
             raise Refused(
                 f"limits.local_privacy: this device wants z of at least "
-                f"{asked.noise_at_least:g}, the run has {noise:g}",
+                f"{required.noise_at_least:g}, the run has {noise:g}",
                 OWNERS,
             )
-        if asked is not None and asked.clip_at_most is not None and clip > asked.clip_at_most:
+        if (
+            required is not None
+            and required.clip_at_most is not None
+            and clip > required.clip_at_most
+        ):
             raise Refused(
-                f"limits.local_privacy: this device wants C of at most {asked.clip_at_most:g}, "
+                f"limits.local_privacy: this device wants C of at most {required.clip_at_most:g}, "
                 f"the run has {clip:g}",
                 OWNERS,
             )
@@ -186,20 +190,20 @@ def read(path: Path) -> Limits:
         RecipeError: All of its mistakes, each naming its field.
     """
     try:
-        found = yaml_of(read_text(path))
+        values = yaml_of(read_text(path))
     except OSError as error:
         raise Refused(
             f"limits {path}: {error.strerror}", "Name the owner's file: see docs/deploy.md."
         ) from None
     except ValueError as error:
         raise Refused(f"limits {path}: not valid YAML\n  {error}", "See docs/deploy.md.") from None
-    if not found:
+    if not values:
         raise Refused(
             f"limits {path}: the file is empty, so it would limit nothing",
             "Write limits into it, or leave out --limits.",
         )
     try:
-        return Limits.model_validate(found)
+        return Limits.model_validate(values)
     except ValidationError as error:
         mistakes = [
             f"{'.'.join(map(str, e['loc'])) or 'it'}: {_readable(e['type'], e['msg'])}"

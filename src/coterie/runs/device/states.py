@@ -43,12 +43,12 @@ class Memory:
 
     def turns(self) -> dict[Turn, Path]:
         """Return the states that there are, from the oldest."""
-        found = {
+        turn_folders = {
             (int(m[1]), int(m[2])): path
             for path in self.folder.glob("round-*")
             if (m := _STATE.fullmatch(path.name))
         }
-        return dict(sorted(found.items()))
+        return dict(sorted(turn_folders.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
         """Return the newest whole state before a turn, and what the server should know of it; {}

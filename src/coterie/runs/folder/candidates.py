@@ -44,9 +44,10 @@ def digest(recipe: Recipe) -> str:
     Fields that are null are left out, so that runs are found again when a recipe gets a field more
     that does nothing unless it is set.
     """
-    method = {key: own for key, own in asdict(recipe.build_method()).items() if own is not None}
-    own = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
-    section = own | {"method": method}
+    settings = asdict(recipe.build_method()).items()
+    method = {key: value for key, value in settings if value is not None}
+    rest = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
+    section = rest | {"method": method}
     text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
     return blake2b(text.encode(), digest_size=4).hexdigest()
 

@@ -58,10 +58,12 @@ class _Index(BaseModel):
     def of(cls, states: Stored) -> "_Index":
         """Return that of states which are all in packs."""
         numbers = {path: k for k, path in enumerate(states.digests)}
-        found = {i: entry for i in states if (entry := states.entry(i)) is not None}
+        entries = {i: entry for i in states if (entry := states.entry(i)) is not None}
         return cls(
             packs=[path.name for path in numbers],
-            clients={i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in found.items()},
+            clients={
+                i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in entries.items()
+            },
         )
 
     def entries(self, folder: Path) -> dict[ClientId, Entry]:
@@ -162,10 +164,10 @@ class Checkpoints:
             CheckpointError: It is truncated, or of another recipe; the message names the first
                 field that differs.
         """
-        found = self._all()
-        if not found:
+        folders = self._all()
+        if not folders:
             return None
-        folder = found[-1]
+        folder = folders[-1]
         try:
             sums = read_sums(folder)
             check_sums(folder, [_ABOUT], sums)
@@ -177,15 +179,15 @@ class Checkpoints:
             raise
         except CheckpointError as error:
             former = (
-                f"Delete {folder} to resume from {found[-2].name}."
-                if len(found) > 1
+                f"Delete {folder} to resume from {folders[-2].name}."
+                if len(folders) > 1
                 else "Start a new run, with another --out."
             )
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
         return Checkpoint(about.round, server, clients, about.progress)
 
-    def _check_recipe(self, folder: Path, found: Mapping[str, Any]) -> None:
-        if differing := sorted(_differences(self.recipe, found)):
+    def _check_recipe(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        if differing := sorted(_differences(self.recipe, recipe)):
             field, ours, theirs = differing[0]
             raise _OtherRecipe(
                 f"checkpoint {folder} is from another recipe: {field} was {theirs}, now {ours}"
@@ -215,9 +217,9 @@ def _read(folder: Path) -> _About:
 
 def _known(digest: str) -> "Future[str]":
     """Return a digest that need not be computed."""
-    found: Future[str] = Future()
-    found.set_result(digest)
-    return found
+    future: Future[str] = Future()
+    future.set_result(digest)
+    return future
 
 
 def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, str, str]]:
@@ -275,7 +277,7 @@ def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
             link(path, folder / path.name)
     else:
         packs = Packs(folder)
-        entries = {i: packs.append(to_bytes(own), nbytes(own)) for i, own in states.items()}
+        entries = {i: packs.append(to_bytes(state), nbytes(state)) for i, state in states.items()}
         packs.seal()
         kept = Stored(entries, packs.sealed())
     for path in kept.digests:

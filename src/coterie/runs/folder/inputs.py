@@ -83,12 +83,12 @@ class Inputs(BaseModel):
 
     def changes(self, now: "Inputs") -> list[str]:
         """Return what has changed, in words: bases first, then clients."""
-        found = [
+        differences = [
             f"base {base}: {change}"
             for base in self.bases.keys() | now.bases.keys()
             for change in _changes(self.bases.get(base, {}), now.bases.get(base, {}))
         ]
-        return sorted(found) + _clients(self.clients, now.clients)
+        return sorted(differences) + _clients(self.clients, now.clients)
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -108,15 +108,15 @@ def _clients(
     before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]
 ) -> list[str]:
     """How clients and their data differ."""
-    found = [f"client {i!r} no longer exists" for i in before if i not in now]
-    found += [f"client {i!r} is new" for i in now if i not in before]
+    differences = [f"client {i!r} no longer exists" for i in before if i not in now]
+    differences += [f"client {i!r} is new" for i in now if i not in before]
     both = [i for i in before if i in now]
     if [i for i in now if i in before] != both:
-        found.append(f"the clients are in another order: {', '.join(both[:_FEW])}... before")
+        differences.append(f"the clients are in another order: {', '.join(both[:_FEW])}... before")
     for i in both:
         if other := [name for name in before[i] if before[i][name] != now[i].get(name)]:
-            found.append(f"client {i!r} has other data for {', '.join(other)}")
-    return found
+            differences.append(f"client {i!r} has other data for {', '.join(other)}")
+    return differences
 
 
 class RecordedInputs:

@@ -21,13 +21,13 @@ def new_folder(name: str) -> Path:
 
 def latest_folder(name: str) -> Path:
     """Return the latest folder under runs/ of what is run. Raises Refused where there is none."""
-    found = sorted(Path("runs").glob(f"{name}-*-*"))
-    if not found:
+    folders = sorted(Path("runs").glob(f"{name}-*-*"))
+    if not folders:
         raise Refused(
             f"there is no run of {name} under runs/ to resume",
             "Name its folder by --out, or start it without --resume.",
         )
-    return found[-1]
+    return folders[-1]
 
 
 def check_apart(folder: Path, data: Path, option: str = "--out") -> None:

@@ -34,17 +34,18 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
     )
     try:
         with opened(path) as file:
-            found = file.read(position)
+            content = file.read(position)
     except FileNotFoundError:
-        found = b""
+        content = b""
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
-    if len(found) < position:
+    if len(content) < position:
         problem = (
-            f"{path} has {len(found):,} bytes, but had {position:,} when the checkpoint was written"
+            f"{path} has {len(content):,} bytes, but had {position:,} when the checkpoint was "
+            f"written"
         )
         raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
-    if digest is not None and hashlib.sha256(found).hexdigest() != digest:
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(
             f"{path} is damaged: its first {position:,} bytes are not those that were written",
             remedy,
@@ -170,7 +171,7 @@ class Released:
             return []
         try:
             with opened(self.path) as lines:
-                return [found for line in lines if (found := json_of(line))["round"] >= round]
+                return [result for line in lines if (result := json_of(line))["round"] >= round]
         except (OSError, ValueError, TypeError, KeyError) as error:
             problem = f"{self.path} is damaged ({error}): it is unknown what this run has sent"
             raise CheckpointError(problem, "Start a new run, with another --out.") from None

@@ -69,17 +69,19 @@ class Observations:
         """Return those of the rounds before this one, from the oldest: what a checkpoint knows
         of. Raises CheckpointError.
         """
-        found = [Exchange(int(path.name.split("-")[1]), load(path)[0]) for path in self._all()]
-        return [exchange for exchange in found if exchange.round < round]
+        exchanges = [Exchange(int(path.name.split("-")[1]), load(path)[0]) for path in self._all()]
+        return [exchange for exchange in exchanges if exchange.round < round]
 
 
 def _told(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
     """Return the messages of one direction as one set of tensors; one that all have alike is there
     once.
     """
-    found = list(messages.values())
-    if len(found) > 1 and all(message is found[0] or _same(message, found[0]) for message in found):
-        return prefixed(f"{direction}/*", found[0])
+    received = list(messages.values())
+    if len(received) > 1 and all(
+        message is received[0] or _same(message, received[0]) for message in received
+    ):
+        return prefixed(f"{direction}/*", received[0])
     return {
         name: t
         for i, message in messages.items()

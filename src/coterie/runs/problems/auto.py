@@ -77,15 +77,15 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
     """Return the length of windows, a power of two, and why: as long as documents are, but not
     longer than the base sees at once, than 1,024 tokens, or than every split has room for.
     """
-    wanted = _power_above(texts.document)
+    enough = _power_above(texts.document)
     most = min(limit, LONGEST)
     room = max(_power_below(texts.shortest - 1), LEAST)
-    found = max(min(max(wanted, SHORTEST), most, room), 2)
-    if found == room < wanted:
-        return found, f"the shortest split has {texts.shortest:,} tokens"
-    if found == most < wanted:
-        return found, "the most" if found < limit else "the longest context of the base"
-    return found, f"documents of about {texts.document:,} tokens"
+    context = max(min(max(enough, SHORTEST), most, room), 2)
+    if context == room < enough:
+        return context, f"the shortest split has {texts.shortest:,} tokens"
+    if context == most < enough:
+        return context, "the most" if context < limit else "the longest context of the base"
+    return context, f"documents of about {texts.document:,} tokens"
 
 
 def batch_of(texts: Texts, context: int) -> tuple[int, str]:
@@ -93,8 +93,8 @@ def batch_of(texts: Texts, context: int) -> tuple[int, str]:
     iterations.
     """
     fits = EPOCHS * texts.mean / (context * ENOUGH)
-    found = min(max(_power_below(int(fits)), SMALLEST_BATCH), LARGEST_BATCH)
-    return found, f"{texts.mean:,.0f} tokens a client"
+    batch = min(max(_power_below(int(fits)), SMALLEST_BATCH), LARGEST_BATCH)
+    return batch, f"{texts.mean:,.0f} tokens a client"
 
 
 def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, str]:
@@ -105,9 +105,9 @@ def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, 
     often, and `keep: best` ends that when its validation data say so.
     """
     whole = min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST)
-    found = max(math.ceil(whole / rounds), 1)
-    epochs = found * rounds * context * batch / texts.mean
-    return found, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
+    steps = max(math.ceil(whole / rounds), 1)
+    epochs = steps * rounds * context * batch / texts.mean
+    return steps, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
 
 
 def rows_that_fit(
@@ -130,7 +130,7 @@ def rows_that_fit(
     weights = float(size * shape.vocabulary * shape.d_model)
     for block in shape.blocks:
         linears = (*block.attention, *block.mlp.linears)
-        weights += each * sum(own.inputs * own.outputs for own in linears)
+        weights += each * sum(linear.inputs * linear.outputs for linear in linears)
     row = 17 * size * context * shape.d_model * len(shape.blocks)
     return max(int((memory - weights) / row), 1) if math.isfinite(memory) else LARGEST_BATCH
 
@@ -143,9 +143,9 @@ def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
 def texts_of(recipe: Recipe) -> Texts:
     """Measure the texts of a recipe, encoded by its base's tokenizer. Raises Refused."""
     assert isinstance(recipe.data, Section)
-    own = tokenizer(recipe.model.base)  # type: ignore[union-attr] # `_language` has looked
-    context = 2 if isinstance(recipe.data.encoder(own), RunningText) else LONGEST
-    federation = recipe.data.load(own, context, order_seed=recipe.seed)
+    encoder = tokenizer(recipe.model.base)  # type: ignore[union-attr] # `_language` has looked
+    context = 2 if isinstance(recipe.data.encoder(encoder), RunningText) else LONGEST
+    federation = recipe.data.load(encoder, context, order_seed=recipe.seed)
     splits = [data.splits for data in federation.clients.values()]
     train = [split for split, *_ in splits]
     if separate := [split for split in train if isinstance(split, ChatSplit)]:
@@ -155,8 +155,8 @@ def texts_of(recipe: Recipe) -> Texts:
     streams = [split.tokens for split in train if isinstance(split, TokenSplit)]
     return Texts(
         [len(stream) for stream in streams],
-        min(len(split) for own in splits for split in own),
-        _middle_document(streams, own.eos_token_id),
+        min(len(split) for of_client in splits for split in of_client),
+        _middle_document(streams, encoder.eos_token_id),
     )
 
 
@@ -197,12 +197,12 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
     section = _language(recipe)
     rounds, given = recipe.build_method().rounds, recipe.model_dump(mode="json")
     texts, device = texts_of(recipe), pick_device(section.device)
-    found: dict[str, tuple[Any, str]] = {}
+    choices: dict[str, tuple[Any, str]] = {}
 
     def value(key: str, choice: tuple[Any, str]) -> Any:
         if key not in recipe.auto:
             return dotted.value_at(given, key)
-        found[key] = choice
+        choices[key] = choice
         return choice[0]
 
     limit = int(configuration(section.base).max_position_embeddings)
@@ -215,7 +215,7 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
     value(MICRO_BATCH, micro_batch_of(batch, rows))
     if rounds and not recipe.method.get("local_epochs"):
         value(STEPS, steps_of(texts, context, batch, rounds))
-    return changed(recipe, {k: v for k, (v, _) in found.items()} | {"auto": []}), _said(found)
+    return changed(recipe, {k: v for k, (v, _) in choices.items()} | {"auto": []}), _said(choices)
 
 
 def resolved_remotely(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
@@ -226,14 +226,14 @@ def resolved_remotely(recipe: Recipe, folder: Path | None = None) -> tuple[Recip
         return recipe, ""
     if (before := _before(recipe, folder)) is not None:
         return changed(recipe, before), ""
-    found: dict[str, tuple[Any, str]] = {
+    choices: dict[str, tuple[Any, str]] = {
         key: (value, "the text is on devices")
         for key, value in UNSEEN.items()
         if key in recipe.auto
     }
     if LR in recipe.auto:
-        found[LR] = learning_rate(_language(recipe).base)
-    return changed(recipe, {k: v for k, (v, _) in found.items()} | {"auto": []}), _said(found)
+        choices[LR] = learning_rate(_language(recipe).base)
+    return changed(recipe, {k: v for k, (v, _) in choices.items()} | {"auto": []}), _said(choices)
 
 
 def _language(recipe: Recipe) -> LanguageSection:
@@ -255,7 +255,9 @@ def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
     return {key: dotted.value_at(then, key) for key in recipe.auto} | {"auto": []}
 
 
-def _said(found: Mapping[str, tuple[Any, str]]) -> str:
+def _said(choices: Mapping[str, tuple[Any, str]]) -> str:
     """Return what was chosen, in one line."""
-    parts = [f"{key} {value:g} ({why})" for key, (value, why) in found.items() if value is not None]
+    parts = [
+        f"{key} {value:g} ({why})" for key, (value, why) in choices.items() if value is not None
+    ]
     return f"chosen: {', '.join(parts)}" if parts else ""

@@ -114,20 +114,20 @@ class Classification(LearningProblem):
         """Where networks start: None for at random. Raises ModelError for a common expert that
         is there not, or another network.
         """
-        own = self.common.tensors if choice != "random" and self.common is not None else None
-        if own is not None:
+        start = self.common.tensors if choice != "random" and self.common is not None else None
+        if start is not None:
             network = self.shape.build("meta")
             needed = dict(network.named_parameters()) | statistics(network)
             if {name: t.shape for name, t in needed.items()} != {
-                name: t.shape for name, t in own.items()
+                name: t.shape for name, t in start.items()
             }:
-                own = None
-        if choice == "common" and own is None:
+                start = None
+        if choice == "common" and start is None:
             raise ModelError(
                 "start: common, but the common expert has a different network",
                 "Leave model.common.network out, or start at random.",
             )
-        return own
+        return start
 
     @property
     def _shared(self) -> bool:
@@ -193,13 +193,13 @@ def _common(
     if section is None:
         return None
     if section.path is not None:
-        own = (
+        preprocessing = (
             Normalisation(section.mean, section.std)
             if section.mean is not None and section.std is not None
             else None
         )
         return pretrained(
-            _below(section.path), shape, device, Normalisation(data.mean, data.std), own
+            _below(section.path), shape, device, Normalisation(data.mean, data.std), preprocessing
         )
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained

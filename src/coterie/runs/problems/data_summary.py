@@ -111,7 +111,7 @@ def _as_trained(texts: Texts, clients: Mapping[ClientId, Any]) -> Texts:
     if OTHERS not in clients or OTHERS in texts:
         return texts
     small = [parts for id, parts in texts.items() if id not in clients]
-    merged = [list(chain.from_iterable(own)) for own in zip(*small, strict=True)]
+    merged = [list(chain.from_iterable(documents)) for documents in zip(*small, strict=True)]
     return {id: parts for id, parts in texts.items() if id in clients} | {OTHERS: merged}
 
 

@@ -112,7 +112,7 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
     """
     match recipe.model, recipe.data:
         case ClassifierSection() as section, Images() as data:
-            shape, wanted = (
+            shape, normalisation = (
                 section.shape(data.shape, data.classes),
                 section.common_shape(data.shape, data.classes),
             )
@@ -121,7 +121,7 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
             )
             return Classification(
                 shape,
-                _common(section.common, wanted, public, data, "cpu"),
+                _common(section.common, normalisation, public, data, "cpu"),
                 section,
                 torch.device("cpu"),
                 federation,

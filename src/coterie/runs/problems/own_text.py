@@ -17,12 +17,12 @@ from coterie.runs.recipes.recipe import Recipe
 
 def files_of_text(section: Folders, data: Path) -> list[Path]:
     """Return the files of a text or of conversations, at least one. Raises DataError."""
-    if not (found := text_files(data, section.endings)):
+    if not (paths := text_files(data, section.endings)):
         raise DataError(
             f"{data}: no {'text' if section.content == 'text' else 'conversations'} in it",
             f"Name a file that ends in {', '.join(section.endings)}, or a folder of such.",
         )
-    return found
+    return paths
 
 
 def section_of(data: Any) -> Folders:
@@ -79,9 +79,9 @@ def own_text(
     running = arrays.keys() == tokens.keys()  # otherwise documents, of which one will do
     needed = context + 1 if running else 1
     if min(tokens.values()) < needed:
-        found = ", ".join(f"{own:,} for {name}" for name, own in tokens.items())
+        sizes = ", ".join(f"{count:,} for {name}" for name, count in tokens.items())
         raise DataError(
-            f"{data}: too little text to train on and to judge by: tokens {found}, and each "
+            f"{data}: too little text to train on and to judge by: tokens {sizes}, and each "
             f"needs {needed:,}",
             f"Give more text (to each split, if the folder has its own){otherwise}.",
         )

@@ -159,13 +159,13 @@ def _layouts(
     impossible layout.
     """
     lists = {
-        field: found
+        field: values
         for field in method.per_client
-        if isinstance(found := getattr(method, field), tuple)
+        if isinstance(values := getattr(method, field), tuple)
     }
-    asked = f"values for {len(clients)} clients ({', '.join(clients)})"
+    expected = f"values for {len(clients)} clients ({', '.join(clients)})"
     if wrong := [
-        f"method.{field}: {len(values)} {asked}"
+        f"method.{field}: {len(values)} {expected}"
         for field, values in lists.items()
         if len(values) != len(clients)
     ]:

@@ -38,23 +38,23 @@ def look(
     clients = clients[:CLIENTS]
     windows = {i: beginning(splits[i]) for i in clients}
     texts = {i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()}
-    found = Routing(texts, {}, {})
+    routing = Routing(texts, {}, {})
     for i in clients:
         reader = model(i)
         if not reader.layout.routed:
             continue
         depth = len(reader.backbone.architecture.blocks)
         blocks = sorted({0, (depth - 1) // 2, depth - 1})
-        own = Mixture(reader.layout.generalists, reader.layout.specialists)
+        mixture = Mixture(reader.layout.generalists, reader.layout.specialists)
         weights = {text: _weights(reader, rows, blocks) for text, rows in windows.items()}
-        found = replace(
-            found,
-            experts={**found.experts, i: own},
-            weights={**found.weights, i: weights},
+        routing = replace(
+            routing,
+            experts={**routing.experts, i: mixture},
+            weights={**routing.weights, i: weights},
             depth=depth,
             blocks=blocks,
         )
-    return found
+    return routing
 
 
 def _weights(
@@ -72,8 +72,8 @@ def beginning(split: Split) -> Tensor:
     if isinstance(split, ChatSplit):
         number = int(np.minimum(split.lengths, TOKENS).argmax())
         return torch.from_numpy(split.conversation(number))[None]
-    wanted = -(-TOKENS // split.context)
-    windows: Tensor = split.take(np.arange(min(wanted, split.windows)))[:, :-1].to(torch.int64)
+    count = min(-(-TOKENS // split.context), split.windows)
+    windows: Tensor = split.take(np.arange(count))[:, :-1].to(torch.int64)
     return windows
 
 
@@ -83,19 +83,19 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     A character that is spread over several byte-level tokens stands at the last of them; the others
     are `PART`. The tokenizer's end token is `END`.
     """
-    found: list[str] = []
+    texts: list[str] = []
     start, read = 0, ""  # of the document, and what is decoded of it so far
     for k, id in enumerate(ids):
         if id == tokenizer.eos_token_id:
-            found.append(END)
+            texts.append(END)
             start, read = k + 1, ""
             continue
         now = tokenizer.decode(
             ids[start : k + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         if now.endswith("\ufffd"):
-            found.append(PART)
+            texts.append(PART)
         else:
-            found.append(now.removeprefix(read))
+            texts.append(now.removeprefix(read))
             read = now
-    return found
+    return texts

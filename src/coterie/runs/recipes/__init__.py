@@ -41,8 +41,8 @@ def find(recipe: str) -> Path:
             f"recipe {recipe!r}: there is no shipped recipe with that name",
             "Choose one of: " + ", ".join(names()),
         )
-    own = FOLDER / f"{recipe}.yaml"
-    return own if own.is_file() else _brought(recipe)
+    shipped = FOLDER / f"{recipe}.yaml"
+    return shipped if shipped.is_file() else _brought(recipe)
 
 
 def _brought(recipe: str) -> Path:
@@ -69,7 +69,7 @@ def read(path: Path) -> dict[str, object]:
         Refused: It cannot be read, is not YAML, is too large, or not a mapping.
     """
     try:
-        found = yaml_of(read_text(path))
+        values = yaml_of(read_text(path))
     except OSError as error:
         raise Refused(
             f"recipe {path}: cannot be read ({error.strerror})",
@@ -80,8 +80,8 @@ def read(path: Path) -> dict[str, object]:
             f"recipe {path}: not valid YAML\n  {error}",
             "See `coterie recipes` for recipes to start from.",
         ) from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise Refused(
             f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`."
         )
-    return found
+    return values

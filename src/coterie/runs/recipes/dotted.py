@@ -23,10 +23,10 @@ def without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's section in which fields that are `auto` are left out, and named in its own
     field `auto` instead.
     """
-    found, named = dict(section), list(section.get("auto") or ())
+    values, named = dict(section), list(section.get("auto") or ())
     for key in AUTOMATIC:
         *path, last = key.split(".")
-        parts = [found]
+        parts = [values]
         while len(parts) <= len(path) and isinstance(
             inner := parts[-1].get(path[len(parts) - 1]), Mapping
         ):
@@ -36,32 +36,32 @@ def without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
             for part, name, inner in zip(parts, path, parts[1:], strict=False):
                 part[name] = inner
             named.append(key)
-    return found | {"auto": list(dict.fromkeys(named))} if named else found
+    return values | {"auto": list(dict.fromkeys(named))} if named else values
 
 
 def value_at(section: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key; None where there is none."""
-    found: Any = section
+    value: Any = section
     for part in key.split("."):
-        found = (found or {}).get(part)
-    return found
+        value = (value or {}).get(part)
+    return value
 
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the values of nested mappings by dotted keys; a method by its name or class alone
     stands for its section's `name`.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in sorted(
         changes.items(), key=lambda change: change[0] != "name"
     ):  # which drops what it has no fields for
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            values |= flat(value, f"{prefix}{key}.")
         elif not prefix and key == "method" and isinstance(value, str | type):
-            found["method.name"] = name_of(value)
+            values["method.name"] = name_of(value)
         else:
-            found[f"{prefix}{key}"] = _plain(value)
-    return found
+            values[f"{prefix}{key}"] = _plain(value)
+    return values
 
 
 def _plain(value: Any) -> Any:
@@ -89,7 +89,9 @@ def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | N
     name drops what it has no fields for.
     """
     if section.get("auto"):
-        section["auto"] = [own for own in section["auto"] if not f"{own}.".startswith(f"{key}.")]
+        section["auto"] = [
+            field for field in section["auto"] if not f"{field}.".startswith(f"{key}.")
+        ]
     *path, last = key.split(".")
     for part in path:
         section = section.setdefault(part, {})

@@ -65,8 +65,8 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
     if error["type"] == "missing":
         return f"{where}: missing"
     message = error["msg"].removeprefix("Value error, ")
-    found = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > SHOWN else given
-    return f"{where}: {message[0].lower()}{message[1:]}, found {found}"
+    text = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > SHOWN else given
+    return f"{where}: {message[0].lower()}{message[1:]}, found {text}"
 
 
 def _without_kinds(location: list[str]) -> list[str]:
@@ -94,11 +94,11 @@ def _suggest(location: list[str], recipe: type[BaseModel]) -> str:
 
 def _keys(model: type[BaseModel]) -> set[str]:
     """All keys of a section and the sections in it."""
-    found = set(model.model_fields)
+    keys = set(model.model_fields)
     for info in model.model_fields.values():
         for nested in _models(info.annotation):
-            found |= _keys(nested)
-    return found
+            keys |= _keys(nested)
+    return keys
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -318,11 +318,13 @@ class Recipe(BaseModel):
         """
         if name not in METHODS:
             raise RecipeError(f"method {name!r}", [unknown_method(name)])
-        entry, own = METHODS[name], METHODS[self.method["name"]]
+        entry, before = METHODS[name], METHODS[self.method["name"]]
         if name == self.method["name"]:
             return self.model_copy(update={"compare_with": ()})
         fields = (
-            {f.name for f in dataclasses.fields(entry.method)} - set(entry.fixed) - set(own.fixed)
+            {f.name for f in dataclasses.fields(entry.method)}
+            - set(entry.fixed)
+            - set(before.fixed)
         )
         if issubclass(entry.method, METHODS["pretrained"].method):
             fields.discard("rounds")

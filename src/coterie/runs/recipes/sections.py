@@ -209,10 +209,12 @@ class ClassifierSection(_Classifying):
 
     def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
         """Return the common expert's network."""
-        own = self.common
-        if own is None or own.network is None:
+        common = self.common
+        if common is None or common.network is None:
             return self.shape(inputs, classes)
-        return NetworkShape(own.network, inputs, classes, own.hidden, own.norm, own.width)
+        return NetworkShape(
+            common.network, inputs, classes, common.hidden, common.norm, common.width
+        )
 
 
 class TextClassifierSection(_Classifying):
@@ -290,8 +292,8 @@ class Participation(BaseModel):
         )
         active: set[str] = set()
         for group, most in ((held, self.anchors), (here - held, self.clients)):
-            found = sorted(group)
-            active.update(found if most is None or most >= len(found) else draw(found, most))
+            clients = sorted(group)
+            active.update(clients if most is None or most >= len(clients) else draw(clients, most))
         return tuple(i for i in clients if i in active)
 
     def _here(
@@ -313,8 +315,8 @@ class Participation(BaseModel):
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
     """Return what draws some of several in a round, alike wherever the seed is known."""
     random = np.random.default_rng(derive_seed(seed, "participation", round))
-    return lambda found, most: cast(
-        Sequence[str], random.choice(found, most, replace=False).tolist()
+    return lambda population, most: cast(
+        Sequence[str], random.choice(population, most, replace=False).tolist()
     )
 
 

@@ -35,8 +35,12 @@ class Field:
     values: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        found = tuple(value for k, value in enumerate(self.values) if value not in self.values[:k])
-        object.__setattr__(self, "values", tuple(sorted(found)) if _numbers(found) else found)
+        distinct = tuple(
+            value for k, value in enumerate(self.values) if value not in self.values[:k]
+        )
+        object.__setattr__(
+            self, "values", tuple(sorted(distinct)) if _numbers(distinct) else distinct
+        )
 
     @property
     def graded(self) -> bool:
@@ -61,8 +65,8 @@ class Field:
             return None
         ends = [v for v in self.values if v > 0]
         ratio = ends[-1] / ends[-2] if up else ends[0] / ends[1]
-        found = self._rounded(value * ratio)
-        return None if found == value or found <= 0 else found
+        beyond = self._rounded(value * ratio)
+        return None if beyond == value or beyond <= 0 else beyond
 
     def past_edge(self, value: Any, tried: Sequence[Any]) -> Any:
         """Return the value next to the best one, if that is the least or the largest of what was
@@ -107,11 +111,11 @@ class Effort:
 
     def shares(self, rounds: int) -> list[float]:
         """Return the share of the rounds of each rung: those that differ by a round at least."""
-        found = {
+        shares = {
             part_of(rounds, share): share
             for share in (self.eta ** -(self.rungs - 1 - k) for k in range(self.rungs))
         }
-        return list(found.values())
+        return list(shares.values())
 
     def count(self, rung: int) -> int:
         """Return how many candidates are in a rung, counted from 0, at most."""
@@ -171,23 +175,26 @@ def together(
     Returns:
         What each search found, in the order given.
     """
-    found: dict[K, Found] = {}
-    asked: dict[K, Sequence[Trial]] = {}
+    results: dict[K, Found] = {}
+    pending: dict[K, Sequence[Trial]] = {}
 
     def advance(key: K, scores: Sequence[Score] | None) -> None:
         try:
-            asked[key] = searches[key].send(scores) if scores is not None else next(searches[key])
+            pending[key] = searches[key].send(scores) if scores is not None else next(searches[key])
         except StopIteration as end:
-            asked.pop(key, None)
-            found[key] = end.value
+            pending.pop(key, None)
+            results[key] = end.value
 
     for key in searches:
         advance(key, None)
-    while asked:
-        scores = iter(evaluate([(key, trial) for key, trials in asked.items() for trial in trials]))
-        for key, own in {key: list(islice(scores, len(t))) for key, t in asked.items()}.items():
-            advance(key, own)
-    return {key: found[key] for key in searches}
+    while pending:
+        scores = iter(
+            evaluate([(key, trial) for key, trials in pending.items() for trial in trials])
+        )
+        by_key = {key: list(islice(scores, len(trials))) for key, trials in pending.items()}
+        for key, scores_of_key in by_key.items():
+            advance(key, scores_of_key)
+    return {key: results[key] for key in searches}
 
 
 def sweep(
@@ -209,19 +216,19 @@ def sweep(
     chosen: Judged | None = None
     at_edge: list[str] = []
     for key, values in grid.items():
-        field, found = Field(key, tuple(values)), list[Judged]()
+        field, judged_here = Field(key, tuple(values)), list[Judged]()
         trials = [Trial(choice | {key: value}) for value in values]
         for rung in (0, *[None] * extensions):
             scores = yield trials
-            found += [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
-            chosen = min(found, key=lambda own: own.score[0])
-            step = _past_edge(field, chosen, found)
+            judged_here += [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
+            chosen = min(judged_here, key=lambda candidate: candidate.score[0])
+            step = _past_edge(field, chosen, judged_here)
             if step is None or not allowed(step):
                 break
             trials = [step]
         else:
             at_edge.append(key)
-        judged += found
+        judged += judged_here
         choice = dict(chosen.trial.candidate) if chosen else choice
     return Found(chosen, tuple(judged), tuple(at_edge))
 
@@ -230,7 +237,7 @@ def halving(
     fields: Sequence[Field],
     effort: Effort,
     rounds: int,
-    own: Candidate | None = None,
+    default: Candidate | None = None,
     shorter: Callable[["Judged", "Judged"], bool] | None = None,
     allowed: Callable[[Trial], bool] = lambda trial: True,
 ) -> Search:
@@ -244,21 +251,21 @@ def halving(
         fields: What is searched; made denser until there are as many candidates as asked for.
         effort: Its limits.
         rounds: Of the whole run, on which depends how many rungs there are.
-        own: The candidate that is always among the first; default: none.
+        default: The candidate that is always among the first; default: none.
         shorter: Whether the best run of fewer rounds is surely better than the best of all rounds:
             when to stop is then part of the search. Default: it never is.
         allowed: Whether a trial beyond the grid may be run.
     """
     judged: list[Judged] = []
     grids = densified(fields, effort.trials)
-    alive = thinned(grids, effort.count(0), fields, own)
+    alive = thinned(grids, effort.count(0), fields, default)
     rank = _rank(fields)
     for rung, share in enumerate(effort.shares(rounds)):
         trials = [Trial(candidate, share) for candidate in alive[: effort.count(rung)]]
         scores = yield trials
-        found = [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
-        judged += found
-        alive = [j.trial.candidate for j in sorted(found, key=rank)]
+        in_rung = [Judged(t, score, rung) for t, score in zip(trials, scores, strict=True)]
+        judged += in_rung
+        alive = [j.trial.candidate for j in sorted(in_rung, key=rank)]
     edges = _Edges(fields, effort, rounds, shorter, allowed)
     left = effort.extensions
     while left and (steps := edges.steps(judged)):
@@ -296,7 +303,10 @@ def densified(fields: Sequence[Field], count: int) -> list[Field]:
 
 
 def thinned(
-    fields: Sequence[Field], count: int, given: Sequence[Field] = (), own: Candidate | None = None
+    fields: Sequence[Field],
+    count: int,
+    given: Sequence[Field] = (),
+    default: Candidate | None = None,
 ) -> list[Candidate]:
     """Return at most so many points of a grid, evenly spread over it; first of all `own` if it is
     one of them, and then those of the grid as it was given.
@@ -316,9 +326,11 @@ def thinned(
     phases = [
         math.fmod(sum(k / golden ** (d + 1) for d, k in enumerate(place)), 1.0) for place in indices
     ]
-    asked = {field.key: field.values for field in given}
-    new = [any(v not in asked.get(key, ()) for key, v in point.items()) for point in points]
-    first = sorted(range(len(points)), key=lambda k: (points[k] != own, new[k], phases[k]))[:count]
+    given_values = {field.key: field.values for field in given}
+    new = [any(v not in given_values.get(key, ()) for key, v in point.items()) for point in points]
+    first = sorted(range(len(points)), key=lambda k: (points[k] != default, new[k], phases[k]))[
+        :count
+    ]
     return [points[k] for k in sorted(first)]
 
 

@@ -38,15 +38,15 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
     grid: dict[str, list[Any]] = {}
     mistakes = []
     for text in texts:
-        key, sign, values = (part.strip() for part in text.partition("="))
+        key, sign, written = (part.strip() for part in text.partition("="))
         try:
-            found = yaml_of(f"[{values}]")
+            values = yaml_of(f"[{written}]")
         except ValueError as error:
             mistakes.append(
                 f"{text!r}: the values are not valid YAML ({str(error).splitlines()[0]})"
             )
             continue
-        if not sign or not key or not found:
+        if not sign or not key or not values:
             mistakes.append(
                 f"{text!r} is not of the form KEY=V1,V2,..., for instance "
                 f"training.experts.lr=0.01,0.02,0.04"
@@ -54,7 +54,7 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
         elif key in grid:
             mistakes.append(f"{key}: given twice; give all its values at once")
         else:
-            grid[key] = found
+            grid[key] = values
     if mistakes:
         raise RecipeError("--field", mistakes)
     return grid
@@ -99,8 +99,10 @@ def fields_of(recipe: Recipe, given: Grid) -> list[Field]:
     """
     if not trains(recipe):
         return []
-    own = {key: values for key, values in given.items() if has(recipe, key)}
-    return [Field(key, tuple(values)) for key, values in {**learning_rates(recipe), **own}.items()]
+    fields = {key: values for key, values in given.items() if has(recipe, key)}
+    return [
+        Field(key, tuple(values)) for key, values in {**learning_rates(recipe), **fields}.items()
+    ]
 
 
 def own_values(recipe: Recipe, fields: Sequence[Field]) -> Candidate:
@@ -111,17 +113,17 @@ def own_values(recipe: Recipe, fields: Sequence[Field]) -> Candidate:
 def value_of(recipe: Recipe, key: str) -> Any:
     """Return the value of a field, also where the recipe leaves it to its default."""
     section, *path = key.split(".")
-    found: Any = recipe.build_method() if section == "method" else getattr(recipe, section)
+    value: Any = recipe.build_method() if section == "method" else getattr(recipe, section)
     for part in path:
-        found = found.get(part) if isinstance(found, Mapping) else getattr(found, part, None)
-    return found.model_dump(mode="json") if isinstance(found, BaseModel) else found
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
+def checked(rows: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
     """Return given fields with their values as recipes have them: numbers as numbers.
 
     Args:
-        own: The recipe of each method.
+        rows: The recipe of each method.
         given: Fields and values.
 
     Raises:
@@ -129,7 +131,7 @@ def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
             that change what is scored.
     """
     mistakes: dict[str, None] = {}
-    found = {}
+    grid = {}
     for key, values in given.items():
         if not key.startswith(_SECTIONS) or key in _SCORED:
             mistakes[
@@ -138,19 +140,19 @@ def checked(own: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
             ] = None
             continue
         typed: list[Any] = []
-        for recipe in [r for r in own if has(r, key)] or own[:1]:
+        for recipe in [row for row in rows if has(row, key)] or rows[:1]:
             try:
                 typed = [_typed(recipe, key, value) for value in values]
             except RecipeError as error:
                 mistakes |= dict.fromkeys(error.mistakes)
         if not typed and not mistakes:
             mistakes[f"{key}: no method has this field, or the method's name fixes it"] = None
-        found[key] = tuple(typed)
+        grid[key] = tuple(typed)
     if mistakes:
         raise RecipeError("--field", list(mistakes))
-    return found
+    return grid
 
 
 def _typed(recipe: Recipe, key: str, value: Any) -> Any:
-    found = value_of(recipes.changed(recipe, {key: value}), key)
-    return found if isinstance(found, int | float | str) else value
+    value_read = value_of(recipes.changed(recipe, {key: value}), key)
+    return value_read if isinstance(value_read, int | float | str) else value

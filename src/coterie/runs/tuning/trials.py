@@ -133,15 +133,15 @@ class TrialRuns(Generic[K]):
 
     def search(self, searches: Mapping[K, Search]) -> dict[K, Found]:
         """Carry searches out, see `search.together`. What each has chosen keeps its models."""
-        found = together(searches, self.evaluate)
+        results = together(searches, self.evaluate)
         chosen = set[Path]()
-        for key, own in found.items():
-            if own.chosen is not None:
-                chosen.update(self._paths(key, own.chosen.trial))
+        for key, result in results.items():
+            if result.chosen is not None:
+                chosen.update(self._paths(key, result.chosen.trial))
         for path in chosen:
             confirm(path)
         self._lighten(self._kept() - chosen)
-        return found
+        return results
 
     def settings(self, key: K, trial: Trial) -> Settings:
         """Return what a trial sets: its candidate, and if it has but a share of the rounds, these
@@ -259,7 +259,7 @@ class TrialRuns(Generic[K]):
         scores = [score_of(result) for result in self.results(key, trial)]
         if len(scores) < len(self.seeds) or LOST in scores:
             return LOST
-        return tuple(sum(own) / len(own) for own in zip(*scores, strict=True))
+        return tuple(sum(values) / len(values) for values in zip(*scores, strict=True))
 
     def tried(self, key: K, judged: Judged) -> Tried:
         """Return a judged trial as tables have it."""
@@ -272,7 +272,7 @@ class TrialRuns(Generic[K]):
         known = [result.valid for result in results]
         losses = [result.valid_loss for result in results if result.valid_loss is not None]
         ended = sum(result.evaluations[-1].iteration for result in results)
-        begun = sum(method.total_iterations for found in problems if found["trained"])
+        begun = sum(method.total_iterations for problem in problems if problem["trained"])
         return Tried(
             settings=dict(trial.candidate),
             rounds=method.rounds,

@@ -116,12 +116,12 @@ def tune(
             nothing was started.
         CoterieError: It failed while running and can be resumed.
     """
-    told = reporter or Callback()
-    recipe = runs.without_auto(recipe, None, told, LocalBackend())
+    events = reporter or Callback()
+    recipe = runs.without_auto(recipe, None, events, LocalBackend())
     plan = planned(methods, recipe, fields or {}, effort or Effort())
     runs.check_beside_data(recipe, folder)
     _claim(folder, plan, resume or changed)
-    told.preparing()
+    events.preparing()
     for name in plan.trained:
         LocalBackend().prepare(plan.own[name])  # what is wrong is refused before anything starts
     with alone(folder):
@@ -129,13 +129,13 @@ def tune(
         seeds = [recipe.seed + k for k in range(plan.effort.seeds)]
 
         def run(method: str, settings: Settings, seed: int) -> RunAt:
-            found = plan.chosen(method, settings).model_copy(update={"seed": seed})
-            return found, folder_of(found, folder / RUNS)
+            row = plan.chosen(method, settings).model_copy(update={"seed": seed})
+            return row, folder_of(row, folder / RUNS)
 
-        trial_runs = TrialRuns(run, seeds, told, changed=changed, within=folder)
+        trial_runs = TrialRuns(run, seeds, events, changed=changed, within=folder)
         searches = {name: plan.search(name, trial_runs) for name in plan.trained}
-        found = trial_runs.search(searches)
-        return _write(folder, plan, trial_runs, found)
+        searched = trial_runs.search(searches)
+        return _write(folder, plan, trial_runs, searched)
 
 
 def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort) -> Plan:
@@ -148,8 +148,8 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
             f"there is nothing to tune: {', '.join(plan.methods)} train nothing",
             "Name a method that trains: see `coterie methods`.",
         )
-    own = [plan.own[name] for name in plan.trained]
-    return replace(plan, given=checked(own, fields))
+    rows = [plan.own[name] for name in plan.trained]
+    return replace(plan, given=checked(rows, fields))
 
 
 def _claim(folder: Path, plan: Plan, resume: bool) -> None:
@@ -175,16 +175,18 @@ def _claim(folder: Path, plan: Plan, resume: bool) -> None:
 
 
 def _write(
-    folder: Path, plan: Plan, trial_runs: TrialRuns[str], found: Mapping[str, Found]
+    folder: Path, plan: Plan, trial_runs: TrialRuns[str], searched: Mapping[str, Found]
 ) -> Tuning:
     """Write what was found, and return it."""
     rows = []
     for name in plan.methods:
-        row, recipe = _row(plan, name, trial_runs, found.get(name, Found(None)))
+        row, recipe = _row(plan, name, trial_runs, searched.get(name, Found(None)))
         about = f"# {METHODS[name].title}: {_said(row)}\n"
         write_atomically(folder / row.recipe, (about + recipes.dump(recipe)).encode())
         rows.append(row)
-    result = next(r for name, own in found.items() for r in _results(trial_runs, name, own))
+    result = next(
+        r for name, search in searched.items() for r in _results(trial_runs, name, search)
+    )
     tuning = Tuning(
         recipe=plan.recipe.name,
         metric=replace(
@@ -202,16 +204,16 @@ def _write(
     return tuning
 
 
-def _results(trial_runs: TrialRuns[str], name: str, found: Found) -> list[Result]:
+def _results(trial_runs: TrialRuns[str], name: str, searched: Found) -> list[Result]:
     """Return the results of what was chosen for a method.
 
     Raises:
         CoterieError: None of its candidates has any.
     """
-    assert found.chosen is not None
-    results = trial_runs.results(name, found.chosen.trial)
+    assert searched.chosen is not None
+    results = trial_runs.results(name, searched.chosen.trial)
     if not results:
-        problem = trial_runs.tried(name, found.chosen).problem
+        problem = trial_runs.tried(name, searched.chosen).problem
         raise CoterieError(
             f"{name}: no candidate finished; the last problem: {problem}",
             "Give smaller values, for instance --field training.experts.lr=..., with another "
@@ -221,34 +223,34 @@ def _results(trial_runs: TrialRuns[str], name: str, found: Found) -> list[Result
 
 
 def _row(
-    plan: Plan, name: str, trial_runs: TrialRuns[str], found: Found
+    plan: Plan, name: str, trial_runs: TrialRuns[str], searched: Found
 ) -> tuple[TunedRow, Recipe]:
     """Return what was found for a method, and its recipe."""
     path = f"{CHOSEN}/{encoded(name)}.yaml"
-    if found.chosen is None:
+    if searched.chosen is None:
         recipe = plan.own[name]
         rounds = recipe.build_method().rounds
         return TunedRow(method=name, recipe=path, chosen={}, rounds=rounds), recipe
-    _results(trial_runs, name, found)
-    recipe = plan.chosen(name, trial_runs.settings(name, found.chosen.trial))
-    tried = [trial_runs.tried(name, judged) for judged in found.judged]
-    best = tried[found.judged.index(found.chosen)]
+    _results(trial_runs, name, searched)
+    recipe = plan.chosen(name, trial_runs.settings(name, searched.chosen.trial))
+    tried = [trial_runs.tried(name, judged) for judged in searched.judged]
+    best = tried[searched.judged.index(searched.chosen)]
     row = TunedRow(
         method=name,
         recipe=path,
         chosen=best.settings,
         rounds=best.rounds,
         valid=best.valid,
-        candidates=sum(own.rung == 0 for own in tried),
+        candidates=sum(candidate.rung == 0 for candidate in tried),
         runs=len(tried) * len(trial_runs.seeds),
-        iterations=sum(own.iterations for own in tried),
+        iterations=sum(candidate.iterations for candidate in tried),
         alike=sum(
-            judged.trial != found.chosen.trial
-            and judged.trial.share == found.chosen.trial.share
-            and not trial_runs.surely(name, found.chosen, judged)
-            for judged in found.judged
+            judged.trial != searched.chosen.trial
+            and judged.trial.share == searched.chosen.trial.share
+            and not trial_runs.surely(name, searched.chosen, judged)
+            for judged in searched.judged
         ),
-        at_edge=found.at_edge,
+        at_edge=searched.at_edge,
         tried=tried,
     )
     return row, recipe
@@ -290,17 +292,17 @@ def _rounds(count: int) -> str:
 
 def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
     """Return further notes for a reader, a sentence each."""
-    found = [
+    notes = [
         f"{row.method}: only {_settings(row.candidates)}, as its fields have no more values."
         for row in rows
         if row.valid is not None and row.candidates < plan.effort.count(0)
     ]
-    return found + [said for row in rows if (said := _lost(row))]
+    return notes + [note for row in rows if (note := _lost(row))]
 
 
 def _lost(row: TunedRow) -> str:
     """Say how many trials of a row have no score; nothing where all have one."""
-    lost = [own for own in row.tried if own.problem]
+    lost = [trial for trial in row.tried if trial.problem]
     if not lost:
         return ""
     return (
@@ -308,22 +310,22 @@ def _lost(row: TunedRow) -> str:
     )
 
 
-def chosen_recipes(found: Tuning) -> dict[str, Recipe]:
+def chosen_recipes(tuning: Tuning) -> dict[str, Recipe]:
     """Return the recipes that were chosen, by method."""
-    return {row.method: recipes.load(str(found.path(row.method))) for row in found.rows}
+    return {row.method: recipes.load(str(tuning.path(row.method))) for row in tuning.rows}
 
 
-def chosen_run(found: Tuning, method: str) -> Path:
+def chosen_run(tuning: Tuning, method: str) -> Path:
     """Return the folder of the run that was chosen for a method, of the first seed."""
-    path = found.path(method)
+    path = tuning.path(method)
     return folder_of(recipes.load(str(path)), path.parent.parent / RUNS)
 
 
-def effort_of(found: Tuning) -> str:
+def effort_of(tuning: Tuning) -> str:
     """Describe the search, the result of each row, and which values lie at an edge of a grid."""
     parts = []
-    for row in found.rows:
+    for row in tuning.rows:
         edge = " (at the end of its range)" if row.at_edge else ""
         values = written(row.chosen)
         parts.append(f"{row.method}: {values}, {row.rounds} rounds{edge}" if row.chosen else "")
-    return f"{found.effort} Chosen: {'; '.join(part for part in parts if part)}."
+    return f"{tuning.effort} Chosen: {'; '.join(part for part in parts if part)}."
