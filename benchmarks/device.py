@@ -60,7 +60,6 @@ VARIANTS = (
     Variant("onnx", "f16", "w8"),
     Variant("onnx", "f16", "int8"),
     Variant("onnx", "f16", "w4"),
-    Variant("pt2"),
     Variant("executorch"),
 )
 

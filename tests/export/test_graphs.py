@@ -1,10 +1,9 @@
-"""Compiled packages and programs of ExecuTorch compute what personal models do; without their tools
-they are refused with the remedy.
+"""Programs of ExecuTorch compute what personal models do; without its package they are refused with
+the remedy.
 """
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -17,7 +16,6 @@ from coterie.core.errors import Refused
 from coterie.export import FORMATS, Source, client_files, export
 from coterie.export.executorch import limits
 from coterie.export.functional import Interface, client_tensors, traced
-from coterie.export.pt2 import COMPILERS
 from coterie.models.adapter import Layout
 
 ROUTED = Layout(rank=3, mlp_rank=2, alpha=5.0)
@@ -32,18 +30,6 @@ def program_of(folder) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler")
-def test_a_compiled_base_serves_clients_of_any_layout(make_run, own_text, tmp_path):
-    run = make_run("llama", ann=ROUTED, ben=FOUR, cleo=Layout(specialists=0, rank=1))
-    found = export(Source(run, everyone=True), "pt2", tmp_path / "out")
-    assert len({one.shared for one in found}) == 1
-    for one in found:
-        assert one.check.difference < 1e-2
-        assert one.check.by_token < 1e-2
-    assert program_of(tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -85,14 +71,6 @@ def test_sizes_of_a_trace_are_fixed_where_asked(make_run):
     assert [tuple(shape) for shape in shapes[-len(own) :]] == own
     bounds = {str(size): limit.upper for size, limit in program.range_constraints.items()}
     assert sorted({int(upper) for upper in bounds.values()}) == [7, 9]
-
-
-def test_without_a_compiler_pt2_is_refused(make_run, tmp_path, monkeypatch):
-    source = Source(make_run("llama", ann=ROUTED))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(Refused, match=r"no C\+\+ compiler.*no-such-compiler.*\n.*--format onnx"):
-        export(source, "pt2", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.skipif(find_spec("executorch") is not None, reason="executorch is here")

@@ -285,7 +285,7 @@ def export(
     format: Annotated[
         str,
         typer.Option(
-            "--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx, web, pt2 or executorch."
+            "--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch."
         ),
     ] = "peft",
     part: Annotated[
@@ -311,7 +311,7 @@ def export(
             "--precision",
             metavar="PRECISION",
             help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too; of clients' "
-            "files of onnx, web, pt2 and executorch int8.",
+            "files of onnx, web and executorch int8.",
         ),
     ] = None,
     base_precision: Annotated[

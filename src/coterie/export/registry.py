@@ -8,10 +8,9 @@ from coterie.export.gguf import Gguf
 from coterie.export.mixtral import Mixtral
 from coterie.export.onnx import Onnx
 from coterie.export.peft import Peft
-from coterie.export.pt2 import Pt2
 from coterie.export.web import Web
 
-_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web(), Pt2(), ExecuTorch())
+_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web(), ExecuTorch())
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 
 
