@@ -33,6 +33,7 @@ def result(
         "recipe": "r",
         "seed": 0,
         "rounds": rounds,
+        "metric": PERPLEXITY,
         "mean": sum(c["test"] for c in last.values()) / len(last),
         "mean_synced": 25.0,
         "clients": {
@@ -48,6 +49,7 @@ def result(
     }
 
 
+PERPLEXITY = {"name": "test perplexity", "unit": "per token", "lower_is_better": True}
 ACCURACY = {"name": "test accuracy", "unit": "%", "lower_is_better": False}
 PAIRED = {"ann": 0, "<b>ben</b>": 1, "cleo": 0, "dan": 1}  # clusters that are not neighbours
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 from coterie.core.callback import Callback
-from coterie.core.metrics import prediction
+from coterie.core.metrics import PERPLEXITY, prediction
 from coterie.core.printing import printable
 from coterie.core.result import MetricInfo, Result
 from coterie.data.refusals import SHOWN
@@ -87,7 +87,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             tuple[float, float]
         ] = []  # of those that are done in this session: seconds, and what was expected
         self.losses: dict[str, float] = {}
-        self.metric, self.privacy, self.lack = MetricInfo.from_json(None), "", 0
+        self.metric, self.privacy, self.lack = PERPLEXITY.about, "", 0
         self.spoke = time.monotonic()  # when the last plain line was
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
@@ -191,7 +191,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._next(title)
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
         self.metric, self.stretch, self.pace = (
-            metric or MetricInfo.from_json(None),
+            metric or PERPLEXITY.about,
             RoundTimer(rounds, done, expected),
             Throughput(),
         )

@@ -333,7 +333,7 @@ def compare(
         if recipe.keep == "best"
         else "each client's model right after its last local iteration; mean_synced: after one "
         "more synchronisation",
-        rows=table,
+        rows=tuple(table),
         notes=[
             *([effort] if effort else []),
             *comparing.comparability(table, recipe.method["name"]),

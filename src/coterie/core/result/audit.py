@@ -3,36 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Self, get_args, get_type_hints
+from typing import ClassVar, Self
 
-from coterie.core.errors import CheckpointError
 from coterie.core.files import read_json
-from coterie.core.result.parsing import Json, PrivacySpent, Record, given, mapping, sequence
+from coterie.core.result.parsing import PrivacySpent, Record
 
 AUDITED = "audit.json"  # of a run that was audited
 REMEDY = "Run `coterie audit RUN` with this version: it writes a new file."
-
-
-class _Nested(Record):
-    """A record with fields that are records themselves, as their types say."""
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return the record of a JSON object. Raises CheckpointError."""
-        values = given(cls, found)
-        for name, hint in get_type_hints(cls).items():
-            options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-            kind = next((o for o in options if isinstance(o, type) and issubclass(o, Record)), None)
-            if kind and not (values[name] is None and NoneType in options):
-                values[name] = kind.from_json(values[name])
-        return cls(**values)
-
-    def to_json(self) -> Json:
-        """Return the JSON object."""
-        found = super().to_json()
-        parts = {name: own for name, own in found.items() if isinstance(own, Record)}
-        return found | {name: own.to_json() for name, own in parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +77,7 @@ class EpsilonBound(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CanaryResult(_Nested):
+class CanaryResult(Record):
     """How well an observer finds canaries.
 
     Args:
@@ -115,7 +92,7 @@ class CanaryResult(_Nested):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MembershipResult(_Nested):
+class MembershipResult(Record):
     """How well rows that clients trained on can be told from others.
 
     Args:
@@ -134,7 +111,7 @@ class MembershipResult(_Nested):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObserverResult(_Nested):
+class ObserverResult(Record):
     """What one observer can tell.
 
     Args:
@@ -170,7 +147,7 @@ class WordExample(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WordsResult(_Nested):
+class WordsResult(Record):
     """How often models suggest, at its place in the text, a word that only one client has.
 
     Args:
@@ -191,19 +168,7 @@ class WordsResult(_Nested):
     owner: Estimate | None
     control: Estimate | None
     control_words: int
-    examples: Sequence[WordExample]
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what `words` in audit.json says. Raises CheckpointError."""
-        values = given(cls, found)
-        examples = sequence(values["examples"], "examples of an audit's words")
-        made = tuple(map(WordExample.from_json, examples))
-        return super().from_json(values | {"examples": made})
-
-    def to_json(self) -> Json:
-        """Return what is in audit.json."""
-        return super().to_json() | {"examples": [own.to_json() for own in self.examples]}
+    examples: tuple[WordExample, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +208,7 @@ class AuditSettings(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditResult(_Nested):
+class AuditResult(Record):
     """What is in `audit.json`.
 
     Args:
@@ -261,6 +226,8 @@ class AuditResult(_Nested):
         words: Rare words in suggestions; None if no model suggests words.
         settings: The extent of the audit.
     """
+
+    remedy: ClassVar[str] = REMEDY
 
     recipe: str
     method: str
@@ -283,19 +250,3 @@ class AuditResult(_Nested):
         """
         path = folder / AUDITED
         return cls.from_json(read_json(path, finite=False)) if path.exists() else None
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what is in audit.json. Raises CheckpointError where it lacks something."""
-        try:
-            values = given(cls, found)
-            observers = mapping(values["observers"], "observers of an audit")
-            made = {name: ObserverResult.from_json(own) for name, own in observers.items()}
-            return super().from_json(values | {"observers": made})
-        except CheckpointError as error:
-            raise CheckpointError(f"{AUDITED}: {error.problem}", REMEDY) from None
-
-    def to_json(self) -> Json:
-        """Return what is in audit.json."""
-        observers = {name: own.to_json() for name, own in self.observers.items()}
-        return super().to_json() | {"observers": observers}

@@ -1,26 +1,15 @@
 """A table of several methods, as in `comparison.json`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import ClassVar
 
-from coterie.core.result.parsing import (
-    Json,
-    Machine,
-    MetricInfo,
-    PrivacySpent,
-    Versions,
-    given,
-    mapping,
-    row_of,
-    table_json,
-    table_values,
-)
+from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions, row_of
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Row:
+class Row(Record):
     """One method's line of a comparison: mean and deviation over seeds, and the mean cost for a
     client.
 
@@ -71,6 +60,8 @@ class Row:
         privacy: The privacy budget spent; None without differential privacy.
     """
 
+    rare: ClassVar[Collection[str]] = ("kept_rounds",)
+
     method: str
     metric: MetricInfo
     mean: float
@@ -103,21 +94,6 @@ class Row:
     drawn_of: int | None = None
     privacy: PrivacySpent | None = None
 
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what an entry of `rows` in comparison.json says. Raises CheckpointError."""
-        values = given(cls, {"metric": None} | dict(mapping(found, "a row")))
-        values["metric"] = MetricInfo.from_json(values["metric"])
-        if values.get("privacy") is not None:
-            values["privacy"] = PrivacySpent.from_json(values["privacy"])
-        return cls(**values)
-
-    def to_json(self) -> Json:
-        """Return the JSON object."""
-        privacy = None if self.privacy is None else self.privacy.to_json()
-        found = {**vars(self), "metric": self.metric.to_json(), "privacy": privacy}
-        return found if self.kept_rounds else {k: v for k, v in found.items() if k != "kept_rounds"}
-
     def mean_of(self, group: str) -> float:
         """Return the mean of a group of unseen clients, or with "" that of the row."""
         return (self.groups or {})[group] if group else self.mean
@@ -133,7 +109,7 @@ class Row:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Comparison:
+class Comparison(Record):
     """Methods on the same data, base and budget, as in `comparison.json`.
 
     Examples:
@@ -167,21 +143,11 @@ class Comparison:
     seeds: Sequence[int]
     metric: MetricInfo
     scored: str
-    rows: Sequence[Row]
+    rows: tuple[Row, ...]
     notes: Sequence[str] = ()
     versions: Versions | None = None
     machine: Machine | None = None
     folder: Path | None = None
-
-    @classmethod
-    def from_json(cls, found: Any, folder: Path | None = None) -> Self:
-        """Return what is in comparison.json. Raises CheckpointError."""
-        values = given(cls, {"metric": None} | dict(mapping(found, "a comparison")))
-        return cls(**values | table_values(values, Row.from_json) | {"folder": folder})
-
-    def to_json(self) -> Json:
-        """Return what is in comparison.json."""
-        return table_json(self)
 
     def __getitem__(self, method: str) -> Row:
         return row_of(self.rows, method)

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
-from coterie.core.result.parsing import Json, Record, given, mapping, sequence
+from coterie.core.result.parsing import Json, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class Scores(Record):
 
     def to_json(self) -> Json:
         """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
-        found = super().to_json()
+        values = super().to_json()
         if self.experts is None and self.gate_accuracy is None:
-            del found["gate_accuracy"]
-        return found
+            del values["gate_accuracy"]
+        return values
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Choices(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(Record):
     """The scores of all clients after a round.
 
     Args:
@@ -70,6 +70,8 @@ class Evaluation:
         choices: By group of clients, "" for all; None without a gate.
     """
 
+    rare: ClassVar[Collection[str]] = ("valid", "clients", "groups", "weights", "choices")
+
     round: int
     iteration: int
     valid: float | None = None
@@ -79,32 +81,13 @@ class Evaluation:
     weights: Sequence[Sequence[float]] | None = None
     choices: Mapping[str, Choices] | None = None
 
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return an entry of `evaluations` or a point of a curve. Raises CheckpointError."""
-        values = given(cls, found)
-        clients = mapping(values.get("clients", {}), "clients of an evaluation")
-        values["clients"] = {i: Scores.from_json(own) for i, own in clients.items()}
-        if values.get("choices") is not None:
-            choices = mapping(values["choices"], "choices of an evaluation")
-            values["choices"] = {g: Choices.from_json(own) for g, own in choices.items()}
-        return cls(**values)
-
-    def to_json(self) -> Json:
-        """Return the JSON object, without what was not found."""
-        found = {name: value for name, value in vars(self).items() if value is not None}
-        found["clients"] = {i: own.to_json() for i, own in self.clients.items()}
-        if self.choices is not None:
-            found["choices"] = {g: own.to_json() for g, own in self.choices.items()}
-        return found if self.clients else {k: v for k, v in found.items() if k != "clients"}
-
     def mean_of(self, group: str) -> float:
         """Return the mean test metric of a group of unseen clients, or with "" `test`."""
         return (self.groups or {})[group] if group else self.test
 
 
 @dataclass(frozen=True)
-class Curve:
+class Curve(Record):
     """Scores on a part of each test set, between evaluations: they show the progress of training
     and are not part of the results.
 
@@ -114,18 +97,7 @@ class Curve:
     """
 
     windows: int
-    points: Sequence[Evaluation]
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return the value of `curve` in result.json. Raises CheckpointError."""
-        values = given(cls, found)
-        points = sequence(values["points"], "points of a curve")
-        return cls(values["windows"], tuple(map(Evaluation.from_json, points)))
-
-    def to_json(self) -> Json:
-        """Return the JSON object."""
-        return {"windows": self.windows, "points": [point.to_json() for point in self.points]}
+    points: tuple[Evaluation, ...]
 
 
 @dataclass(frozen=True)

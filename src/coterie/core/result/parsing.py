@@ -1,8 +1,11 @@
 """Reading results from JSON and writing them, and the small records that several results share."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from coterie.core.errors import CheckpointError
 
@@ -13,58 +16,69 @@ REMEDY = (
 )
 
 
-def given(kind: type, found: Any) -> Json:
-    """Return the entries of a JSON object for which a class has fields. Raises CheckpointError if a
-    required one is missing.
-    """
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"not a valid {kind.__name__}: expected a JSON object", REMEDY)
-    known = {
-        field.name: field.default is MISSING and field.default_factory is MISSING
-        for field in fields(kind)
-    }
-    if missing := [name for name, required in known.items() if required and name not in found]:
-        raise CheckpointError(
-            f"not a valid {kind.__name__}: it has no {', '.join(missing)}", REMEDY
-        )
-    return {name: found[name] for name in known if name in found}
-
-
-def mapping(found: Any, what: str) -> Mapping[str, Any]:
-    """Return a JSON object unchanged. Raises CheckpointError if the value is not one."""
-    if not isinstance(found, Mapping):
-        raise CheckpointError(f"{what}: expected a JSON object", REMEDY)
-    return found
-
-
-def sequence(found: Any, what: str) -> list[Any]:
-    """Return a JSON array unchanged. Raises CheckpointError if the value is not one."""
-    if not isinstance(found, list | tuple):
-        raise CheckpointError(f"{what}: expected a JSON array", REMEDY)
-    return list(found)
-
-
 class Record:
     """A dataclass whose fields are the values of a JSON object, by their names and in their order.
 
-    Fields named in `rare` are left out of the object when they are None: only some results have
-    them.
+    Fields named in `rare` are left out of the object when they are None or empty: only some results
+    have them. A `folder` is where the object was read from, and never in it.
     """
 
     rare: ClassVar[Collection[str]] = ()
+    remedy: ClassVar[str] = REMEDY
 
     @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return the record of a JSON object. Raises CheckpointError."""
-        return cls(**given(cls, found))
+    def from_json(cls, value: Any, folder: Path | None = None) -> Self:
+        """Return the record of a JSON object; entries without a field are left out. Raises
+        CheckpointError.
+        """
+        if folder is not None and isinstance(value, Mapping):
+            value = {**value, "folder": folder}
+        try:
+            record: Self = _adapter(cls).validate_python(value)
+        except ValidationError as error:
+            raise CheckpointError(
+                f"not a valid {cls.__name__}: {_mistakes(error)}", cls.remedy
+            ) from None
+        return record
 
     def to_json(self) -> Json:
         """Return the JSON object."""
         return {
-            name: value
+            name: _plain(value)
             for name, value in vars(self).items()
-            if value is not None or name not in self.rare
+            if name != "folder" and (value not in (None, {}) or name not in self.rare)
         }
+
+
+_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    """Return what validates a class: it takes milliseconds to make."""
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
+
+
+def _mistakes(error: ValidationError) -> str:
+    """Return what is missing from a JSON object, or else the first value that is wrong."""
+    errors = error.errors()
+    missing = [".".join(map(str, e["loc"])) for e in errors if e["type"] == "missing"]
+    if missing:
+        return f"it has no {', '.join(missing)}"
+    where = ".".join(map(str, errors[0]["loc"]))
+    return f"{where}: {errors[0]['msg']}" if where else "expected a JSON object"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value with the JSON objects of the records in it."""
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Record):
+        return [item.to_json() for item in value]
+    return value
 
 
 @dataclass(frozen=True)
@@ -80,14 +94,6 @@ class MetricInfo(Record):
     name: str
     unit: str
     lower_is_better: bool
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return the metric of a result; a result without one is from a version with a single
-        metric.
-        """
-        perplexity = {"name": "test perplexity", "unit": "per token", "lower_is_better": True}
-        return cls(**given(cls, found or perplexity))
 
     def __str__(self) -> str:
         return self.name if self.unit.startswith("per ") else f"{self.name}, {self.unit}"
@@ -157,48 +163,12 @@ class Machine(Record):
     threads: int
 
 
-# ---- tables with a row for each method ----------------------------------------------------------
-
-
 class _Row(Protocol):
     @property
     def method(self) -> str: ...
 
 
 R = TypeVar("R", bound=_Row)
-
-
-def table_values(values: Json, row: Callable[[Any], object]) -> Json:
-    """Return the parsed values of a table's JSON: metric, rows, versions, machine.
-
-    Args:
-        values: The JSON object.
-        row: Parses a row.
-
-    Raises:
-        CheckpointError: One of them is not what it should be.
-    """
-    kinds: Mapping[str, type[Versions | Machine]] = {"versions": Versions, "machine": Machine}
-    parsed = {
-        name: kind.from_json(values[name])
-        for name, kind in kinds.items()
-        if values.get(name) is not None
-    }
-    return parsed | {
-        "metric": MetricInfo.from_json(values["metric"]),
-        "rows": tuple(map(row, sequence(values["rows"], "rows"))),
-    }
-
-
-def table_json(table: Any) -> Json:
-    """Return the JSON object of a table, its folder left out."""
-    found = {name: value for name, value in vars(table).items() if name != "folder"}
-    return found | {
-        "metric": table.metric.to_json(),
-        "rows": [row.to_json() for row in table.rows],
-        "versions": None if table.versions is None else table.versions.to_json(),
-        "machine": None if table.machine is None else table.machine.to_json(),
-    }
 
 
 def row_of(rows: Sequence[R], method: str) -> R:

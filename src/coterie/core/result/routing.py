@@ -3,10 +3,10 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from coterie.core.files import read_json
-from coterie.core.result.parsing import Json, Record, given, mapping
+from coterie.core.result.parsing import Record
 
 ROUTING = "routing.json"
 
@@ -51,16 +51,3 @@ class Routing(Record):
         """
         path = folder / ROUTING
         return cls.from_json(read_json(path, finite=False)) if path.exists() else None
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what is in routing.json. Raises CheckpointError."""
-        values = given(cls, found)
-        experts = mapping(values["experts"], "experts of routing.json")
-        values["experts"] = {i: Mixture.from_json(own) for i, own in experts.items()}
-        return cls(**values)
-
-    def to_json(self) -> Json:
-        """Return what is in routing.json."""
-        found = super().to_json()
-        return found | {"experts": {i: own.to_json() for i, own in self.experts.items()}}

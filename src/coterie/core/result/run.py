@@ -4,21 +4,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from coterie.core.files import read_json
 from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation
-from coterie.core.result.parsing import (
-    Json,
-    Machine,
-    MetricInfo,
-    PrivacySpent,
-    Record,
-    Versions,
-    given,
-    mapping,
-    sequence,
-)
+from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Record, Versions
 
 RESULT = "result.json"
 
@@ -105,10 +95,10 @@ class ClientResult(Record):
 
     def to_json(self) -> Json:
         """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
-        found = super().to_json()
+        values = super().to_json()
         if self.experts is None and self.gate_accuracy is None:
-            del found["gate_accuracy"]
-        return found
+            del values["gate_accuracy"]
+        return values
 
 
 def headline(
@@ -122,7 +112,7 @@ def headline(
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Result:
+class Result(Record):
     """The figures of one method's run, as in its `result.json`.
 
     Examples:
@@ -194,7 +184,7 @@ class Result:
     once_bytes: int | None = None
     clusters: Mapping[str, int] | None = None
     weights_error: float | None = None
-    evaluations: Sequence[Evaluation] = ()
+    evaluations: tuple[Evaluation, ...] = ()
     curve: Curve | None = None
     lost: Mapping[str, int] | None = None
     rounds_taken_part: Mapping[str, int] | None = None
@@ -212,39 +202,6 @@ class Result:
         """
         return cls.from_json(read_json(folder / RESULT, finite=False))
 
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what is in result.json; figures that an older version did not write are None.
-        Raises CheckpointError.
-        """
-        values = given(cls, {"metric": None} | dict(mapping(found, "a result")))
-        values["metric"] = MetricInfo.from_json(values["metric"])
-        clients = mapping(values["clients"], "clients of a result")
-        values["clients"] = {i: ClientResult.from_json(own) for i, own in clients.items()}
-        evaluations = sequence(values.get("evaluations", ()), "evaluations of a result")
-        values["evaluations"] = tuple(map(Evaluation.from_json, evaluations))
-        if (training := values.get("training")) is not None:
-            known = mapping(training, "training of a result")
-            values["training"] = {i: Costs.from_json(own) for i, own in known.items()}
-        values |= {
-            name: kind.from_json(values[name])
-            for name, kind in _PARTS.items()
-            if values.get(name) is not None
-        }
-        return cls(**values)
-
-    def to_json(self) -> Json:
-        """Return what is in result.json."""
-        found = dict(vars(self))
-        found["clients"] = {i: client.to_json() for i, client in self.clients.items()}
-        found["evaluations"] = [evaluation.to_json() for evaluation in self.evaluations]
-        if self.training is not None:
-            found["training"] = {i: costs.to_json() for i, costs in self.training.items()}
-        for name in ("metric", *_PARTS):
-            part = getattr(self, name)
-            found[name] = None if part is None else part.to_json()
-        return found
-
     @property
     def headline(self) -> dict[str, ClientResult]:
         """The clients over which the mean is taken, see `headline`."""
@@ -258,9 +215,9 @@ class Result:
     @property
     def valid_loss(self) -> float | None:
         """Their loss on validation, nats; None where an older version did not write it."""
-        found = [client.valid_loss for client in self.headline.values()]
-        known = [value for value in found if value is not None]
-        return fmean(known) if len(known) == len(found) else None
+        losses = [client.valid_loss for client in self.headline.values()]
+        known = [loss for loss in losses if loss is not None]
+        return fmean(known) if len(known) == len(losses) else None
 
     @property
     def gates(self) -> dict[str, Choices]:
@@ -272,18 +229,9 @@ class Result:
         """Percent of the test samples of the headline group that went to an expert whose anchor
         has their class; None without a gate.
         """
-        return next((found.gate_accuracy for found in self.gates.values()), None)
+        return next((choices.gate_accuracy for choices in self.gates.values()), None)
 
     def __repr__(self) -> str:
         score = f"{self.metric} {self.mean:.2f}"
         about = f"{self.method} on {self.recipe}, seed {self.seed}, {self.rounds} rounds"
         return f"Result({about}: {score})"
-
-
-_PARTS: Mapping[str, type[BestByValid | Curve | PrivacySpent | Versions | Machine]] = {
-    "best_by_valid": BestByValid,
-    "curve": Curve,
-    "privacy": PrivacySpent,
-    "versions": Versions,
-    "machine": Machine,
-}

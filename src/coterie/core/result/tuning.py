@@ -6,19 +6,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from coterie.core.files import read_json
-from coterie.core.result.parsing import (
-    Json,
-    Machine,
-    MetricInfo,
-    Record,
-    Versions,
-    given,
-    mapping,
-    row_of,
-    sequence,
-    table_json,
-    table_values,
-)
+from coterie.core.result.parsing import Machine, MetricInfo, Record, Versions, row_of
 
 TUNING = "tune.json"
 ROUNDS = "method.rounds"  # the field of a recipe that says how long a run is
@@ -54,7 +42,7 @@ class Tried(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TunedRow:
+class TunedRow(Record):
     """The settings that were chosen for one method, and the effort of the search.
 
     Examples:
@@ -90,22 +78,11 @@ class TunedRow:
     iterations: int = 0
     alike: int = 0
     at_edge: Sequence[str] = ()
-    tried: Sequence[Tried] = ()
-
-    @classmethod
-    def from_json(cls, found: Any) -> Self:
-        """Return what an entry of `rows` in tune.json says. Raises CheckpointError."""
-        values = given(cls, found)
-        tried = sequence(values.get("tried", ()), "tried of a row")
-        return cls(**values | {"tried": tuple(map(Tried.from_json, tried))})
-
-    def to_json(self) -> Json:
-        """Return the JSON object."""
-        return vars(self) | {"tried": [own.to_json() for own in self.tried]}
+    tried: tuple[Tried, ...] = ()
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Tuning:
+class Tuning(Record):
     """The settings that were chosen on validation data for several methods with the same effort, as
     in `tune.json`.
 
@@ -133,7 +110,7 @@ class Tuning:
     metric: MetricInfo
     seeds: Sequence[int]
     effort: str
-    rows: Sequence[TunedRow]
+    rows: tuple[TunedRow, ...]
     notes: Sequence[str] = ()
     versions: Versions | None = None
     machine: Machine | None = None
@@ -143,16 +120,6 @@ class Tuning:
     def read(cls, folder: Path) -> Self:
         """Return what is in the tune.json of a folder. Raises CheckpointError."""
         return cls.from_json(read_json(folder / TUNING, finite=False), folder)
-
-    @classmethod
-    def from_json(cls, found: Any, folder: Path | None = None) -> Self:
-        """Return what is in tune.json. Raises CheckpointError."""
-        values = given(cls, dict(mapping(found, "a tuning")))
-        return cls(**values | table_values(values, TunedRow.from_json) | {"folder": folder})
-
-    def to_json(self) -> Json:
-        """Return what is in tune.json."""
-        return table_json(self)
 
     def __getitem__(self, method: str) -> TunedRow:
         return row_of(self.rows, method)
@@ -176,11 +143,11 @@ def name_of(key: str) -> str:
     return key
 
 
-def value(found: Any) -> str:
+def value(setting: Any) -> str:
     """Return a value as people read it."""
-    return f"{found:g}" if isinstance(found, float) else str(found)
+    return f"{setting:g}" if isinstance(setting, float) else str(setting)
 
 
 def written(settings: Mapping[str, Any]) -> str:
     """Return values by fields of a recipe in one line."""
-    return ", ".join(f"{name_of(key)} {value(found)}" for key, found in settings.items())
+    return ", ".join(f"{name_of(key)} {value(setting)}" for key, setting in settings.items())

@@ -194,7 +194,7 @@ def _write(
         ),
         seeds=list(trial_runs.seeds),
         effort=stated(plan.effort, plan.rounds, "Every method that trains"),
-        rows=rows,
+        rows=tuple(rows),
         notes=_notes(plan, rows),
         versions=result.versions,
         machine=result.machine,
@@ -251,7 +251,7 @@ def _row(
             for judged in searched.judged
         ),
         at_edge=searched.at_edge,
-        tried=tried,
+        tried=tuple(tried),
     )
     return row, recipe
 
