@@ -207,7 +207,7 @@ def test_killed_and_resumed_it_ends_alike(
 ) -> None:
     code = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
