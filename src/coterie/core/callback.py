@@ -138,11 +138,11 @@ class Callbacks(Callback):
         self.callbacks = tuple(callbacks)
         self.shows_estimate = any(callback.shows_estimate for callback in self.callbacks)
 
-    def tell(self, event: str, *told: Any, **named: Any) -> None:
+    def tell(self, event: str, *values: Any, **named: Any) -> None:
         """Pass an event to all callbacks. Raises CallbackError."""
         for callback in self.callbacks:
             try:
-                getattr(callback, event)(*deepcopy(told), **deepcopy(named))
+                getattr(callback, event)(*deepcopy(values), **deepcopy(named))
             except CoterieError:
                 raise
             except Exception as error:

@@ -43,10 +43,10 @@ def read_sums(folder: Path) -> dict[str, str]:
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
-    found = [_SUM.fullmatch(line) for line in lines]
-    if rest or not all(found):
+    matches = [_SUM.fullmatch(line) for line in lines]
+    if rest or not all(matches):
         raise CheckpointError(f"{path} is damaged: not in the format of sha256sum")
-    return {line[2]: line[1] for line in found if line}
+    return {line[2]: line[1] for line in matches if line}
 
 
 def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:

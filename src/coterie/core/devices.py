@@ -16,8 +16,8 @@ from coterie.core.errors import ModelError
 
 def accelerator() -> str | None:
     """Return the type of this machine's accelerator; None where there is none."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
 
 
 def is_known(device: str) -> bool:
@@ -52,8 +52,8 @@ def check(device: str | torch.device) -> None:
 
 def here() -> list[str]:
     """Return the types of device that this machine has."""
-    found = accelerator()
-    return ["cpu"] if found is None else ["cpu", found]
+    device = accelerator()
+    return ["cpu"] if device is None else ["cpu", device]
 
 
 def suits_bf16(device: str | torch.device) -> bool:

@@ -134,10 +134,10 @@ class _KeyTwice(ValueError):
 
 def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object, none of whose values hides another. Raises ValueError."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise _KeyTwice(_first_duplicate(_Pairs(pairs)))
-    return found
+    return entries
 
 
 class _Pairs(tuple[tuple[str, Any], ...]):

@@ -65,8 +65,8 @@ class Metric:
         `valid_loss`, `test_loss`.
         """
         splits = {split: score[split] for split in ("valid", "test") if split in score}
-        return {split: self.of(found) for split, found in splits.items()} | {
-            f"{split}_loss": loss(found) for split, found in splits.items()
+        return {split: self.of(sums) for split, sums in splits.items()} | {
+            f"{split}_loss": loss(sums) for split, sums in splits.items()
         }
 
 
@@ -120,18 +120,18 @@ def metric_of(score: Tensor) -> Metric:
     return PERPLEXITY if score.numel() == PERPLEXITY.totals else ACCURACY
 
 
-def choices(found: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
+def choices(counts: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
     """Count the samples that a gate sent to each expert of a pool (DDOME, Table 5 and Figure 7).
 
     Args:
-        found: Of each client (2, classes, M): samples of each class that each expert got, and how
+        counts: Of each client (2, classes, M): samples of each class that each expert got, and how
             many of them it got right.
         anchored: The classes of each expert's anchor; empty where there are none.
 
     Returns:
         Sums over the clients.
     """
-    given, right = (total.long() for total in torch.stack(list(found)).sum(dim=0))
+    given, right = (total.long() for total in torch.stack(list(counts)).sum(dim=0))
     gate = None
     if len(anchored) == given.shape[1]:
         fitting = sum(int(given[list(classes), m].sum()) for m, classes in enumerate(anchored))

@@ -24,7 +24,7 @@ ReplySpec = Callable[
 ]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
 
 _SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
-MOST_SCORES = 64  # numbers in a reply that is called scores: in more of them a model could hide
+MOST_SCORES = 64  # numbers in a reply that is called scores: more could smuggle out a model
 MOST_COUNTS = 2  # integers beside an update
 PROTECTS = "It protects its owner, whatever the run asks for: see docs/privacy.md."
 F = TypeVar("F", bound=Task)
@@ -191,25 +191,23 @@ class Ask:
                 f"{what}: not all values of {bad!r} are finite",
                 "Training diverged there: lower the learning rate.",
             )
-        for name, tensor in spec.items():
-            found = reply[name]
-            if (
-                not found.dtype.is_floating_point
-                and found.numel()
-                and bool(((found < 0) | (found > tensor.to(found.device))).any())
-            ):
+        for name, largest in spec.items():
+            tensor = reply[name]
+            if tensor.dtype.is_floating_point or not tensor.numel():
+                continue
+            if bool(((tensor < 0) | (tensor > largest.to(tensor.device))).any()):
                 raise TensorError(
-                    f"{what}: {name!r} is {found.tolist()}, expected from 0 to {tensor.tolist()}",
+                    f"{what}: {name!r} is {tensor.tolist()}, expected from 0 to {largest.tolist()}",
                     "",
                 )
 
 
-def _cut(form: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """Return the form with the shape of a tensor that is found, if that fits into it."""
-    fits = form.dim() == found.dim() and all(
-        0 < n <= most for n, most in zip(found.shape, form.shape, strict=True)
+def _cut(form: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return the form with the shape of a tensor, if that fits into it."""
+    fits = form.dim() == tensor.dim() and all(
+        0 < n <= most for n, most in zip(tensor.shape, form.shape, strict=True)
     )
-    return form.new_empty(found.shape) if fits else form
+    return form.new_empty(tensor.shape) if fits else form
 
 
 Round = Generator[Ask, Replies, State]
@@ -225,13 +223,13 @@ def find_task(method: Any, name: str) -> Task:
         TensorError: The method has no such task (its other attributes cannot be called from
             outside).
     """
-    found = getattr(method, name, None)
-    if not hasattr(found, _SENDS):
+    task = getattr(method, name, None)
+    if not hasattr(task, _SENDS):
         raise TensorError(
             f"{type(method).__name__} has no task {name!r}",
             "Server and client must run the same version of coterie.",
         )
-    return found  # type: ignore[return-value]
+    return task  # type: ignore[return-value]
 
 
 def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:

@@ -37,18 +37,18 @@ def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
     Raises:
         TensorError: A trainable parameter has no declared role.
     """
-    found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+    by_role: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
     for name, parameter in module.named_parameters():
-        prefix, _, own = name.rpartition(".")
+        prefix, _, leaf = name.rpartition(".")
         owner = module.get_submodule(prefix)
         declared: dict[str, Role] = getattr(owner, "roles", {})
-        if own not in declared and parameter.requires_grad:
+        if leaf not in declared and parameter.requires_grad:
             raise TensorError(
                 f"trainable parameter {name!r} of {type(owner).__name__} has no role",
-                f"Declare it: self.roles = {{{own!r}: Role...}}, or freeze it.",
+                f"Declare it: self.roles = {{{leaf!r}: Role...}}, or freeze it.",
             )
-        found[declared.get(own, BACKBONE)][name] = parameter
-    return found
+        by_role[declared.get(leaf, BACKBONE)][name] = parameter
+    return by_role
 
 
 def tag(module: nn.Module, role: Role) -> None:

@@ -24,26 +24,26 @@ MOST_HEADER = 16 << 20  # bytes of a safetensors header: of some 200,000 tensors
 MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, read in a second
 
 
-def check_alike(expected: Named, found: Named, what: str = "tensors") -> None:
+def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
     """Refuse `found` unless it has exactly the names, shapes and dtypes of `expected`.
 
     Raises:
         TensorError: Naming the first foreign, missing or misshapen tensor.
     """
-    if foreign := sorted(found.keys() - expected.keys()):
+    if foreign := sorted(tensors.keys() - expected.keys()):
         raise TensorError(
             f"{what}: unexpected tensor {foreign[0]!r} ({len(foreign)} in all)",
             "Expected only: " + _few(expected),
         )
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - tensors.keys()):
         raise TensorError(
             f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)",
-            "Found: " + _few(found),
+            "Found: " + _few(tensors),
         )
     for name, tensor in expected.items():
-        if found[name].shape != tensor.shape or found[name].dtype != tensor.dtype:
+        if tensors[name].shape != tensor.shape or tensors[name].dtype != tensor.dtype:
             raise TensorError(
-                f"{what}: {name!r} is {_form(found[name])}, expected {_form(tensor)}",
+                f"{what}: {name!r} is {_form(tensors[name])}, expected {_form(tensor)}",
                 "Both sides must come from the same recipe (rank, experts, base model).",
             )
 
@@ -97,7 +97,7 @@ def norm(x: Named) -> float:
 
 
 def all_finite(named: Named) -> bool:
-    """Return whether no value is infinite or no number: where a sum is finite, so are its terms,
+    """Return whether all values are finite: where a sum is finite, so are its terms,
     and one pass is enough.
     """
     return all(

@@ -18,7 +18,7 @@ from pathlib import Path
 SAID = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",
-)  # by whoever sets one of these, their number is chosen
+)  # if set, the user has chosen the number of threads
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # GNU's runtime, which PyTorch's wheels for Linux bring: turns of a loop before a thread sleeps,
 # instead of 300,000. LLVM's: milliseconds.
@@ -112,7 +112,7 @@ class Watch:
 
     def look(self) -> Usage:
         """Return what was used since the last look."""
-        seconds, own, (busy, _) = (
+        seconds, mine, (busy, _) = (
             max(self.seconds, 1e-6),
             time.process_time() - self._own,
             _machine(),
@@ -120,11 +120,11 @@ class Watch:
         others = (
             None
             if busy is None or self._busy is None
-            else max(busy - self._busy - own, 0.0) / seconds
+            else max(busy - self._busy - mine, 0.0) / seconds
         )
         running = sum(self._running) / len(self._running) if self._running else None
         self._begin()
-        return Usage(own / seconds, others, running)
+        return Usage(mine / seconds, others, running)
 
 
 def _machine() -> tuple[float | None, int | None]:
@@ -170,7 +170,7 @@ def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
         work: Does one pass of the work with the given number of threads.
         most: The number of all threads.
     """
-    work(1)  # what is warmed up counts for nobody
+    work(1)  # warm-up, not timed
     watch, alone = Watch(), 0
     while watch.seconds < _PROBE_S:
         work(1)

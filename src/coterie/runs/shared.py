@@ -42,7 +42,7 @@ class SharedData:
 
 class CommonThreads:
     """The number of threads for the rows of a command: the same for all, so that what differs
-    between them is no matter of arithmetic.
+    between them cannot be rounding.
 
     A row that has begun keeps its own number, because sums of floating-point numbers depend
     on how many threads share them: with another one it would not end bit-equal to the same run

@@ -33,16 +33,16 @@ def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None
     if any(result.seed not in local or result.method == ALONE for result in results):
         return None
     pairs = [
-        (own.test, local[r.seed].get(i), r.metric) for r in results for i, own in r.clients.items()
+        (client.test, local[r.seed].get(i), r.metric)
+        for r in results
+        for i, client in r.clients.items()
     ]
-    wins = [better(own, other.test, metric) for own, other, metric in pairs if other is not None]
+    wins = [better(test, other.test, metric) for test, other, metric in pairs if other is not None]
     return 100 * mean(wins)
 
 
 def between(result: Result) -> float:
-    """How unlike the clients of a result fare: the standard deviation of the test metric over
-    them, who are all there are.
-    """
+    """Return the standard deviation of the test metric over the clients of a result."""
     values = [client.test for client in result.headline.values()]
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.inf
 
@@ -103,23 +103,23 @@ def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
     """Return the mean round over seeds of the model that each client has kept; None where clients
     have that of the last round.
     """
-    found: dict[str, list[int]] = {}
+    rounds_of: dict[str, list[int]] = {}
     for result in results:
-        for client, own in result.clients.items():
-            if own.kept_round is not None:
-                found.setdefault(client, []).append(own.kept_round)
-    return {client: mean(rounds) for client, rounds in found.items()} or None
+        for client, client_result in result.clients.items():
+            if client_result.kept_round is not None:
+                rounds_of.setdefault(client, []).append(client_result.kept_round)
+    return {client: mean(rounds) for client, rounds in rounds_of.items()} or None
 
 
 def _lost(results: Sequence[Result]) -> dict[str, int]:
     """Return replies by client that were dropped or did not come, over all seeds; of clients that
     lost any.
     """
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for result in results:
         for client, count in (result.lost or {}).items():
-            found[client] = found.get(client, 0) + count
-    return dict(sorted(found.items()))
+            counts[client] = counts.get(client, 0) + count
+    return dict(sorted(counts.items()))
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
@@ -136,7 +136,9 @@ def rows(results: Sequence[Result]) -> list[Row]:
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
-    lines = [row(name, found, by_method.get(ALONE, ())) for name, found in by_method.items()]
+    lines = [
+        row(name, of_method, by_method.get(ALONE, ())) for name, of_method in by_method.items()
+    ]
     return [
         replace(line, clients={i: line.clients[i] for i in common if i in line.clients})
         for line in lines
@@ -162,17 +164,19 @@ def comparability(
     called = {r.method: r.method for r in rows} | dict(titles or {})
     trained = [r for r in rows if r.trainable_parameters]
     references = [r for r in trained if r.method == own] + trained
-    found = [sentence for r in trained for sentence in _budget(r, references[0], called)]
-    found += [
+    sentences = [sentence for r in trained for sentence in _budget(r, references[0], called)]
+    sentences += [
         drawn(*pair) for pair in sorted({(len(r.clients), r.drawn_of) for r in rows if r.drawn_of})
     ]
-    found += [f"{called[r.method]}: {lost(r.lost)}" for r in rows if r.lost]
-    found += [f"{called[r.method]}: {absent(r.never_took_part)}" for r in rows if r.never_took_part]
+    sentences += [f"{called[r.method]}: {lost(r.lost)}" for r in rows if r.lost]
+    sentences += [
+        f"{called[r.method]}: {absent(r.never_took_part)}" for r in rows if r.never_took_part
+    ]
     spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
     for r in rows:
         if r.privacy:
             spent.setdefault(protected(r.privacy), []).append(called[r.method])
-    return found + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]
+    return sentences + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]
 
 
 def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
@@ -183,16 +187,16 @@ def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
         (lambda r: r.flops_per_token, f"work per {prediction(row.metric)}", 0.1),
         (lambda r: r.iterations, "local iterations", 0.1),
     )
-    name, other, unlike, found = called[row.method], called[reference.method], [], []
+    name, other, unlike, sentences = called[row.method], called[reference.method], [], []
     for value, what, limit in kinds:
         ours, theirs = value(row), value(reference)
         if ours and theirs and abs(share := ours / theirs - 1) > limit:
             unlike.append(f"{share:+.0%} {what}")
     if unlike:
-        found.append(f"{name}: {', '.join(unlike)} against {other}: the budgets differ.")
+        sentences.append(f"{name}: {', '.join(unlike)} against {other}: the budgets differ.")
     if row.method in BOUNDS:
-        found.append(f"{name}: {BOUNDS[row.method]}.")
-    return found
+        sentences.append(f"{name}: {BOUNDS[row.method]}.")
+    return sentences
 
 
 def lost(counts: Mapping[str, int]) -> str:

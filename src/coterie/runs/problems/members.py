@@ -14,7 +14,7 @@ from coterie.runs.problems import loading
 from coterie.runs.problems.prepare import Prepared, assembled
 from coterie.runs.recipes.recipe import Recipe
 
-_MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # more nobody has
+_MOST_CLIENTS, _MOST_WINDOWS = 1 << 20, 1 << 40  # upper bounds on a device's claim
 _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
