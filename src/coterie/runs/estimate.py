@@ -95,7 +95,7 @@ def _curve(prepared: Prepared) -> float:
 
 
 def work(prepared: Prepared) -> float:
-    """Rows that all clients train on, and a third of those that they are scored on: a proxy for time."""
+    """Return the rows trained on, and a third of the rows scored: a proxy for time."""
     federation, recipe = prepared.problem.federation, prepared.recipe
     trained = (
         prepared.method.rounds
