@@ -46,6 +46,7 @@ class ClientBatch:
         model: Theirs.
         round: Rounds that the run has done.
         round_steps: L, local iterations in a round.
+        total_iterations: T * L; None for that of the site.
     """
 
     site: Site
@@ -53,12 +54,18 @@ class ClientBatch:
     model: Classifier
     round: int = 0
     round_steps: int = 0
+    total_iterations: int | None = None
     _tokens: dict[ClientId, int] = field(default_factory=dict)
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, site: Site, states: Mapping[ClientId, State], round: int = 0, round_steps: int = 0
+        cls,
+        site: Site,
+        states: Mapping[ClientId, State],
+        round: int = 0,
+        round_steps: int = 0,
+        total_iterations: int | None = None,
     ) -> "ClientBatch | None":
         """Return the batch of these clients; None where they must be asked one by one.
 
@@ -84,7 +91,9 @@ class ClientBatch:
         kinds = {
             (position(state, round, round_steps), *_optimiser(state)) for state in states.values()
         }
-        return cls(site, states, first, round, round_steps) if len(kinds) == 1 else None
+        if len(kinds) > 1:
+            return None
+        return cls(site, states, first, round, round_steps, total_iterations)
 
     @property
     def ids(self) -> list[ClientId]:
@@ -151,7 +160,10 @@ class ClientBatch:
         return self._lr(self._position)
 
     def _lr(self, at: int) -> float:
-        return self.site.training.experts.lr_at(at, self.site.total_iterations)
+        total = self.total_iterations
+        return self.site.training.experts.lr_at(
+            at, self.site.total_iterations if total is None else total
+        )
 
     @property
     def _position(self) -> int:

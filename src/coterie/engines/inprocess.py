@@ -68,11 +68,13 @@ class InProcess(LocalEngine):
         if not batched(ask.task) or self.method.local_epochs is not None:
             return None
         states = self.kept.together(list(ask.to), self._most)
-        return (
-            None
-            if states is None
-            else ClientBatch.of(self.site, states, round, self.method.local_steps)
-        )
+        rows = self.site.training.batch_size
+        steps = {self.method.steps_of(self.site.data[i].train.windows, rows) for i in ask.to}
+        if states is None or len(steps) > 1:
+            return None
+        (round_steps,) = steps
+        total = self.method.rounds * round_steps
+        return ClientBatch.of(self.site, states, round, round_steps, total)
 
     def _each(self, ask: Ask, round: int, phase: int) -> Generator[tuple[ClientId, Reply]]:
         """Yield the reply of each client, and what its task measured, in the order asked."""

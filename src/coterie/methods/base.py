@@ -64,6 +64,8 @@ class Method(ABC):
     stateful: ClassVar[bool] = False
     # Whether clients keep nothing of the model between rounds, whatever the recipe says.
     stateless: ClassVar[bool] = False
+    # Whether the server takes a step of its own: a single client does not get back what it sent.
+    server_steps: ClassVar[bool] = False
     # Modules of other packages that it needs besides coterie's core.
     packages: ClassVar[tuple[str, ...]] = ()
 
@@ -78,11 +80,13 @@ class Method(ABC):
     ] = None
 
     def steps(self, client: AnyClient) -> int:
-        """Local iterations of a client in a round."""
+        """Return the local iterations of a client in a round, see `steps_of`."""
         return self.steps_of(client.windows, client.training.batch_size)
 
     def steps_of(self, windows: int, batch_size: int) -> int:
-        """Local iterations in a round of a client with so many rows of training data."""
+        """Return the local iterations in a round of a client with so many rows of training data;
+        schedules, privacy and the conformance suite count by it.
+        """
         return (
             self.local_steps
             if self.local_epochs is None
@@ -91,7 +95,7 @@ class Method(ABC):
 
     @property
     def total_iterations(self) -> int:
-        """T * L: what the cosine schedule of the experts runs over."""
+        """T * L, for clients that take `local_steps`; schedules run over `rounds` * `steps`."""
         return self.rounds * self.local_steps
 
     @abstractmethod

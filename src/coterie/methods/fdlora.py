@@ -47,6 +47,8 @@ class FDLoRA(OneAdapter, Aggregating):
     """
 
     packages: ClassVar[tuple[str, ...]] = ("scipy",)
+    server_steps: ClassVar[bool] = True
+
     alone: Annotated[
         float,
         Field(

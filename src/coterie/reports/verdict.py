@@ -11,8 +11,6 @@ from coterie.methods import METHODS
 from coterie.reports.parts import figure, unseen
 
 BASE = "pretrained"
-MIXTURES = "comigs"  # names of personal mixtures of experts begin with it
-EITHER = "comigs-elastic"
 SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --seeds 3`."
 
 
@@ -118,11 +116,12 @@ def _advice_lost(rival: Row) -> str:
 
 def _either(mine: Row) -> str:
     """Name the method whose clients take, each on its validation data, what is best for them."""
-    if not mine.method.startswith(MIXTURES) or mine.method == EITHER:
+    entry = METHODS.get(mine.method)
+    if entry is None or entry.elastic is None:
         return ""
     return (
         " Or let each client choose how much to share, in 1.5 times the time: "
-        f"`--set method.name={EITHER}`."
+        f"`--set method.name={entry.elastic}`."
     )
 
 

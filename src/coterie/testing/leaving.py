@@ -21,10 +21,6 @@ Spoken = tuple[str, ClientId, Tensors, Tensors]
 NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
 SECURE = Outbound(0, secret=True, secure=True)
 FEW = 64  # numbers: too few to contain a model
-_GRADIENTS = {
-    "midpoint_gradients",
-    "gradients",
-}  # tasks whose replies have tensor names of models but are not models
 
 
 def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
@@ -98,13 +94,14 @@ def replies_have_the_form_asked_for(method: Method, world: World) -> None:
 def training_tasks_say_so(method: Method, world: World) -> None:
     """Check that all floating-point tensors of such a reply came by the same names.
 
-    Control variates (`change/...` of SCAFFOLD) are exempt.
+    Changes of a state beside the model (`change/...`) are exempt, and tensors that have the names
+    of clients: they belong to a comparison of those clients, not to a model.
     """
     for ask, replies, before in _seen(method, world):
         for i, reply in replies.items():
             numbers = {name for name, t in reply.items() if t.is_floating_point()}
-            same = numbers & before[i].keys()
-            model = bool(same and ask.name not in _GRADIENTS)
+            same = (numbers & before[i].keys()) - world.federation.clients.keys()
+            model = bool(same)
             says = f"task {ask.name} is declared to send {declared(ask.task).value}"
             comes = "a model that came goes back" if model else "no model that came goes back"
             require(trains(ask.task) == model, f"{says}, but {comes}")

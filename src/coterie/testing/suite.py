@@ -10,7 +10,6 @@ from pydantic import TypeAdapter
 from coterie.core.errors import Refused
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
-from coterie.methods.pretrained import Pretrained
 from coterie.runs.recipes.method_section import build_method
 from coterie.testing import devices, leaving, training, worlds
 from coterie.testing.contract import Check, NotApplicable
@@ -139,7 +138,6 @@ def build(method: Method | type[Method] | str, settings: Mapping[str, Any]) -> M
 
 def _small(method: type[Method], fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of `SMALL` that a class has as fields and that its name does not fix."""
-    names = {f.name for f in fields(method)} - set(fixed)
-    if issubclass(method, Pretrained):
-        names.discard("rounds")  # always 0
+    # rounds that are 0 by default are always 0: such a method trains nothing
+    names = {f.name for f in fields(method) if f.default != 0} - set(fixed)
     return {name: value for name, value in SMALL.items() if name in names}

@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from coterie.aggregation.lowrank import own_factors
 from coterie.client.client import Client
 from coterie.client.state import OWNED
 from coterie.core.protocol import Ask, ClientId, Replies
@@ -17,8 +16,6 @@ from coterie.data.federation import CENTRALIZED
 from coterie.data.splits import SPLITS
 from coterie.engines import ENGINES
 from coterie.methods import Method
-from coterie.methods.fdlora import FDLoRA
-from coterie.methods.templates import Ranked
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.testing.contract import (
     NotApplicable,
@@ -98,9 +95,10 @@ def training_changes_the_clients(method: Method, world: World) -> None:
         raise NotApplicable("a method without rounds trains nothing")
     run = Run(method, world).rounds(method.rounds)
     for i in [CENTRALIZED] if method.centralized else run.clients:
-        if method.local_epochs is None:
-            done, due = run.client(i).iteration, method.total_iterations
-            require(done == due, f"client {i!r} did {done} local iterations instead of {due}")
+        client = run.client(i)
+        due = method.rounds * method.steps(client)
+        problem = f"client {i!r} did {client.iteration} local iterations instead of {due}"
+        require(client.iteration == due, problem)
         if method.stateless:
             kept = run.engine.states()[i].keys() - _STATELESS
             require(not kept, f"client {i!r} kept {sorted(kept)[:5]}, though `stateless`")
@@ -274,10 +272,9 @@ def schedules_run_over_the_rounds(method: Method, world: World) -> None:
         client = run.client(i)
         took_part = sum(i in some(run.clients, round) for round in range(method.rounds))
         require(took_part == method.rounds - 1, f"client {i!r} was drawn {took_part} times")
-        if method.local_epochs is None:
-            due = took_part * method.local_steps
-            problem = f"{client.iteration} local iterations of client {i!r}, expected {due}"
-            require(client.iteration == due, problem)
+        due = took_part * method.steps(client)
+        problem = f"{client.iteration} local iterations of client {i!r}, expected {due}"
+        require(client.iteration == due, problem)
         client.round, client.round_steps = method.rounds - 1, method.steps(client)
         last = client.round_steps if i in some(run.clients, method.rounds - 1) else 0
         due = (method.rounds - 1) * client.round_steps + last
@@ -300,8 +297,8 @@ def order_changes_nothing(method: Method, world: World) -> None:
 @clause("a single client is averaged with no other: it downloads its own values")
 def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
-    if isinstance(method, FDLoRA):
-        raise NotApplicable("its server takes an outer step, and its clients end with a fusion")
+    if method.server_steps:
+        raise NotApplicable("its server takes a step of its own, see `server_steps`")
     if method.stateless:
         raise NotApplicable("its clients keep nothing that could be compared")
     (id,) = world.alone.federation.clients
@@ -311,8 +308,8 @@ def one_client_alone(method: Method, world: World) -> None:
         client = run.client(CENTRALIZED if method.centralized else id)
         own = client.read(*method.shared)
         down = method.download(run.server, [id])[id]
-        if isinstance(method, Ranked):
-            _require_same_updates(client, down, own)
+        if type(method).loadable is not Method.loadable:
+            _require_same_updates(client, method.loadable(client, down), own)
         else:
             with client.borrowing(down):
                 loaded = client.read(*method.shared)
@@ -321,7 +318,6 @@ def one_client_alone(method: Method, world: World) -> None:
 
 def _require_same_updates(client: Client, down: Tensors, own: Tensors) -> None:
     """Factors may come back in another basis: the update is the same."""
-    down = own_factors(client.loras, down)
     for module in client.loras:
         found = down[f"{module}.B"] @ down[f"{module}.A"]
         expected = own[f"{module}.B"] @ own[f"{module}.A"]
