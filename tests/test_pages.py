@@ -14,7 +14,7 @@ from coterie.cli.base import app
 from coterie.core.files import load, read_json
 from coterie.methods import METHODS, Method
 from coterie.methods.fedavg import FedAvg
-from coterie.testing import Run, check_method, worlds
+from coterie.testing import CHECKS, Run, check_method, worlds
 from coterie.testing.contract import require_same_run
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -26,6 +26,7 @@ def programs(page: str) -> list[str]:
 
 
 PROGRAMS = programs("write-a-method.md")
+*METHODS_OF_THE_PAGE, CHECK, BY_HAND = PROGRAMS
 SMALL = ("method.rounds=2", "method.local_steps=2", "compare_with=[]", "samples=false")
 
 
@@ -33,7 +34,7 @@ SMALL = ("method.rounds=2", "method.local_steps=2", "compare_with=[]", "samples=
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the page's programs in `my_methods.py`."""
     made = tmp_path_factory.mktemp("page")
-    (made / "my_methods.py").write_text("".join(PROGRAMS[:2]), encoding="utf-8")
+    (made / "my_methods.py").write_text("".join(METHODS_OF_THE_PAGE), encoding="utf-8")
     return made
 
 
@@ -76,8 +77,34 @@ def test_fedavg_of_the_page_keeps_the_contract() -> None:
 def test_the_check_of_the_page_says_that_the_other_keeps_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    exec(compile(PROGRAMS[2], "the third program", "exec"), {})
+    exec(compile(CHECK, "the check", "exec"), {})
     assert "FairFedAvg keeps the contract" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["FedRep", "APFL"])
+def test_personal_methods_of_the_page_keep_the_contract(name: str) -> None:
+    checked = check_method(f"my_methods:{name}")
+    assert "flower" in checked.engines
+    assert "language, batch_is_as_one_by_one" in checked.left_out
+    assert len(checked.held["language"]) == len(CHECKS) - 1
+
+
+def test_fedrep_of_the_page_trains_its_head_and_then_its_body() -> None:
+    run = Run(METHODS["my_methods:FedRep"].method(rounds=1, local_steps=3), worlds.language())
+    assert run.rounds(1).client("ann").iteration == 5 + 3
+
+
+def test_apfl_of_the_page_adapts_its_mixture_and_keeps_it() -> None:
+    method = METHODS["my_methods:APFL"].method(rounds=2, local_steps=2, alpha_lr=1.0)
+    run = Run(method, worlds.language())
+    run.rounds(2)
+    states = run.engine.states()
+    weights = {i: float(state["apfl/alpha"]) for i, state in states.items()}
+    assert all(0 <= alpha <= 1 and alpha != 0.5 for alpha in weights.values())
+    assert len(set(weights.values())) == len(weights)
+    assert any(
+        not torch.equal(state["apfl/v"], run.client(i).flat()) for i, state in states.items()
+    )
 
 
 @pytest.mark.parametrize("world", [worlds.language, worlds.pictures])
@@ -170,8 +197,8 @@ def test_clients_with_a_larger_loss_count_more() -> None:
 
 def test_a_method_is_tried_without_an_engine(folder: Path) -> None:
     names: dict[str, object] = {}
-    exec(compile("".join(PROGRAMS[:2]), "my_methods.py", "exec"), names)
-    exec(compile(PROGRAMS[3], "the last program", "exec"), names)
+    exec(compile("".join(METHODS_OF_THE_PAGE), "my_methods.py", "exec"), names)
+    exec(compile(BY_HAND, "the last program", "exec"), names)
     assert names["ask"].to["ann"]["a"].shape == (2,)  # type: ignore[attr-defined]
 
 
