@@ -109,16 +109,18 @@ class ClientBatch:
         what is one for all is not copied.
         """
         first, device = received[self.ids[0]], self.model.device
-        forms = {tuple((name, t.shape) for name, t in found.items()) for found in received.values()}
+        forms = {
+            tuple((name, t.shape) for name, t in tensors.items()) for tensors in received.values()
+        }
         if len(forms) > 1:
             return PerClientTensors(
                 {
                     f"{i}/{name}": t.to(device)
-                    for i, found in received.items()
-                    for name, t in found.items()
+                    for i, tensors in received.items()
+                    for name, t in tensors.items()
                 }
             )
-        if all(found is first for found in received.values()):
+        if all(tensors is first for tensors in received.values()):
             return {name: t.to(device).expand(len(received), *t.shape) for name, t in first.items()}
         return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
 
@@ -126,11 +128,11 @@ class ClientBatch:
         """Return the tensors of the batch as those of its clients, in one pass over them."""
         if not isinstance(reply, PerClientTensors):
             return {i: {name: t[k] for name, t in reply.items()} for k, i in enumerate(self.ids)}
-        found: dict[ClientId, Tensors] = {i: {} for i in self.ids}
+        replies: dict[ClientId, Tensors] = {i: {} for i in self.ids}
         for name, tensor in reply.items():
-            client, _, own = name.partition("/")
-            found[client][own] = tensor
-        return found
+            client, _, key = name.partition("/")
+            replies[client][key] = tensor
+        return replies
 
     @property
     def training(self) -> Training:
@@ -187,8 +189,8 @@ class ClientBatch:
             t.stride(0) == 0 for t in tensors.values()
         )  # what is one for all
         matrices = {key: self._matrix(key) for key in self._shared}
-        for k, (i, found) in enumerate(self.split(tensors).items()):
-            for key, flat in self._flats(i, found).items() if found else ():
+        for k, (i, received) in enumerate(self.split(tensors).items()):
+            for key, flat in self._flats(i, received).items() if received else ():
                 (matrices[key] if alike else matrices[key][k]).copy_(flat)
             if alike:
                 break
@@ -196,15 +198,15 @@ class ClientBatch:
     @property
     def _shared(self) -> dict[str, Named]:
         """What travels of a model, by name, under each key of a client's state."""
-        found: dict[str, Named] = {_X: self.model.parameters_by_role()[GENERALIST]}
+        shared: dict[str, Named] = {_X: self.model.parameters_by_role()[GENERALIST]}
         if self.model.statistics is not None and (buffers := self.model.buffers()):
-            found[_BUFFERS] = buffers
-        return found
+            shared[_BUFFERS] = buffers
+        return shared
 
     def _flats(self, client: ClientId, tensors: Named) -> Tensors:
         """Return what a client gets as one vector for each key of its state."""
         shared = self._shared
-        named = {name: tensor for own in shared.values() for name, tensor in own.items()}
+        named = {name: tensor for members in shared.values() for name, tensor in members.items()}
         check_alike(
             {GENERALIST: self.x[0]} if GENERALIST in tensors else named,
             tensors,
@@ -218,7 +220,8 @@ class ClientBatch:
         if GENERALIST in tensors:
             return {_X: tensors[GENERALIST]}
         return {
-            key: torch.cat([tensors[name].flatten() for name in own]) for key, own in shared.items()
+            key: torch.cat([tensors[name].flatten() for name in members])
+            for key, members in shared.items()
         }
 
     def read(self, *roles: Role) -> Tensors:
@@ -268,14 +271,18 @@ class ClientBatch:
         """See `Client.gradients_at`; what a client's points are called may differ from client to
         client.
         """
-        pairs = [(i, j, x) for i, own in self.split(points).items() for j, x in sorted(own.items())]
-        found = PerClientTensors()
-        if own := [(i, x) for i, j, x in pairs if i == j]:
-            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, x in own}))
+        pairs = [
+            (i, j, x) for i, mine in self.split(points).items() for j, x in sorted(mine.items())
+        ]
+        gradients_of = PerClientTensors()
+        if mine := [(i, x) for i, j, x in pairs if i == j]:
+            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, x in mine}))
             gradients = self._gradients(
-                torch.stack([x for _, x in own]), [i for i, _ in own], self.train
+                torch.stack([x for _, x in mine]), [i for i, _ in mine], self.train
             )
-            found |= {f"{i}/{i}": gradient for (i, _), gradient in zip(own, gradients, strict=True)}
+            gradients_of |= {
+                f"{i}/{i}": gradient for (i, _), gradient in zip(mine, gradients, strict=True)
+            }
         if others := [pair for pair in pairs if pair[0] != pair[1]]:
             batches = {
                 i: training_data(self.site.data[i], purpose)
@@ -284,10 +291,10 @@ class ClientBatch:
             gradients = self._gradients(
                 torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose
             )
-            found |= {
+            gradients_of |= {
                 f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)
             }
-        return found
+        return gradients_of
 
     def _check_role(self, *roles: Role) -> None:
         if roles != (GENERALIST,):
@@ -335,16 +342,18 @@ class ClientBatch:
         return gradients
 
     def _note(self, owners: Sequence[ClientId], what: str, stats: Tensors, examples: int) -> None:
-        for i, *values in zip(owners, *(found.tolist() for found in stats.values()), strict=True):
+        for i, *values in zip(
+            owners, *(per_owner.tolist() for per_owner in stats.values()), strict=True
+        ):
             self._tokens[i] = self._tokens.get(i, 0) + examples
-            own = self._stats.setdefault(i, {})
+            measured = self._stats.setdefault(i, {})
             for name, value in zip(stats, values, strict=True):
                 if not math.isfinite(value):
                     raise Divergence(
                         f"client {i!r}: {name} is not finite near iteration {self._position}",
                         "Training diverged: lower training.experts.lr or training.routers.lr.",
                     )
-                own.setdefault(f"{name}/{what}", []).append(value)
+                measured.setdefault(f"{name}/{what}", []).append(value)
 
     @property
     def measured(self) -> dict[ClientId, Metrics]:
@@ -373,9 +382,9 @@ def _optimiser(state: State) -> list[tuple[str, float]]:
     """Return the names of what an optimiser remembers, and the figures that clients of a batch must
     have in common, such as Adam's t.
     """
-    found = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
+    memory = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
     return sorted(
-        (key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in found.items()
+        (key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in memory.items()
     )
 
 

@@ -63,5 +63,5 @@ def recall(client: BoundClient) -> Tensors:
     for key, tensor in client.state.items():
         if key.startswith(_MODEL):
             tensor.copy_(client.state[f"{_BEST}{key}"])
-    found = {name: client.state[f"{_SCORE}{name}"].clone() for name in _SPLITS}
-    return found | {"round": client.state[_ROUND].clone()}
+    scores = {name: client.state[f"{_SCORE}{name}"].clone() for name in _SPLITS}
+    return scores | {"round": client.state[_ROUND].clone()}

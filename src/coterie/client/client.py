@@ -102,7 +102,7 @@ class Client(BoundClient):
         if self.sanitizer is None or self.sanitizer.roles.isdisjoint(roles):
             return self.step_on(self.draw(on), *roles, extra=extra)
         shared = [role for role in roles if role in self.sanitizer.roles and self._parameters[role]]
-        own = [
+        local = [
             role for role in roles if role not in self.sanitizer.roles and self._parameters[role]
         ]
         at = self.position if UPPER.issuperset(roles) else self.advance()
@@ -112,8 +112,8 @@ class Client(BoundClient):
                 if shared
                 else {}
             )
-            if own:  # at the same point, as in a step without privacy
-                gradients |= dict(zip(own, self._gradients(self.draw(on), own), strict=True))
+            if local:  # at the same point, as in a step without privacy
+                gradients |= dict(zip(local, self._gradients(self.draw(on), local), strict=True))
             self._descend(gradients, extra, at)
         return None
 
@@ -155,15 +155,15 @@ class Client(BoundClient):
     ) -> None:
         """One optimiser step of each role, along its gradients and those of `extra`."""
         beside = extra() if extra else {}
-        for role, own in gradients.items():
+        for role, parts in gradients.items():
             terms = (
                 (gradient, beside.get(name))
-                for name, gradient in zip(self._parameters[role], own, strict=True)
+                for name, gradient in zip(self._parameters[role], parts, strict=True)
             )
             flat = torch.cat(
                 [
-                    (gradient if other is None else gradient + other).flatten()
-                    for gradient, other in terms
+                    (gradient if term is None else gradient + term).flatten()
+                    for gradient, term in terms
                 ]
             )
             self.descend(role, flat.float(), at)
@@ -259,15 +259,15 @@ class Client(BoundClient):
         Returns:
             (d,) fp32 each, under the same names.
         """
-        others, found = self.independent_stream(purpose), Tensors()
+        others, gradients_of = self.independent_stream(purpose), Tensors()
         for name, values in sorted(points.items()):
             if name != self.id:
-                found[name] = self.gradient_at(values, self.draw(others))
+                gradients_of[name] = self.gradient_at(values, self.draw(others))
                 continue
             self.load({GENERALIST: values})
             (gradients,) = self._gradients(self.draw(self.train), [GENERALIST])
-            found[name] = torch.cat([gradient.flatten() for gradient in gradients]).float()
-        return found
+            gradients_of[name] = torch.cat([gradient.flatten() for gradient in gradients]).float()
+        return gradients_of
 
     def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
         """As `gradient_at`, of what is shared though it is not the client's own model.
@@ -287,10 +287,10 @@ class Client(BoundClient):
         named = {name: p for role in roles for name, p in self._parameters[role].items()}
         if not named:
             return {}
-        found, _ = self.model.gradient_elsewhere(
+        values, _ = self.model.gradient_elsewhere(
             batch, list(named.values()), self.training.micro_batch
         )
-        return {name: gradient.float() for name, gradient in zip(named, found, strict=True)}
+        return {name: gradient.float() for name, gradient in zip(named, values, strict=True)}
 
     def reset_optimizer(self, role: Role) -> None:
         """Reset the optimiser of a role: its moments belong to tensors that no longer exist."""
@@ -321,8 +321,8 @@ class Client(BoundClient):
         predictions.
         """
         rows = self._part(split, windows)[:, None]
-        found = torch.stack([self.model.score(iter([split.take(row)])) for row in rows]).cpu()
-        return found[:, 0] / found[:, 1].mean()
+        scores = torch.stack([self.model.score(iter([split.take(row)])) for row in rows]).cpu()
+        return scores[:, 0] / scores[:, 1].mean()
 
     @staticmethod
     def _part(split: Split, windows: int) -> Numbers:
@@ -360,7 +360,7 @@ class Client(BoundClient):
         Raises:
             Divergence: A loss was not finite.
         """
-        found: Metrics = {"tokens": self.tokens} if self.tokens else {}
+        metrics: Metrics = {"tokens": self.tokens} if self.tokens else {}
         for roles, steps in self.stats.items():
             for name in steps[0]:
                 value = devices.exact(torch.stack([stats[name] for stats in steps])).mean(dim=0)
@@ -369,5 +369,5 @@ class Client(BoundClient):
                         f"client {self.id!r}: {name} is not finite near iteration {self.iteration}",
                         "Training diverged: lower training.experts.lr or training.routers.lr.",
                     )
-                found[f"{name}/{roles}"] = value.tolist()
-        return found
+                metrics[f"{name}/{roles}"] = value.tolist()
+        return metrics

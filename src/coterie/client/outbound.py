@@ -82,12 +82,12 @@ class Outbound:
     @property
     def _noised(self) -> bool:
         """Whether updates leave with such noise as the owner wants."""
-        found = (
+        privacy = (
             self.privacy
             if self.noise is not None or (self.by_examples and self.sanitizes)
             else None
         )
-        return found is not None and found.noise > 0
+        return privacy is not None and privacy.noise > 0
 
     def check(self, task: Task) -> None:
         """Refuse, before anything is done, a task whose reply could not leave. Raises Refused."""

@@ -111,14 +111,16 @@ class Site:
         ]  # the two matrices of a product travel as `<module>/A` and `/B`
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
         whole = {
-            own for own in Role if own in parts and tensor.numel() == sizes[own]
+            candidate
+            for candidate in Role
+            if candidate in parts and tensor.numel() == sizes[candidate]
         }  # a client may be called as a role is
         role = EXPERT if len(parts) == 2 and parts[0] == EXPERT else next(iter(whole), role)
         figures = tensor.dtype in (torch.float64, torch.int64, torch.bool)  # no model's tensors
         if role in shared or (figures and (role is None or tensor.numel() <= MOST_SCORES)):
             return None
         if role is None:
-            vector = tensor.numel() in {sizes[own] for own in shared}
+            vector = tensor.numel() in {sizes[candidate] for candidate in shared}
             return (
                 None
                 if vector
@@ -134,12 +136,15 @@ class Site:
         if layout not in self._known:
             model = self.model(id)
             named = model.parameters_by_role()
-            roles = {name: role for role, own in named.items() for name in own}
+            roles = {name: role for role, parameters in named.items() for name in parameters}
             if model.statistics is not None:
                 roles |= dict.fromkeys(model.buffers(), model.statistics)
             self._known[layout] = (
                 roles,
-                {role: sum(p.numel() for p in own.values()) for role, own in named.items()},
+                {
+                    role: sum(p.numel() for p in parameters.values())
+                    for role, parameters in named.items()
+                },
             )
         return self._known[layout]
 

@@ -166,16 +166,16 @@ class BoundClient:
                 that is not finite.
         """
         tensors = self._named(tensors)
-        own = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
-        self._check(own, tensors)
-        for name, tensor in own.items():
+        current = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
+        self._check(current, tensors)
+        for name, tensor in current.items():
             tensor.detach().copy_(tensors[name])
 
-    def _check(self, own: Named, tensors: Named) -> None:
+    def _check(self, expected: Named, tensors: Named) -> None:
         """Refuse tensors of other forms than the client's own, or with values that are not
         finite.
         """
-        check_alike(own, tensors, f"tensors for client {self.id!r}")
+        check_alike(expected, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise Divergence(
                 f"tensors for client {self.id!r}: not all values are finite",
@@ -186,21 +186,21 @@ class BoundClient:
         """Return the client's tensors of these roles by name, running statistics where they travel
         with one, and a pool's with its experts.
         """
-        found: dict[str, Tensor] = {
+        values: dict[str, Tensor] = {
             name: p for role in roles for name, p in self._parameters[role].items()
         }
         if EXPERT in roles and (slots := self.model.expert_slots()):
-            found |= {name: t for slot in slots for name, t in slot.items()} | {
+            values |= {name: t for slot in slots for name, t in slot.items()} | {
                 EXPERT_IDS: self.state[EXPERT_IDS]
             }
-        return found | (dict(self.model.buffers()) if self.model.statistics in roles else {})
+        return values | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
         """Return the same tensors, those that came as one vector under their own names."""
-        found = dict(tensors)
+        named = dict(tensors)
         for role in tensors.keys() & set(OWNED):
-            found |= self._unflatten(
-                dict(self._parameters[Role(role)].items()), found.pop(role), role
+            named |= self._unflatten(
+                dict(self._parameters[Role(role)].items()), named.pop(role), role
             )
         if numbers := numbers_of_experts(tensors):
             slots = self.model.expert_slots()
@@ -211,15 +211,15 @@ class BoundClient:
                 )
             for number, slot in zip(numbers, slots, strict=False):
                 name = of_expert(number)
-                found |= self._unflatten(slot, found.pop(name), name)
-            found[EXPERT_IDS] = torch.tensor(numbers + [ABSENT] * (len(slots) - len(numbers)))
-        return found
+                named |= self._unflatten(slot, named.pop(name), name)
+            named[EXPERT_IDS] = torch.tensor(numbers + [ABSENT] * (len(slots) - len(numbers)))
+        return named
 
-    def _unflatten(self, own: Named, flat: Tensor, what: str) -> Tensors:
+    def _unflatten(self, like: Named, flat: Tensor, what: str) -> Tensors:
         """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its
         length is another.
         """
-        sizes = [t.numel() for t in own.values()]
+        sizes = [t.numel() for t in like.values()]
         check_alike(
             {what: torch.empty(sum(sizes), device="meta")},
             {what: flat},
@@ -227,7 +227,7 @@ class BoundClient:
         )
         return {
             name: part.view_as(t)
-            for (name, t), part in zip(own.items(), torch.split(flat, sizes), strict=True)
+            for (name, t), part in zip(like.items(), torch.split(flat, sizes), strict=True)
         }
 
     def read(self, *roles: Role) -> Tensors:
@@ -268,13 +268,13 @@ class BoundClient:
         """Within the block the model has other values of one role, (d,), which are not copied; the
         client's own stay as they are.
         """
-        named, own = self._parameters[role], self.state[f"parameters/{role}"]
-        self._check({role: own}, {role: values})
-        _point(named, values.to(own))
+        named, current = self._parameters[role], self.state[f"parameters/{role}"]
+        self._check({role: current}, {role: values})
+        _point(named, values.to(current))
         try:
             yield
         finally:
-            _point(named, own)
+            _point(named, current)
 
     @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:

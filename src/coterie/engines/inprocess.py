@@ -46,12 +46,12 @@ class InProcess(LocalEngine):
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         if (batch := self._batch(ask, round)) is None:
-            found: dict[ClientId, State] = {}
+            one_by_one: dict[ClientId, State] = {}
             with closing(self._each(ask, round, phase)) as answers:
                 for i, (reply, metrics) in answers:
-                    found[i] = reply
+                    one_by_one[i] = reply
                     self.listener.measured(i, metrics)
-            return found
+            return one_by_one
         replies = batch.split(find_task(self.method, ask.name)(batch, batch.stack(ask.to)))
         for i, metrics in batch.measured.items():
             self.listener.measured(i, self.site.measured(metrics))
@@ -80,18 +80,18 @@ class InProcess(LocalEngine):
         """Yield the reply of each client, and what its task measured, in the order asked."""
 
         def threaded(site: Site, client: ClientId, state: State) -> Reply:
-            given = ask.to[client]
-            return site.answer(self.method, ask.name, client, given, state, round, phase, False)
+            tensors = ask.to[client]
+            return site.answer(self.method, ask.name, client, tensors, state, round, phase, False)
 
         if not self._apart(ask):
             for i in ask.to:
                 yield i, self._one(ask, i, round, phase)
             return
         with closing(self._threads.answer(ask.to, threaded)) as answers:
-            for i, found in answers:
-                if found is None:
+            for i, answered in answers:
+                if answered is None:
                     self._drawing.add(ask.name)
-                yield i, self._one(ask, i, round, phase) if found is None else found
+                yield i, self._one(ask, i, round, phase) if answered is None else answered
 
     def _apart(self, ask: Ask) -> bool:
         """Whether clients do the task in threads: on a CPU, if nobody records what they do."""
@@ -108,9 +108,9 @@ class InProcess(LocalEngine):
 
     def _one(self, ask: Ask, client: ClientId, round: int, phase: int) -> Reply:
         state = self.kept.take(client)
-        found = self.site.answer(self.method, ask.name, client, ask.to[client], state, round, phase)
+        reply = self.site.answer(self.method, ask.name, client, ask.to[client], state, round, phase)
         self.kept.put(client, state)
-        return found
+        return reply
 
     def _most(self, client: ClientId) -> int:
         """Bytes of a client's state during a task, at most: its values, two moments of an

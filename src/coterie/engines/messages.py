@@ -204,14 +204,14 @@ def check_answers(reply: Reply, request: Request) -> None:
             )
 
 
-def failed(problem: str, remedy: str = "", **asked: Any) -> Reply:
+def failed(problem: str, remedy: str = "", **request: Any) -> Reply:
     """Return the reply of a device that could not do what it was asked, whatever characters the
     problem is made of, and however many.
     """
     problem, remedy = (
         text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy)
     )
-    return Reply(problem=problem, remedy=remedy, **asked)
+    return Reply(problem=problem, remedy=remedy, **request)
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
@@ -228,7 +228,7 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
             _DAMAGED,
         )
     try:
-        found = kind.model_validate(json_of(text, finite=False))
+        message = kind.model_validate(json_of(text, finite=False))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
@@ -238,9 +238,9 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
         ) from None
     except ValueError as error:
         raise TensorError(f"{what}: {error}", _DAMAGED) from None
-    if found.version != __version__:
+    if message.version != __version__:
         raise TensorError(
-            f"{what} from coterie {found.version}, but this is coterie {__version__}",
+            f"{what} from coterie {message.version}, but this is coterie {__version__}",
             "Install the same version on server and devices.",
         )
-    return found
+    return message

@@ -119,10 +119,10 @@ class States(Stored):
         Raises:
             SaveError: It does not fit into memory, and could not be written.
         """
-        size, own = nbytes(state), self._sizes.get(client, 0)
-        if self._used - own + size <= self._most:
+        size, before = nbytes(state), self._sizes.get(client, 0)
+        if self._used - before + size <= self._most:
             self._places[client], self._sizes[client] = state, size
-            self._used += size - own
+            self._used += size - before
             self._changed[client] = None
             return
         self._places[client] = self._write(client, state)
@@ -202,12 +202,12 @@ class States(Stored):
             if entry.pack not in adopted:
                 path = adopted[entry.pack] = packs.adopt(entry.pack, states.digests[entry.pack])
                 link(entry.pack, path)
-            own = replace(entry, pack=adopted[entry.pack])
-            packs.need(own)
-            self._places[client] = self._written[client] = own
-            if self._used + own.nbytes <= self._most:
-                self._sizes[client] = own.nbytes
-                self._used += own.nbytes
+            adopted_entry = replace(entry, pack=adopted[entry.pack])
+            packs.need(adopted_entry)
+            self._places[client] = self._written[client] = adopted_entry
+            if self._used + adopted_entry.nbytes <= self._most:
+                self._sizes[client] = adopted_entry.nbytes
+                self._used += adopted_entry.nbytes
 
     def close(self) -> None:
         """Remove the packs: states that are in them alone are gone, but for checkpoints."""
@@ -236,8 +236,8 @@ def half_of_memory(device: torch.device) -> float:
     """Half of the bytes of memory where a device's tensors lie; infinite on a platform that does
     not tell.
     """
-    found = devices.memory(device) or devices.memory_here()
-    return math.inf if found is None else found / 2
+    total = devices.memory(device) or devices.memory_here()
+    return math.inf if total is None else total / 2
 
 
 def link(source: Path, target: Path) -> None:

@@ -41,8 +41,8 @@ class Entry:
         """The class."""
         home = self.home if ":" in self.home else f"{__name__}.{self.home.replace('.', ':')}"
         module, _, name = home.partition(":")
-        found: type[Method] = getattr(import_module(module), name)
-        return found
+        method_class: type[Method] = getattr(import_module(module), name)
+        return method_class
 
 
 _COMIGS = (
@@ -302,12 +302,12 @@ def import_problem(name: str) -> str | None:
     from coterie.methods.base import Method
 
     try:
-        found = imported(name)
+        candidate = imported(name)
     except ImportError as error:
         return str(error)
     return (
         None
-        if isinstance(found, type) and issubclass(found, Method)
+        if isinstance(candidate, type) and issubclass(candidate, Method)
         else f"{name.partition(':')[2]} is not a subclass of coterie.methods.Method"
     )
 

@@ -217,11 +217,11 @@ class Method(ABC):
         """As `score`; the client keeps a copy of its personal model where that is the best so far
         on its validation set.
         """
-        found = self.score(client, tensors)
-        if improves(client, found["valid"]):
+        scores = self.score(client, tensors)
+        if improves(client, scores["valid"]):
             with client.borrowing(self.loadable(client, tensors)):
-                remember(client, found, client.round)
-        return found
+                remember(client, scores, client.round)
+        return scores
 
     @task(Sends.SCORES)
     def recall(self, client: Client, tensors: Tensors) -> Tensors:

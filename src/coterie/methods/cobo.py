@@ -111,8 +111,8 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
             pairs = self.sample(t, sorted(clients), rng)
             weights = yield from self.client_selection(x, weights, pairs)
         pull = weighted_differences_on(x, weights, sorted(clients))
-        asked = {i: {"pull": pull[i]} for i in clients}
-        replies = yield Ask(self.descend, asked, lambda sent: {GENERALIST: sent["pull"]})
+        requests = {i: {"pull": pull[i]} for i in clients}
+        replies = yield Ask(self.descend, requests, lambda sent: {GENERALIST: sent["pull"]})
         x |= {i: reply[GENERALIST] for i, reply in replies.items()}  # lines 3 to 6
         if self.output == "uniform":  # line 7
             state = state | drawn_output(state, t, x, rng)

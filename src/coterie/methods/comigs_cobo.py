@@ -67,8 +67,8 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
             raise RecipeError("method", [mistake])
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        own = {of_client(i): model.flat(GENERALIST) for i in sorted(clients)}
-        return own | {"weights": even(len(clients)), "round": torch.tensor(0)}
+        generalists = {of_client(i): model.flat(GENERALIST) for i in sorted(clients)}
+        return generalists | {"weights": even(len(clients)), "round": torch.tensor(0)}
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
         return rejoined(state, clients, even(len(clients)), row_stochastic=True)

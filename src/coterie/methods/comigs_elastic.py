@@ -98,9 +98,14 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         """
         client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
         if client.round:
-            turns, own = torch.arange(self.specialists) % self.generalists, client.read(GENERALIST)
+            turns, generalists = (
+                torch.arange(self.specialists) % self.generalists,
+                client.read(GENERALIST),
+            )
             names = {name: name.replace(SPECIALIST, GENERALIST) for name in client.read(SPECIALIST)}
-            client.load({name: own[generalist][turns] for name, generalist in names.items()})
+            client.load(
+                {name: generalists[generalist][turns] for name, generalist in names.items()}
+            )
         if self.standalone:
             for key in [key for key in client.state if key.startswith(MEMORY)]:
                 moved = f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"
@@ -132,10 +137,10 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         """Make the candidate with the least validation loss the client's model."""
         if LOSSES not in client.state:
             return {}
-        own, shared = client.read(GENERALIST), {GENERALIST: client.state[SHARED]}
+        personal, shared = client.read(GENERALIST), {GENERALIST: client.state[SHARED]}
         candidates = [Tensors(), shared | self.mixing(client, 0.0)]
         if self.blend:
-            pulled = {name: torch.lerp(own[name], t, 0.5) for name, t in mean.items()}
+            pulled = {name: torch.lerp(personal[name], t, 0.5) for name, t in mean.items()}
             candidates.append(pulled | self.mixing(client, self.weight / 2))
         losses = [self.losses(client, candidate) for candidate in candidates]
         best = int(torch.stack(losses).mean(1).argmin())

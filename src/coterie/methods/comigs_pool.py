@@ -87,8 +87,8 @@ class CoMiGSPool(CoMiGS):
             for name, tensor in state.items()
             if not name.startswith((f"{CHOSEN}/", f"{EXPERT}/"))
         }
-        own = {i: [of_expert(m) for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
-        return {i: common | {name: state[name] for name in names} for i, names in own.items()}
+        chosen = {i: [of_expert(m) for m in state[f"{CHOSEN}/{i}"].tolist()] for i in clients}
+        return {i: common | {name: state[name] for name in names} for i, names in chosen.items()}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         scores = yield ask_scores(self.score_generalists, state, clients, self.pool)
@@ -103,9 +103,9 @@ class CoMiGSPool(CoMiGS):
         """Return `chosen/<client>` of those that sent their scores."""
         if not (order := sorted(scores)):
             return {}
-        wanted = torch.stack([scores[i][SCORES] for i in order])
-        found = assign_experts(wanted, self.generalists, load)
-        return {f"{CHOSEN}/{i}": own for i, own in zip(order, found, strict=True)}
+        preferences = torch.stack([scores[i][SCORES] for i in order])
+        assigned = assign_experts(preferences, self.generalists, load)
+        return {f"{CHOSEN}/{i}": experts for i, experts in zip(order, assigned, strict=True)}
 
     @task(Sends.SCORES)
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:

@@ -95,13 +95,13 @@ class DDOME(Pooling):
         return super().init(model, clients) | tied
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        own = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
-        normal = [s for s in clients if s not in own]
+        anchored = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
+        normal = [s for s in clients if s not in anchored]
         scores = yield ask_scores(self.score_experts, state, normal, self.pool)
         sign = {ANCHOR: torch.tensor(True)}
-        asked = {q: self.download_for(state, [m]) | sign for q, m in own.items()}
-        asked |= self.downloads_for(state, scores)
-        replies = yield Ask(self.train, asked, self.reply_spec)
+        requests = {q: self.download_for(state, [m]) | sign for q, m in anchored.items()}
+        requests |= self.downloads_for(state, scores)
+        replies = yield Ask(self.train, requests, self.reply_spec)
         return state | self.combine(replies, state)  # what nobody had stays as it is
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:

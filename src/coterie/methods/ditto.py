@@ -74,4 +74,4 @@ class Ditto(OneAdapter, Aggregating):
 
     def _pull(self, v: Tensors, w: Tensors) -> Tensors:
         """Lambda (v - w), name by name."""
-        return {name: self.prox * (own - w[name]) for name, own in v.items()}
+        return {name: self.prox * (value - w[name]) for name, value in v.items()}

@@ -97,25 +97,25 @@ class FC(OneAdapter):
 
     def step_along(self, gradients: Replies, part: Sequence[ClientId], state: State) -> Round:
         """Let these clients descend along their centres v_i; return the state with their x_i."""
-        found = {i: self.centre(i, gradients, state) for i in part if i in gradients}
+        centres = {i: self.centre(i, gradients, state) for i in part if i in gradients}
         replies = yield Ask(
             self.descend,
-            {i: {"direction": v} for i, (v, _) in found.items()},
+            {i: {"direction": v} for i, (v, _) in centres.items()},
             lambda sent: {GENERALIST: sent["direction"]},
         )
         x = {i: reply[GENERALIST] for i, reply in replies.items()}
-        return state | by_client(x) | by_client({i: found[i][1] for i in replies}, "weights")
+        return state | by_client(x) | by_client({i: centres[i][1] for i in replies}, "weights")
 
     def centre(self, i: ClientId, gradients: Replies, state: State) -> tuple[Tensor, Tensor]:
         """Return v_i, (d,), and the weights over all clients that make it of their gradients at
         x_i, 0 for those that did not arrive.
         """
-        known = clients_with(state, "size")
-        points = {j: gradients[j][i] for j in known if j in gradients}
+        members = clients_with(state, "size")
+        points = {j: gradients[j][i] for j in members if j in gradients}
         # Of a cluster as many take part as of all.
-        share = round(int(state[of_client(i, "size")]) * len(points) / len(known))
+        share = round(int(state[of_client(i, "size")]) * len(points) / len(members))
         v, weights = threshold_centre(points, i, max(1, share), self.clustering_rounds)
-        return v, torch.tensor([weights.get(j, 0.0) for j in known], dtype=torch.float64)
+        return v, torch.tensor([weights.get(j, 0.0) for j in members], dtype=torch.float64)
 
     @task(batched=True)
     def gradients(self, client: AnyClient, models: Tensors) -> Tensors:

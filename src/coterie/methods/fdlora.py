@@ -122,16 +122,16 @@ class FDLoRA(OneAdapter, Aggregating):
         return state
 
     @task()
-    def local_round(self, client: Client, asked: Tensors) -> Tensors:
+    def local_round(self, client: Client, request: Tensors) -> Tensors:
         self.local_iterations(client)
         client.state |= prefixed("personal", client.read(GENERALIST))
-        return client.read(GENERALIST) | self.sample_count(client) if asked["send"] else {}
+        return client.read(GENERALIST) | self.sample_count(client) if request["send"] else {}
 
     @task(Sends.UPDATE)
-    def federated_round(self, client: Client, asked: Tensors) -> Tensors:
-        client.load({name: tensor for name, tensor in asked.items() if name != "sync"})
+    def federated_round(self, client: Client, request: Tensors) -> Tensors:
+        client.load({name: tensor for name, tensor in request.items() if name != "sync"})
         self.local_iterations(client)
-        if asked["sync"]:
+        if request["sync"]:
             client.state |= prefixed("personal", client.read(GENERALIST))
         return client.read(GENERALIST) | self.sample_count(client)
 

@@ -68,8 +68,10 @@ class FedADG(Averaged, OneAdapter):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        own = {SPECIALIST: client.state[DISCRIMINATOR]} if DISCRIMINATOR in client.state else {}
-        client.load(theta | own)
+        discriminator = (
+            {SPECIALIST: client.state[DISCRIMINATOR]} if DISCRIMINATOR in client.state else {}
+        )
+        client.load(theta | discriminator)
         steps = self.steps(client)
         alone = int(self.alone * steps)
         for step in range(steps):

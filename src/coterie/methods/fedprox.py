@@ -53,4 +53,4 @@ class FedProx(Averaged, OneAdapter):
 
     def _pull(self, w: Tensors, received: Tensors) -> Tensors:
         """Mu (w - w_t), name by name."""
-        return {name: self.mu * (own - received[name]) for name, own in w.items()}
+        return {name: self.mu * (value - received[name]) for name, value in w.items()}

@@ -72,7 +72,7 @@ def redistribute(replies: Replies, state: Named) -> Tensors:
 
     Clients that all say they have none count alike.
     """
-    found: Tensors = {}
+    redistributed: Tensors = {}
     order = sorted(replies)
     tokens = [float(replies[i][TOKENS]) for i in order]
     total = sum(tokens)
@@ -82,5 +82,5 @@ def redistribute(replies: Replies, state: Named) -> Tensors:
             (share, factors(module, replies[i])) for share, i in zip(shares, order, strict=True)
         ]
         A, B = svd_of_sum(terms, state[f"{module}/A"].shape[1])
-        found |= {f"{module}/A": A, f"{module}/B": B}
-    return found
+        redistributed |= {f"{module}/A": A, f"{module}/B": B}
+    return redistributed

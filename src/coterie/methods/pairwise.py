@@ -37,12 +37,12 @@ class Comparing(Method):
         return client.gradients_at(midpoints, "midpoints")
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        known = clients_with(state)
-        found = torch.zeros(len(clients), len(clients), dtype=torch.float64)
-        here = [k for k, i in enumerate(clients) if i in known]
-        at, rows = torch.tensor(here), torch.tensor([known.index(clients[k]) for k in here])
-        found[at[:, None], at] = state["weights"][rows[:, None], rows]
-        return found
+        members = clients_with(state)
+        matrix = torch.zeros(len(clients), len(clients), dtype=torch.float64)
+        places = [k for k, i in enumerate(clients) if i in members]
+        at, rows = torch.tensor(places), torch.tensor([members.index(clients[k]) for k in places])
+        matrix[at[:, None], at] = state["weights"][rows[:, None], rows]
+        return matrix
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Joining(Method):
         joined = [i for i in sorted(clients) if of_client(i, "joined") in state]
         if not joined:
             return state
-        given = {i: Tensors({GENERALIST: state[of_client(i)]}) for i in joined}
-        done = yield Ask(self.start, given, empty_reply)
+        models = {i: Tensors({GENERALIST: state[of_client(i)]}) for i in joined}
+        done = yield Ask(self.start, models, empty_reply)
         marks = {of_client(i, "joined") for i in done}
         return {name: tensor for name, tensor in state.items() if name not in marks}
 
@@ -87,15 +87,16 @@ def rejoined(
         start: (n, n), W of n clients that all are new.
         row_stochastic: Whether each row of W sums to 1.
     """
-    known, order = clients_with(state), sorted(clients)
-    if order == known:
+    members, order = clients_with(state), sorted(clients)
+    if order == members:
         return state
-    stayed = [i for i in known if i in order] or known  # if all are new: the models that are left
+    # if all are new, the mean is of the models that are left
+    stayed = [i for i in members if i in order] or members
     mean = torch.stack([state[of_client(i)] for i in stayed]).mean(dim=0)
     kept = {name: t for name, t in state.items() if client_of(name) in (None, *order)}
-    for i in sorted(set(order) - set(known)):
+    for i in sorted(set(order) - set(members)):
         kept[of_client(i)] = mean.clone()
-    places = [known.index(i) if i in known else None for i in order]
+    places = [members.index(i) if i in members else None for i in order]
     return kept | {"weights": rearranged(state["weights"], places, start, row_stochastic)}
 
 

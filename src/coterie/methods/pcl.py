@@ -74,8 +74,8 @@ class PCL(OneAdapter):
         everyone = {k: v for j in sorted(models) for k, v in prefixed(j, models[j]).items()}
         verdict = {j: torch.empty((), dtype=torch.float64, device="meta") for j in models}
         judged = yield Ask(self.judge, dict.fromkeys(models, everyone), lambda sent: verdict)
-        known = clients_with(state, "weights")
-        return state | self.collaborate(models, judged, known)
+        members = clients_with(state, "weights")
+        return state | self.collaborate(models, judged, members)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
         """Return the next state of the clients that judged: their weights over all clients, 0 for
@@ -100,12 +100,12 @@ class PCL(OneAdapter):
         """Return the perplexity of every model on this client's validation data, by the id of its
         owner; of a broken one the largest number.
         """
-        found: Tensors = {}
+        perplexities: Tensors = {}
         for j in dict.fromkeys(name.partition("/")[0] for name in models):
             with client.borrowing(under(j, models)):
                 nll, predictions, *_ = client.score(client.valid, self.validation_batches)
-            found[j] = (nll / predictions).exp().nan_to_num(nan=_WORST, posinf=_WORST)
-        return found
+            perplexities[j] = (nll / predictions).exp().nan_to_num(nan=_WORST, posinf=_WORST)
+        return perplexities
 
 
 def collaboration_weights(perplexities: Mapping[ClientId, float]) -> dict[ClientId, float]:

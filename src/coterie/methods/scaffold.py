@@ -72,12 +72,12 @@ class Scaffold(Averaged, OneAdapter):
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if not isinstance(training.experts, SGD):
-            found = (
+            problem = (
                 f"training.experts.optimiser: {training.experts.optimiser}, but control variates "
                 f"correct only steps of gradient descent"
             )
             raise RecipeError(
-                "method", [f"{found}; use optimiser: sgd with a learning rate for it"]
+                "method", [f"{problem}; use optimiser: sgd with a learning rate for it"]
             )
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
@@ -90,12 +90,12 @@ class Scaffold(Averaged, OneAdapter):
         return dict.fromkeys(clients, x)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        asked = {name: tensor for name, tensor in state.items() if name != CLIENTS}
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, asked), self.reply_spec)
+        request = {name: tensor for name, tensor in state.items() if name != CLIENTS}
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, request), self.reply_spec)
         if not replies:
             return state
         mean = {
-            name: tensor.cpu() for name, tensor in self.combine(replies, asked).items()
+            name: tensor.cpu() for name, tensor in self.combine(replies, request).items()
         }  # where the state is
         change = under(CHANGE, mean)
         share = min(len(replies) / int(state[CLIENTS]), 1.0)
@@ -122,11 +122,12 @@ class Scaffold(Averaged, OneAdapter):
         x = {
             name: tensor for name, tensor in client.read(GENERALIST).items() if name in names
         }  # without running statistics
-        own = under(CONTROL, client.state) or {
+        control = under(CONTROL, client.state) or {
             name: torch.zeros_like(tensor) for name, tensor in x.items()
         }
         c, c_i = (
-            {name: found[name].to(client.model.device) for name in x} for found in (server, own)
+            {name: controls[name].to(client.model.device) for name in x}
+            for controls in (server, control)
         )
         correction, travelled = axpy(-1.0, c_i, c), 0.0
         for _ in range(self.steps(client)):

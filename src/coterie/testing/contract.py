@@ -33,10 +33,10 @@ def clause(text: str) -> Callable[[Check], Check]:
             except NotApplicable:
                 raise
             except Exception as error:
-                own = isinstance(error, AssertionError)
-                said = str(error) if own else f"{type(error).__name__}: {error}"
+                required = isinstance(error, AssertionError)
+                problem = str(error) if required else f"{type(error).__name__}: {error}"
                 where = f"{type(method).__name__}, {world.name}, {function.__name__}"
-                raise AssertionError(f"{where}: {said}\n  The contract: {text}") from error
+                raise AssertionError(f"{where}: {problem}\n  The contract: {text}") from error
 
         return check
 

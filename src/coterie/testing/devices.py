@@ -29,8 +29,8 @@ class _Simulated(Device):
     of: Any = None
 
     def _prepared(self, request: Request) -> Prepared:
-        found: Prepared = replace(self.of, site=replace(self.of.site))
-        return found
+        prepared: Prepared = replace(self.of, site=replace(self.of.site))
+        return prepared
 
 
 @clause("a run on devices, each with its own state, equals that of one process to the bit")
@@ -42,26 +42,26 @@ def devices_are_alike(method: Method, world: World) -> None:
     from coterie.engines.flower.localgrid import LocalGrid, LocalNode
 
     method, world = longer(method), world.one_by_one
-    here = Run(method, world).rounds(method.rounds, draw=some)
-    there = Run(method, world)
+    one = Run(method, world).rounds(method.rounds, draw=some)
+    other = Run(method, world)
     recipe: Any = SimpleNamespace(secure=False)
     problem: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
-    prepared = Prepared(recipe, method, problem, replace(there.site, models={}), there.clients)
+    prepared = Prepared(recipe, method, problem, replace(other.site, models={}), other.clients)
 
     def handle(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
         return _Simulated(Path(), index=int(node["partition-id"]), of=prepared).answer(text, body)
 
-    grid, count = LocalGrid(), len(there.site.data)
+    grid, count = LocalGrid(), len(other.site.data)
     for k in range(count):
         grid.put(LocalNode({"partition-id": k, "num-partitions": count}, handle))
     with TemporaryDirectory() as folder:
-        there.engine = Flower(grid, "run", {}, deadline=60, folder=folder)
-        came = {member.client for member in there.engine.members()}
-        require(came == set(there.site.data), f"only {sorted(came)} said who they are")
-        there.rounds(method.rounds, draw=some)
-        require_same(here.server, there.server, "one process and devices, server's state")
-        require(all_finite(there.server), "on devices the server's state is not finite")
-        for client, state in here.engine.states().items():
+        other.engine = Flower(grid, "run", {}, deadline=60, folder=folder)
+        joined = {member.client for member in other.engine.members()}
+        require(joined == set(other.site.data), f"only {sorted(joined)} said who they are")
+        other.rounds(method.rounds, draw=some)
+        require_same(one.server, other.server, "one process and devices, server's state")
+        require(all_finite(other.server), "on devices the server's state is not finite")
+        for client, state in one.engine.states().items():
             turns = Memory(Path(folder) / "states" / names.encoded(client)).turns()
-            kept, _ = load(max(turns.items())[1])
-            require_same(dict(state), kept, f"one process and devices, state of {client!r}")
+            stored, _ = load(max(turns.items())[1])
+            require_same(dict(state), stored, f"one process and devices, state of {client!r}")

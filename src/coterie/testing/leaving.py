@@ -25,16 +25,16 @@ FEW = 64  # numbers: too few to contain a model
 
 def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
     """Return all tasks and replies of a run, and of an adaptation after it."""
-    run, found = Run(method, world), Exchanges()
+    run, recorded = Run(method, world), Exchanges()
 
     def answer(ask: Ask, phase: int) -> Replies:
         before = _copied(ask)
-        found.append((ask, run.answer(ask, phase), before))
-        return found[-1][1]
+        recorded.append((ask, run.answer(ask, phase), before))
+        return recorded[-1][1]
 
     run.rounds(method.rounds if rounds is None else rounds, answer)
     drive(method.adapt(run.server, run.clients), answer)
-    return found
+    return recorded
 
 
 def _copied(ask: Ask) -> dict[ClientId, Tensors]:
@@ -46,8 +46,8 @@ def _seen(method: Method, world: World) -> Exchanges:
     key = ("exchanges", type(method), repr(method))
     if key not in world.memo:
         world.memo[key] = exchanges(method, world)
-    found: Exchanges = world.memo[key]
-    return found
+    seen: Exchanges = world.memo[key]
+    return seen
 
 
 def spoken(method: Method, world: World) -> list[Spoken]:
@@ -58,17 +58,17 @@ def spoken(method: Method, world: World) -> list[Spoken]:
     key = ("spoken", type(method), repr(method))
     if key not in world.memo:
         world.memo[key] = [*_in_exchanges(method, world), *_at_the_end(method, world)]
-    found: list[Spoken] = world.memo[key]
-    return found
+    replies: list[Spoken] = world.memo[key]
+    return replies
 
 
 def _in_exchanges(method: Method, world: World) -> list[Spoken]:
-    asked = _seen(method, world)
-    return [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in asked for i in replies]
+    seen = _seen(method, world)
+    return [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in seen for i in replies]
 
 
 def _at_the_end(method: Method, world: World) -> list[Spoken]:
-    run, found = Run(method, world).rounds(method.rounds), []
+    run, replies_at_end = Run(method, world).rounds(method.rounds), []
     tasks = method.score_and_keep, method.recall, method.score, method.score_test, method.keep
     for function in tasks:
         synced = function.__name__ == "score_test" and not method.stateless
@@ -76,8 +76,8 @@ def _at_the_end(method: Method, world: World) -> list[Spoken]:
         ask = Ask(function, {i: models[i] for i in run.clients})
         sent = _copied(ask)
         replies = run.engine.answer(Ask(function, sent), method.rounds, -1)
-        found += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
-    return found
+        replies_at_end += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
+    return replies_at_end
 
 
 @clause("`Ask.reply_spec` says which tensors a client sends back, and it sends those")
@@ -117,9 +117,9 @@ def few(reply: Named) -> bool:
     return sum(t.numel() for t in reply.values()) <= FEW
 
 
-def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
+def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
     """Return what a device sends for any number of the exchange; None: it refuses."""
-    name, client, sent, reply = said
+    name, client, sent, reply = message
     out: list[Tensors | None] = []
     for phase in (0, -1, -2):
         try:
@@ -134,9 +134,9 @@ def leaves(door: Outbound, method: Method, said: Spoken) -> Tensors | None:
 @clause("a device with local privacy sends only values with noise, and a few scores")
 def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
     """Check what a device that adds noise sends of each reply."""
-    for said in spoken(method, world):
-        name, _, sent, reply = said
-        out = leaves(NOISY, method, said)
+    for message in spoken(method, world):
+        name, _, sent, reply = message
+        out = leaves(NOISY, method, message)
         if out is None:
             continue
         numbers = {key for key, t in reply.items() if t.is_floating_point()}
@@ -156,21 +156,23 @@ def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
 @clause("a device with secure aggregation sends nothing in the clear except a few scores")
 def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
     """Check what a device with secure aggregation sends unmasked of each reply."""
-    for said in spoken(method, world):
-        out = leaves(SECURE, method, said)
+    for message in spoken(method, world):
+        out = leaves(SECURE, method, message)
         if out is None:
             continue
-        require(few(out), f"more than {FEW} numbers of the reply to {said[0]} leave in the clear")
+        require(
+            few(out), f"more than {FEW} numbers of the reply to {message[0]} leave in the clear"
+        )
         vectors = [key for key, t in out.items() if t.dtype == torch.float32 and t.numel() > 1]
-        require(not vectors, f"{vectors[:5]} of the reply to {said[0]} leave in the clear")
+        require(not vectors, f"{vectors[:5]} of the reply to {message[0]} leave in the clear")
 
 
 @clause("masked replies are updates: tensors of the shapes that were sent")
 def masked_replies_are_updates(method: Method, world: World) -> None:
     """Check the shapes of what a device sends under the masks of secure aggregation."""
-    for said in spoken(method, world):
-        name, _, sent, _ = said
-        out = leaves(replace(SECURE, masked=True), method, said)
+    for message in spoken(method, world):
+        name, _, sent, _ = message
+        out = leaves(replace(SECURE, masked=True), method, message)
         if out is not None and not few(out):
             numbers = [key for key, t in out.items() if t.is_floating_point()]
             other = [key for key in numbers if key not in sent or out[key].shape != sent[key].shape]

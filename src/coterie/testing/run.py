@@ -64,8 +64,8 @@ class Run:
         total = method.total_iterations
         self.site = Site(world.build, layouts, data, training, seed=7, total_iterations=total)
         self.engine: Engine = ENGINES[engine](self.site, method)
-        known = Blueprint(world.trainable, layouts, 7, federation.clusters, federation.anchors)
-        self.server = method.init(known, self.clients)
+        blueprint = Blueprint(world.trainable, layouts, 7, federation.clusters, federation.anchors)
+        self.server = method.init(blueprint, self.clients)
         self.initial = dict(self.server)
         self.asks: list[Ask] = []
         self.round = 0

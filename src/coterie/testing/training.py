@@ -136,7 +136,7 @@ def only_shared_tensors_travel(method: Method, world: World) -> None:
         for message in seen:
             for name, tensor in message.items():
                 # several models in one message have a prefix each; a figure is not a tensor
-                named = any(name.replace("/", ".").endswith(own) for own in shared)
+                named = any(name.replace("/", ".").endswith(tensor_name) for tensor_name in shared)
                 figure = tensor.numel() <= 2 or tensor.shape == (everything,)
                 roles = ", ".join(method.shared) or "nothing"
                 require(named or figure, f"{name!r} was in a message, and {roles} is shared")
@@ -172,13 +172,13 @@ def resumed(
     first = Run(method, world).rounds(min(1, method.rounds), draw=draw, there=there)
     saved = Checkpoint(first.round, first.server, first.engine.states(), {})
     Checkpoints(folder, {}).save(saved)
-    found = Checkpoints(folder, {}).latest()
-    require(found is not None, "there is no checkpoint after the first round")
-    assert found is not None
+    loaded = Checkpoints(folder, {}).latest()
+    require(loaded is not None, "there is no checkpoint after the first round")
+    assert loaded is not None
     second = Run(method, world)
-    second.server, second.round = found.server, found.round
-    second.engine.restore(found.clients)
-    return second.rounds(method.rounds - found.round, draw=draw, there=there)
+    second.server, second.round = loaded.server, loaded.round
+    second.engine.restore(loaded.clients)
+    return second.rounds(method.rounds - loaded.round, draw=draw, there=there)
 
 
 @clause("a run can be resumed from a checkpoint of its states alone")
@@ -246,16 +246,16 @@ def _round_of_those_there(run: Run) -> None:
     """Do a round; require that nothing is asked of the other clients, and that they keep their
     states.
     """
-    here, what = coming_and_going(run.clients, run.round), f"round {run.round + 1}"
+    present, what = coming_and_going(run.clients, run.round), f"round {run.round + 1}"
     before = {
         i: {name: tensor.clone() for name, tensor in state.items()}
         for i, state in run.engine.states().items()
-        if i not in here
+        if i not in present
     }
     run.asks.clear()
     run.rounds(1, there=coming_and_going)
-    asked = {i for ask in run.asks for i in ask.to} - set(here)
-    require(not asked, f"{what} asks {sorted(asked)}, who are not there")
+    strangers = {i for ask in run.asks for i in ask.to} - set(present)
+    require(not strangers, f"{what} asks {sorted(strangers)}, who are not there")
     after = {i: run.engine.states()[i] for i in before}
     require_same_states(before, after, f"{what}, of those who are not there")
     run.method.download(run.server, run.clients)  # everybody is scored
@@ -306,20 +306,20 @@ def one_client_alone(method: Method, world: World) -> None:
     for _ in range(method.rounds):
         run.rounds(1)
         client = run.client(CENTRALIZED if method.centralized else id)
-        own = client.read(*method.shared)
+        trained = client.read(*method.shared)
         down = method.download(run.server, [id])[id]
         if type(method).loadable is not Method.loadable:
-            _require_same_updates(client, method.loadable(client, down), own)
+            _require_same_updates(client, method.loadable(client, down), trained)
         else:
             with client.borrowing(down):
                 loaded = client.read(*method.shared)
-            require_same(loaded, own, "one client, with what it downloads and without it")
+            require_same(loaded, trained, "one client, with what it downloads and without it")
 
 
-def _require_same_updates(client: Client, down: Tensors, own: Tensors) -> None:
+def _require_same_updates(client: Client, down: Tensors, trained: Tensors) -> None:
     """Factors may come back in another basis: the update is the same."""
     for module in client.loras:
-        found = down[f"{module}.B"] @ down[f"{module}.A"]
-        expected = own[f"{module}.B"] @ own[f"{module}.A"]
-        close = torch.allclose(found, expected, rtol=1e-5, atol=1e-5)
+        product = down[f"{module}.B"] @ down[f"{module}.A"]
+        expected = trained[f"{module}.B"] @ trained[f"{module}.A"]
+        close = torch.allclose(product, expected, rtol=1e-5, atol=1e-5)
         require(close, f"the update of {module} that one client downloads is not its own")

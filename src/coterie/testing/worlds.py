@@ -164,13 +164,15 @@ def pictures_of(federation: Federation) -> World:
     shape = NetworkShape("mlp", (1, 4, 4), 10, (6,))
     section = ClassifierSection(kind="classifier", gate_width=5)
     common = CommonExpert(shape, shape.initial(3))
-    found = Classification(shape, common, section, torch.device("cpu"), federation)
+    classification = Classification(shape, common, section, torch.device("cpu"), federation)
 
     def build(kind: type[Classifier], layout: Layout) -> Classifier | PoolClassifier:
-        return kind(shape) if type(layout) is Layout else found.build(layout)
+        return kind(shape) if type(layout) is Layout else classification.build(layout)
 
     whole = partial(build, Classifier)
-    return World("pictures", federation, whole, whole, found.check, partial(build, OneByOne))
+    return World(
+        "pictures", federation, whole, whole, classification.check, partial(build, OneByOne)
+    )
 
 
 @cache
