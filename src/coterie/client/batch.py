@@ -105,8 +105,8 @@ class ClientBatch:
         return self._matrix(_X)
 
     def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
-        """Return what the clients get as the tensors of the batch, on the device of the model;
-        what is one for all is not copied.
+        """Return the clients' tensors stacked, on the model's device; tensors that are the same
+        object for all clients are expanded, not copied.
         """
         first, device = received[self.ids[0]], self.model.device
         forms = {
@@ -141,8 +141,8 @@ class ClientBatch:
 
     @property
     def windows(self) -> int:
-        """Rows of training data of the first: who have unlike many are in one batch only where
-        that decides nothing.
+        """Rows of training data of the first client: clients of different size share a batch only
+        if size does not matter.
         """
         return self.site.data[self.ids[0]].train.windows
 
@@ -185,9 +185,10 @@ class ClientBatch:
         Raises:
             TensorError: As there.
         """
+        # expanded tensors (stride 0) are the same for all clients
         alike = not isinstance(tensors, PerClientTensors) and all(
             t.stride(0) == 0 for t in tensors.values()
-        )  # what is one for all
+        )
         matrices = {key: self._matrix(key) for key in self._shared}
         for k, (i, received) in enumerate(self.split(tensors).items()):
             for key, flat in self._flats(i, received).items() if received else ():
@@ -204,7 +205,7 @@ class ClientBatch:
         return shared
 
     def _flats(self, client: ClientId, tensors: Named) -> Tensors:
-        """Return what a client gets as one vector for each key of its state."""
+        """Return a client's tensors as one vector for each key of its state."""
         shared = self._shared
         named = {name: tensor for members in shared.values() for name, tensor in members.items()}
         check_alike(
@@ -379,8 +380,8 @@ class ClientBatch:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """Return the names of what an optimiser remembers, and the figures that clients of a batch must
-    have in common, such as Adam's t.
+    """Return the names of an optimiser's tensors, with the values of its scalars, such as Adam's
+    t, which clients of a batch must have in common.
     """
     memory = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
     return sorted(
@@ -389,8 +390,8 @@ def _optimiser(state: State) -> list[tuple[str, float]]:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows, (d,) each, as one matrix, (n, d): that of which they are the rows
-    already, if there is one. Others are stacked.
+    """Return the rows, (d,) each, as one matrix, (n, d), without a copy if they are its rows
+    already.
     """
     base, size = rows[0]._base, rows[0].numel()
     if (

@@ -15,8 +15,8 @@ from coterie.models.lora import LoRA
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
-    """Return what is shared starts the same everywhere, from the run's seed; what is local starts
-    from the client's own.
+    """Return the seed of a role's initial values: of the run if it is shared, else of the
+    client.
     """
     return derive_seed(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 

@@ -31,12 +31,8 @@ from coterie.core.tensors import Named, Tensors
 from coterie.data.federation import ClientData
 from coterie.models.layout import Layout
 
-_OF_THE_MODEL = (
-    "parameters/",
-    "optimiser/",
-    "buffers",
-    EXPERT_IDS,
-)  # what the keys of a client's state that a stateless one drops begin with
+# prefixes of the keys of a client's state that a stateless client drops
+_OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", EXPERT_IDS)
 
 
 @dataclass
@@ -106,9 +102,8 @@ class Site:
         """
         roles, sizes = self._roles_of(id)
         parts = name.split("/")
-        suffixes = [
-            ".".join(parts[at:]) for at in range(len(parts))
-        ]  # the two matrices of a product travel as `<module>/A` and `/B`
+        # the two matrices of a product travel as `<module>/A` and `/B`
+        suffixes = [".".join(parts[at:]) for at in range(len(parts))]
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
         whole = {
             candidate
@@ -154,7 +149,7 @@ class Site:
         return self.outbound is not None and self.outbound.sanitizes
 
     def end(self, state: State, method: Any) -> None:
-        """Settle what a client keeps after a task: everything, or of the model nothing."""
+        """Drop the model from a stateless client's state after a task."""
         if method.stateless or self.training.stateless:
             for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
                 del state[key]

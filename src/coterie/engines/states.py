@@ -19,9 +19,7 @@ from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import nbytes, to_bytes
 
-_PREFIX = (
-    "states-"  # what the names of folders begin with in which states lie while a process lives
-)
+_PREFIX = "states-"  # of the temporary folders of a process's states
 
 
 class Stored(Mapping[ClientId, State]):
@@ -74,11 +72,11 @@ class Stored(Mapping[ClientId, State]):
 class States(Stored):
     """The storage of the states of clients that do tasks.
 
-    Clients take turns in the same order round after round. Whoever throws out what was used longest
-    ago would then always throw out what is needed next: who is in memory stays there, and the
-    others are read before each task and written after it. What is written goes into packs, a few
-    files however many clients there are, and never over what was there: a link to a pack is a
-    checkpoint of its clients, and the next checkpoint takes what changed since.
+    Clients take turns in the same order in every round, so that evicting the least recently used
+    state would always evict the next one needed. States in memory therefore stay there; the others
+    are read before each task and written after it, into packs of many clients. Packs are never
+    overwritten: a link to a pack is a checkpoint of its clients, and the next checkpoint takes only
+    what changed since.
 
     The packs are in a temporary folder, which is removed together with this object; those of a
     killed process are removed by the next one.

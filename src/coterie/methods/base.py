@@ -39,12 +39,6 @@ class Reader(Protocol):
 class Method(ABC):
     """A way of training personal models together. Subclasses give `init`, `round` and their
     `@task`s.
-
-    Args:
-        rounds: T, communication rounds.
-        local_steps: L, local iterations per round.
-        local_epochs: Instead: number of epochs over a client's own data in a round, so that clients
-            with more data take more steps.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")

@@ -44,8 +44,6 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     client that does not take part in a round keeps x_i and its row of W.
 
     Args:
-        rho: Strength of the pull.
-        gamma: Step size of the weights; 0 freezes them.
         projection: "box": each w_ij in [0, 1], symmetric, from 1; "simplex": each row on the
             probability simplex, from 1 / (n - 1).
         pull: "gradient": the pull is part of the gradient, so that its step is eta rho;

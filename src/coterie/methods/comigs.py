@@ -29,10 +29,6 @@ class CoMiGS(Routed, Aggregating):
     routers on validation data. The server's state is theta^G, by the tensors' names.
 
     Args:
-        generalists: g, shared experts per MLP block.
-        specialists: s_i, local experts per MLP block: one number, or one per client, in order.
-        router_every: tau, a client's own local iterations between updates of its router.
-        router_steps: s, optimiser steps per update of the router, each on a fresh batch.
         router_data: Of the upper level; "train" draws fresh training batches (Table 5, "-tr").
     """
 

@@ -21,9 +21,8 @@ from coterie.methods.comigs import CoMiGS
 from coterie.methods.pairs import SamplingPairs
 from coterie.methods.pairwise import rejoined
 
-EPSILON = (
-    1e-12  # keeps a row of weights from summing to 0 where none of its collaborators took part
-)
+# keeps a row of weights from summing to 0 where none of its collaborators took part
+EPSILON = 1e-12
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     a client counts itself as its best collaborator, so that two who agree share one mean.
 
     Args:
-        gamma: Step size of W; 0 leaves plain means.
         pairs: Which pairs a round compares. "all" costs a client N - 1 gradients in every round;
             "time" with a `pair_rate` of 1 most of its few in the first rounds.
 

@@ -45,13 +45,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding).
 
     Args:
-        weight: a.
-        start: The share of the rounds without a personal model.
-        pulls: The values of b; with one alone nothing is chosen.
-        pull_windows: Validation windows for that, others in each round.
         windows: m.
-        blend: Whether (v, u) half-way to the mean is a candidate.
-        halve: Whether half-way to the base is one.
         standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
     """
 

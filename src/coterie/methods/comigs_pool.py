@@ -36,8 +36,6 @@ class CoMiGSPool(CoMiGS):
     The gate is averaged over all clients, each generalist over those that have it.
 
     Args:
-        generalists: K, of the pool at a client.
-        pool: M, generalists at the server.
         load: How many clients a generalist of the pool may have while they train, see
             `assign_experts`.
 

@@ -44,14 +44,9 @@ class DDOME(Pooling):
     that an anchor is tied to.
 
     Args:
-        pool: M, experts at the server.
-        top_k: K, experts that each client gets, at most M.
-        anchors: Whether the data's anchors act as such; otherwise they are clients like any other.
         mixture: Of the K experts' outputs in the joint loss. The paper multiplies outputs by scores
             as the gate gives them over all M ("scores"), which in a trial collapsed the gate; by
             default logits are mixed with scores renormalised over the K.
-        answer: How a sample is classified: by the best expert of the K, as in the paper, or by
-            their mixture.
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5
@@ -102,7 +97,7 @@ class DDOME(Pooling):
         requests = {q: self.download_for(state, [m]) | sign for q, m in anchored.items()}
         requests |= self.downloads_for(state, scores)
         replies = yield Ask(self.train, requests, self.reply_spec)
-        return state | self.combine(replies, state)  # what nobody had stays as it is
+        return state | self.combine(replies, state)  # experts that no client held keep their values
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         scores = yield ask_scores(self.score_experts_unlabelled, state, clients, self.pool)

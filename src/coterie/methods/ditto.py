@@ -27,9 +27,6 @@ class Ditto(OneAdapter, Aggregating):
     v_i is the client's model: it never leaves, and it is what is scored. The server's state holds
     `generalist`, (d,), w; a client's own copy of it lives for one round, and of its optimiser the
     memory stays under `ditto/`.
-
-    Args:
-        prox: lambda, the strength with which v_i is held near w.
     """
 
     dynamic_membership: ClassVar[bool] = True

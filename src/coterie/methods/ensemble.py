@@ -24,9 +24,6 @@ from coterie.models.pool_layout import PoolLayout
 class Ensemble(WholePool):
     """The models know nothing of each other: each has its own order of the data, and its own
     initial values unless they are pretrained.
-
-    Args:
-        models: How many.
     """
 
     models: Annotated[int, Field(ge=1, description="number of models")] = 2
@@ -59,9 +56,8 @@ class Ensemble(WholePool):
         for name in sorted(received):
             client.load({name: received[name]})
             client.reset_optimizer(EXPERT)
-            client.state["iteration"] = torch.tensor(
-                began
-            )  # all models see the same learning rates
+            # all models see the same learning rates
+            client.state["iteration"] = torch.tensor(began)
             for _ in range(self.steps(client)):
                 client.step(EXPERT, on=client.independent_stream(name))
             reply |= self.trained(client)

@@ -46,8 +46,6 @@ class FC(OneAdapter):
             or one per client in the order of the federation; None for the true size of each
             client's cluster.
         clustering_rounds: M, rounds of Threshold-Clustering (the authors of CoBo: 10).
-        exchange_mb: Most megabytes of models and gradients in flight at once: more models are
-            evaluated in several exchanges.
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("cluster_size",)

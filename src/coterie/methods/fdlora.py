@@ -37,11 +37,6 @@ class FDLoRA(OneAdapter, Aggregating):
 
     Args:
         alone: The share of the rounds that is stage 1, rounded down, at least one round.
-        outer_lr: Learning rate of the outer optimiser.
-        outer_momentum: Its Nesterov momentum.
-        sync_every: H, rounds of stage 2 between synchronisations of the personal LoRA.
-        fusion_samples: Validation windows that the fusion looks at.
-        fusion_steps: Evaluations of the fusion's objective at most.
         fusion_l1: Weight of |w_1| + |w_2|. The default is LoraHub's 0.05 on their mean, which the
             paper's fusion follows.
     """

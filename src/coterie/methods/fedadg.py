@@ -76,7 +76,6 @@ class FedADG(Averaged, OneAdapter):
         alone = int(self.alone * steps)
         for step in range(steps):
             client.step(GENERALIST, *([SPECIALIST] if step >= alone else []), on=client.train)
-        client.state[DISCRIMINATOR] = client.flat(
-            SPECIALIST
-        )  # also where clients keep nothing of the model
+        # kept under a name of its own, also by stateless clients
+        client.state[DISCRIMINATOR] = client.flat(SPECIALIST)
         return client.read(GENERALIST) | self.sample_count(client)

@@ -24,7 +24,6 @@ class FedMix(WholePool):
     and no choice of experts.
 
     Args:
-        experts: M = K.
         answer: How a sample is classified: by the mixture of all, as in its paper, or by the expert
             with the highest score.
     """

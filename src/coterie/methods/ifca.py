@@ -35,9 +35,6 @@ class IFCA(OneAdapter, Aggregating):
 
     The server's state holds `centre/<k>`, (d,), and `choice/<client>`, the centre that each client
     chose last, or -1.
-
-    Args:
-        centres: K; None for the true number of clusters.
     """
 
     dynamic_membership: ClassVar[bool] = True
@@ -72,9 +69,8 @@ class IFCA(OneAdapter, Aggregating):
         replies = yield Ask(
             self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.reply_spec
         )
-        for k in sorted(
-            {int(reply[_CHOICE]) for reply in replies.values()}
-        ):  # a centre without members stays
+        # a centre without members keeps its values
+        for k in sorted({int(reply[_CHOICE]) for reply in replies.values()}):
             centre = f"{_CENTRE}/{k}"
             members = {
                 i: {n: t for n, t in reply.items() if n != _CHOICE}

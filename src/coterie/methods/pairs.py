@@ -32,7 +32,6 @@ class SamplingPairs(Comparing):
             the constant one was. At the paper's 40,000 rounds of 8 clients a pair is then compared
             about 980 times (authors' code: 544); with c = 1 it would be 204.
         switch: The first part of "mixed", as a share of all rounds (authors' code: 800 of 40,000).
-        exchange_mb: Most megabytes of midpoints in flight at once: more pairs take more exchanges.
     """
 
     pairs: Annotated[

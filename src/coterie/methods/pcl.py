@@ -21,9 +21,7 @@ from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
 
-_WORST = torch.finfo(
-    torch.float64
-).max  # a perplexity that leaves a model no weight, whoever broke it
+_WORST = torch.finfo(torch.float64).max  # the perplexity of a broken model: its weight is 0
 
 
 @dataclass(frozen=True)
@@ -34,10 +32,6 @@ class PCL(OneAdapter):
     The server's state holds `<client>/<tensor>`, what each client goes on from, and
     `<client>/weights`, (N,), its w_i over all clients in the order of their ids. Who takes part in
     a round shares models with the others that do.
-
-    Args:
-        validation_batches: Batches of its validation data on which a client judges the models; None
-            for all of them.
     """
 
     validation_batches: Annotated[
@@ -97,9 +91,7 @@ class PCL(OneAdapter):
 
     @task(Sends.SCORES)
     def judge(self, client: Client, models: Tensors) -> Tensors:
-        """Return the perplexity of every model on this client's validation data, by the id of its
-        owner; of a broken one the largest number.
-        """
+        """Return each model's perplexity on this client's validation data, by its owner's id."""
         perplexities: Tensors = {}
         for j in dict.fromkeys(name.partition("/")[0] for name in models):
             with client.borrowing(under(j, models)):

@@ -26,8 +26,8 @@ from coterie.models.pool_layout import PoolLayout
 
 @dataclass(frozen=True)
 class Pooling(Aggregating):
-    """A client keeps nothing of the pool between rounds; what it had is averaged over all that
-    had it.
+    """Clients keep nothing of the pool between rounds; each expert is averaged over the clients
+    that held it.
 
     The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`,
     (d_g,), if there is one.
@@ -36,8 +36,6 @@ class Pooling(Aggregating):
         initial: Of the experts: at random, each from values of its own; from the common expert; or
             from that where it fits. Where texts are classified, "at random" is from the pretrained
             base.
-        aggregation: The rule, for each member of the pool over the clients that had it; by default
-            clients count by their samples.
     """
 
     dynamic_membership: ClassVar[bool] = True
@@ -73,14 +71,12 @@ class Pooling(Aggregating):
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 
     def download_for(self, state: State, experts: Iterable[int]) -> Tensors:
-        """Return what a client gets: the gate, and these experts of the pool alone."""
+        """Return a client's download: the gate, and these experts of the pool."""
         gate = {GATE: state[GATE]} if GATE in state else {}
         return gate | {of_expert(m): state[of_expert(m)] for m in experts}
 
     def trained(self, client: Client) -> Tensors:
-        """Return what a client sends back: the gate and the experts that it has, and how much it
-        counts.
-        """
+        """Return a client's reply: the gate, its experts, and its `sample_count`."""
         gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
         return client.experts() | gate | self.sample_count(client)
 
@@ -93,9 +89,7 @@ class Pooling(Aggregating):
             return {"valid": client.score(client.valid), "test": test, "choices": choices}
 
     def check_anchors(self, anchors: int) -> None:
-        """Refuse more anchors than experts, one of which each of them is tied to. Raises
-        RecipeError.
-        """
+        """Raise RecipeError if there are more anchors than experts: each has one of its own."""
         if anchors > self.size_of_pool:
             mistake = (
                 f"method.pool: {self.size_of_pool} experts for {anchors} anchors (data.anchors), "
@@ -106,7 +100,7 @@ class Pooling(Aggregating):
 
 @dataclass(frozen=True)
 class WholePool(Pooling):
-    """All of the pool goes to everybody, who trains all of it."""
+    """Every client gets the whole pool and trains all of it."""
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.train, dict.fromkeys(clients, state), self.reply_spec)

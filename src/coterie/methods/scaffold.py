@@ -94,10 +94,10 @@ class Scaffold(Averaged, OneAdapter):
         replies = yield Ask(self.local_round, dict.fromkeys(clients, request), self.reply_spec)
         if not replies:
             return state
-        mean = {
-            name: tensor.cpu() for name, tensor in self.combine(replies, request).items()
-        }  # where the state is
+        # the server's state is on the CPU
+        mean = {name: tensor.cpu() for name, tensor in self.combine(replies, request).items()}
         change = under(CHANGE, mean)
+        # line 17: x moves by eta_g towards the mean of y_i, c by |S| / N times the mean change
         share = min(len(replies) / int(state[CLIENTS]), 1.0)
         control = {
             f"{CONTROL}/{name}": state[f"{CONTROL}/{name}"] + share * tensor
@@ -119,9 +119,8 @@ class Scaffold(Averaged, OneAdapter):
             client.training = client.training.model_copy(
                 update={"experts": plain(client.training.experts)}
             )
-        x = {
-            name: tensor for name, tensor in client.read(GENERALIST).items() if name in names
-        }  # without running statistics
+        # without running statistics, which have no gradients
+        x = {name: tensor for name, tensor in client.read(GENERALIST).items() if name in names}
         control = under(CONTROL, client.state) or {
             name: torch.zeros_like(tensor) for name, tensor in x.items()
         }
@@ -134,11 +133,10 @@ class Scaffold(Averaged, OneAdapter):
             travelled += client.lr  # K eta_l, under a schedule too
             client.step(GENERALIST, on=client.train, extra=lambda: correction)
         y = client.read(GENERALIST)
+        # option II of line 12: c_i+ - c_i = (x - y_i) / (K eta_l) - c
         change = {name: (x[name] - y[name]) / travelled - c[name] for name in x}
         client.state |= prefixed(CONTROL, axpy(1.0, change, c_i))
-        sent = {
-            name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()
-        }  # running statistics have no gradients
+        sent = {name: change.get(name, torch.zeros_like(tensor)) for name, tensor in y.items()}
         return y | prefixed(CHANGE, sent) | self.sample_count(client)
 
 

@@ -18,13 +18,13 @@ SCORES = "scores"
 
 
 def ask_scores(question: Task, state: State, clients: Sequence[ClientId], size: int) -> Ask:
-    """Return the question how much each client's data want each of `size` members of the pool."""
+    """Ask each client for the gate's scores of the `size` members of the pool on its data."""
     form = {SCORES: torch.empty(size, dtype=torch.float64, device="meta")}
     return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
 
 
 def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
-    """Return the answer: sum_i softmax g(x_i), (M,) float64, over a client's embedded data."""
+    """Return sum_i softmax g(x_i), (M,) float64, over a client's embedded data x_i."""
     with client.borrowing(gate), torch.no_grad():
         assert isinstance(client.model, PoolClassifier | LanguageModel)
         return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}

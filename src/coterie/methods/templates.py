@@ -24,11 +24,8 @@ from coterie.models.layout import Balance
 
 @dataclass(frozen=True)
 class Aggregating(Method):
-    """A method whose server makes one set of tensors of those that its clients sent: their mean, or
-    by a rule that withstands attackers.
-
-    Args:
-        aggregation: The rule, see `coterie.aggregation`.
+    """A method whose server aggregates the clients' tensors: by their mean, or by a rule that
+    withstands attackers.
     """
 
     aggregation: Annotated[
@@ -46,9 +43,7 @@ class Aggregating(Method):
         self.aggregation.check(len(clients))
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """Return what the rule makes of the replies, see `by_holders`, which are updates of
-        `around`; of none the empty dict.
-        """
+        """Aggregate the replies, updates of `around`, see `by_holders`; {} if there are none."""
         return by_holders(self.aggregation, replies, around)
 
     def sample_count(self, client: AnyClient) -> Tensors:
@@ -62,8 +57,8 @@ class Aggregating(Method):
 
 @dataclass(frozen=True)
 class Averaged(Aggregating):
-    """A method whose server sends out what it makes of what its clients sent, all tensors of the
-    roles in `shared`, every round.
+    """A method whose server aggregates all tensors of the roles in `shared` in every round, and
+    sends the result to all clients.
     """
 
     dynamic_membership: ClassVar[bool] = True
@@ -84,8 +79,8 @@ class Averaged(Aggregating):
 
     @abstractmethod
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """Do the client's L local iterations from `theta`. A @task that returns what it sends
-        back, with its `sample_count`.
+        """Do the client's L local iterations from `theta`. A @task that returns the trained
+        tensors and the client's `sample_count`.
         """
 
 
@@ -127,18 +122,12 @@ class OneAdapter(Method):
     ] = "experts"
 
     def layout(self, position: int, base: Layout) -> Layout:
+        one = replace(base, generalists=1, specialists=0, routing="equal", balance="none")
         if self.budget == "one":
-            return replace(base, generalists=1, specialists=0, routing="equal", balance="none")
+            return one
         if self.budget == "rank":
-            return replace(
-                base,
-                generalists=1,
-                specialists=0,
-                mlp_rank=2 * base.rank,
-                routing="equal",
-                balance="none",
-            )
-        return replace(base, generalists=2, specialists=0, routing="equal", balance="none")
+            return replace(one, mlp_rank=2 * base.rank)
+        return replace(one, generalists=2)
 
 
 Rank = Annotated[int, Field(ge=1)]
@@ -192,10 +181,8 @@ class Routed(Method):
     """A method whose MLPs are mixtures with a learned router.
 
     Args:
-        top_k: k, experts that a token is routed to, at most n_i.
         balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see
             `Layout.balance_coefficients`.
-        balance_weight: lambda.
     """
 
     top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
@@ -241,10 +228,6 @@ OFF = 1000.0  # a logit that leaves the other experts a weight of exp(-1000), wh
 class WeightedMixture(Method):
     """A method whose mixtures have weights that are the same for all tokens: constants that each
     router adds to its logits. No token is routed, no router trained.
-
-    Args:
-        generalists: g, shared experts per MLP.
-        specialists: s, local experts per MLP.
     """
 
     generalists: Annotated[int, Field(ge=1, description="g, shared experts per MLP block")] = 2
@@ -286,8 +269,6 @@ class TwoExperts(Routed):
     Args:
         updates: "simultaneous": experts and router in the same step; "alternating": routers on
             fresh training batches (the rows "-tr").
-        router_every: tau, local iterations between alternating updates of the router.
-        router_steps: s, optimiser steps per alternating update.
     """
 
     updates: Annotated[
