@@ -60,13 +60,13 @@ class ByClient(ChatFields):
             raise ValueError("me: for people's archives in folders alone (data.kind: folders)")
         return self
 
-    def columns(self, found: Sequence[str]) -> Sequence[str]:
+    def columns(self, available: Sequence[str]) -> Sequence[str]:
         """Return which columns hold what clients say, of those that there are."""
         if self.content == "text":
             return (self.text_column,)
         if self.chat_column is not None:
-            return (self.chat_column, *(name for name in BESIDE if name in found))
-        return [name for name in COLUMNS if name in found] or COLUMNS[:1]
+            return (self.chat_column, *(name for name in BESIDE if name in available))
+        return [name for name in COLUMNS if name in available] or COLUMNS[:1]
 
     def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
         """Return the documents of each client in splits; none of rows without a client or text.
@@ -107,8 +107,8 @@ class ByClient(ChatFields):
             else:
                 owners.append(owner)
                 yield place, row
-        wanted = [*self.columns(list(columns)), self.client_column]
-        if missing := [name for name in wanted if name not in columns]:
+        required = [*self.columns(list(columns)), self.client_column]
+        if missing := [name for name in required if name not in columns]:
             raise DataError(
                 f"{where}: no column {', '.join(map(repr, missing))}",
                 f"Choose among: {', '.join(sorted(columns)) or 'none; the table is empty'}.",
@@ -126,8 +126,8 @@ class ByClient(ChatFields):
 
     def _choose(self, documents: Mapping[str, Sequence[Document]], where: str) -> list[str]:
         if self.clients is not None:
-            wanted = f"column {self.client_column!r} of {where}"
-            choose(documents, self.clients, "clients", wanted)
+            column = f"column {self.client_column!r} of {where}"
+            choose(documents, self.clients, "clients", column)
             chosen = list(self.clients)
         else:
             by_size = sorted(documents, key=lambda name: (-len(documents[name]), name))
@@ -145,17 +145,17 @@ class ByClient(ChatFields):
         return {key: value for key, value in super().about().items() if key not in left}
 
     def enough(self, arrays: Arrays, context: int) -> tuple[Arrays, str]:
-        small = {id: why for id, own in arrays.items() if (why := self._lack(own, context))}
+        small = {id: why for id, streams in arrays.items() if (why := self._lack(streams, context))}
         if not small:
             return arrays, ""
         if self.small_clients == "refuse":
             raise DataError(f"clients with too little: {_named(small)}", _REMEDY)
-        kept = {id: own for id, own in arrays.items() if id not in small}
+        large = {id: streams for id, streams in arrays.items() if id not in small}
         if self.small_clients == "leave-out":
-            if not kept:
+            if not large:
                 raise DataError(f"every client has too little: {_named(small)}", _REMEDY)
-            return kept, f"left out, with too little text: {_named(small)}"
-        if OTHERS in kept:
+            return large, f"left out, with too little text: {_named(small)}"
+        if OTHERS in large:
             raise DataError(
                 f"small clients are to be merged into {OTHERS!r}, but there is such a client",
                 "Rename it.",
@@ -163,19 +163,19 @@ class ByClient(ChatFields):
         together = merged([arrays[id] for id in small])
         if why := self._lack(together, context):
             raise DataError(f"{', '.join(small)}: too little even when merged ({why})", _REMEDY)
-        return {**kept, OTHERS: together}, f"merged into {OTHERS!r}: {_named(small)}"
+        return {**large, OTHERS: together}, f"merged into {OTHERS!r}: {_named(small)}"
 
-    def _lack(self, own: Mapping[str, Tokens], context: int) -> str:
+    def _lack(self, streams: Mapping[str, Tokens], context: int) -> str:
         """Return what a client has too little of; "" for one that has enough."""
-        if self.least_tokens is not None and len(own["train"]) < self.least_tokens:
-            return f"train has {len(own['train']):,} of {self.least_tokens:,} tokens"
+        if self.least_tokens is not None and len(streams["train"]) < self.least_tokens:
+            return f"train has {len(streams['train']):,} of {self.least_tokens:,} tokens"
         for name in SPLITS:
-            lengths = own.get(f"{name}.lengths")  # of what is read by itself, not running text
+            lengths = streams.get(f"{name}.lengths")  # of what is read by itself, not running text
             if lengths is not None and not len(lengths):
                 what = "conversation" if self.content == "chats" else "text"
-                return f"{name} has no {what}: {few(own)}"
-            if lengths is None and len(own[name]) <= context:
-                return f"{name} has {len(own[name]):,} of {context + 1:,} tokens"
+                return f"{name} has no {what}: {few(streams)}"
+            if lengths is None and len(streams[name]) <= context:
+                return f"{name} has {len(streams[name]):,} of {context + 1:,} tokens"
         return ""
 
 
@@ -194,9 +194,9 @@ def _named(small: Mapping[ClientId, str]) -> str:
 def merged(clients: Sequence[Mapping[str, Tokens]]) -> dict[str, Tokens]:
     """Return the streams of several clients as those of one."""
     return {
-        key: merged_notes([own[key] for own in clients])
+        key: merged_notes([streams[key] for streams in clients])
         if key.endswith(".notes")
-        else np.concatenate([own[key] for own in clients])
+        else np.concatenate([streams[key] for streams in clients])
         for key in clients[0]
     }
 

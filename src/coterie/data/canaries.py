@@ -94,17 +94,17 @@ class Canaries:
         }
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "Canaries":
+    def from_json(cls, values: Mapping[str, Any]) -> "Canaries":
         """Make the candidates of what `to_json` gave. Raises ValueError or KeyError for anything
         else.
         """
         prefix, tokens, windows = (
-            np.array(found[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
+            np.array(values[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
         )
         return cls(
             prefix,
-            tokens.reshape(len(found["tokens"]), -1),
-            np.array(found["planted"], dtype=bool),
+            tokens.reshape(len(values["tokens"]), -1),
+            np.array(values["planted"], dtype=bool),
             windows,
         )
 
@@ -123,15 +123,17 @@ class PlantedCanaries:
 
     def to_json(self) -> dict[str, Any]:
         """Return what is in the run's `canaries.json`."""
-        clients = {i: own.to_json() for i, own in self.canaries.items()}
+        clients = {i: canaries.to_json() for i, canaries in self.canaries.items()}
         return {"clients": clients, "references": self.references.tolist()}
 
     @classmethod
-    def from_json(cls, found: Any) -> "PlantedCanaries":
+    def from_json(cls, values: Any) -> "PlantedCanaries":
         """Return what `to_json` gave. Raises CheckpointError for anything else."""
         try:
-            canaries = {i: Canaries.from_json(own) for i, own in found["clients"].items()}
-            return cls(canaries, np.array(found["references"], dtype=np.int64))
+            canaries = {
+                i: Canaries.from_json(of_client) for i, of_client in values["clients"].items()
+            }
+            return cls(canaries, np.array(values["references"], dtype=np.int64))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the list of planted canaries is damaged ({error})",
@@ -176,14 +178,16 @@ def plant(
     references = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "references")).choice(
         allowed, (audit.references, audit.length)
     )
-    clients, found = dict(federation.clients), dict[ClientId, Canaries]()
+    clients, canaries = dict(federation.clients), dict[ClientId, Canaries]()
     with Refusals() as refusals:
         for id, data in federation.clients.items():
             assert isinstance(data.train, TokenSplit | ChatSplit)
             rng = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "client", id))
             tokens = rng.choice(allowed, (audit.canaries, audit.length))
             planted = rng.random(audit.canaries) < 0.5
-            pieces = np.array([[*begin, *prefix, *own, *end] for own in tokens], dtype=np.int64)
+            pieces = np.array(
+                [[*begin, *prefix, *random_part, *end] for random_part in tokens], dtype=np.int64
+            )
             with refusals.gather(f"client {id!r}, "):
                 train, windows = _planted(
                     data.train,
@@ -192,8 +196,8 @@ def plant(
                     rng,
                 )
                 clients[id] = ClientData(id, train, data.valid, data.test)
-                found[id] = Canaries(prefix, tokens, planted, windows)
-    return replace(federation, clients=clients), found, references
+                canaries[id] = Canaries(prefix, tokens, planted, windows)
+    return replace(federation, clients=clients), canaries, references
 
 
 def _planted(

@@ -35,7 +35,7 @@ class Corpus(Section):
 
     files: ClassVar[tuple[str, ...]]  # below the root
 
-    def found(self) -> dict[str, Path]:
+    def located_files(self) -> dict[str, Path]:
         """Find the corpus's files, and say whose they are: `data.root/<file>` or
         `COTERIE_DATA/<file>`; none if no folder is named.
 
@@ -81,7 +81,7 @@ class AgNews(Corpus):
         )
 
     def source(self) -> Source:
-        if files := self.found():
+        if files := self.located_files():
             columns = {"text": str, "label": int}
             return Source(
                 stamps(files.values()),
@@ -174,7 +174,7 @@ class _OneFile(Corpus):
         """
 
     def source(self) -> Source:
-        files = self.found() or in_checkout(self.files)
+        files = self.located_files() or in_checkout(self.files)
         if not files:
             raise DataError(
                 f"{self.title}: no folder of data is given, and this is not a checkout of the "
@@ -296,7 +296,7 @@ class Multilingual(_OneFile):
         """With topics: the sentences that hold a word of one topic, and of no other."""
         if not self.topics:
             return super().parts(row)
-        language, found = row["language"], dict[ClientId, list[str]]()
+        language, by_client = row["language"], dict[ClientId, list[str]]()
         for sentence in _SENTENCES.split(row["text"]):
             on = [
                 topic
@@ -304,8 +304,8 @@ class Multilingual(_OneFile):
                 if re.search(rf"\b(?:{words[language]})\b", sentence)
             ]
             if len(on) == 1:
-                found.setdefault(f"{language}-{on[0]}", []).append(sentence)
-        return {id: " ".join(sentences) for id, sentences in found.items()}
+                by_client.setdefault(f"{language}-{on[0]}", []).append(sentence)
+        return {id: " ".join(sentences) for id, sentences in by_client.items()}
 
     def document(self, row: Row) -> tuple[str, Document]:
         return "multilingual", Document(row["text"], row["text"])

@@ -128,12 +128,14 @@ def _detected(path: Path, sample: bytes) -> str:
     """
     import chardet
 
-    found = chardet.detect_all(sample, include_encodings=_CANDIDATES)
-    likely = [own for own in found if own["encoding"] and own["confidence"] >= _LEAST_CONFIDENCE]
+    guesses = chardet.detect_all(sample, include_encodings=_CANDIDATES)
+    likely = [
+        guess for guess in guesses if guess["encoding"] and guess["confidence"] >= _LEAST_CONFIDENCE
+    ]
     names = [
-        codecs.lookup(str(own["encoding"])).name
-        for own in likely
-        if own["confidence"] > 0.99 * likely[0]["confidence"]
+        codecs.lookup(str(guess["encoding"])).name
+        for guess in likely
+        if guess["confidence"] > 0.99 * likely[0]["confidence"]
     ]
     if not names:
         return ""

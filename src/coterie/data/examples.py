@@ -111,8 +111,8 @@ class ExampleSplit(SplitBase):
                 f"{self.name}: rows {self.rows.min()} to {self.rows.max()} of {len(self.inputs):,}",
                 f"Rows are below {len(self.inputs)}.",
             )
-        own = self.labels[self.rows]
-        if len(foreign := own[(own < 0) | (own >= self.classes)]):
+        labels = self.labels[self.rows]
+        if len(foreign := labels[(labels < 0) | (labels >= self.classes)]):
             raise DataError(
                 f"{self.name}: label {foreign[0]} of {self.classes} classes",
                 f"Labels are 0 to {self.classes - 1}.",
@@ -175,10 +175,10 @@ class ExampleSplit(SplitBase):
 
     def digest(self) -> str:
         """SHA-256 of the inputs and labels that are the client's."""
-        found = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
+        sha256 = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
         for start in range(0, len(self.rows), _HASHED):
-            found.update(np.ascontiguousarray(self.inputs[self.rows[start : start + _HASHED]]))
-        return found.hexdigest()
+            sha256.update(np.ascontiguousarray(self.inputs[self.rows[start : start + _HASHED]]))
+        return sha256.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
         """Return the rows of several batches, one behind the other, in another order."""

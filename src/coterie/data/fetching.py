@@ -145,7 +145,7 @@ def tables(
         manager = DownloadManager(
             download_config=DownloadConfig(token=builder.token), record_checksums=False
         )
-        return [Path(found) for found in manager.download(urls)]
+        return [Path(path_name) for path_name in manager.download(urls)]
 
 
 def _described(dataset: str, subset: str | None, revision: str | None) -> Any:

@@ -81,29 +81,29 @@ class Folders(ChatFields):
 
     def source(self) -> Source:
         with Refusals() as refusals:
-            found: dict[str, Files] = {}
+            files: dict[str, Files] = {}
             skipped: dict[str, list[Path]] = {}
             for folder in self._folders():
                 id = names.normal(folder.name)
                 with refusals.gather():
                     check_id(id)
-                if id in found:
+                if id in files:
                     refusals.add(
                         f"two folders of {self.path} are both named {id!r}, with accents stored "
                         f"differently",
                         "Rename one of them.",
                     )
                 with refusals.gather(f"client {id!r}: "):
-                    found[id], skipped[id] = _find(folder, self.endings)
-        self._check_me(found)
-        paths = {id: [str(path) for path in own] for id, own in found.items()}
-        parts = [part for own in found.values() for part in own.values()]
+                    files[id], skipped[id] = _find(folder, self.endings)
+        self._check_me(files)
+        paths = {id: [str(path) for path in by_split] for id, by_split in files.items()}
+        parts = [part for by_split in files.values() for part in by_split.values()]
         every = [file for path in chain.from_iterable(parts) for file in archives.files_of(path)]
         notes: list[str] = []
         assert self.path is not None
         links = outward_links(self.path.expanduser(), every)
         skipped[""] = self._beside()
-        read = partial(self._read, found, notes)
+        read = partial(self._read, files, notes)
         return Source([paths, stamps(every)], read, notes=notes, skipped=skipped, links=links)
 
     def _check_me(self, clients: Mapping[str, Files]) -> None:
@@ -135,13 +135,13 @@ class Folders(ChatFields):
                 f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}",
                 remedy,
             )
-        found = (
+        candidates = (
             p
             for p in path.iterdir()
             if p.is_dir() and not p.name.startswith(".") and not _of_runs(p)
         )
         folders = sorted(
-            found, key=lambda p: names.normal(p.name)
+            candidates, key=lambda p: names.normal(p.name)
         )  # so that the order is the same on every disk
         if not folders:
             raise DataError(
@@ -149,13 +149,13 @@ class Folders(ChatFields):
             )
         return folders
 
-    def _read(self, found: dict[str, Files], notes: list[str]) -> Texts:
+    def _read(self, files: dict[str, Files], notes: list[str]) -> Texts:
         parts: dict[str, list[list[Document]]] = {}
         with Refusals() as refusals:
-            for id, own in found.items():
+            for id, by_split in files.items():
                 with refusals.gather(f"client {id!r}: "):
                     left_out = LeftOut()
-                    parts[id] = self.of_client(id)._parts(own, left_out)
+                    parts[id] = self.of_client(id)._parts(by_split, left_out)
                     notes += left_out.sentences(f"{id}: ")
         return self._in_splits(parts)
 
@@ -232,11 +232,11 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
         if (texts := [path for path in paths if path in chosen])
     }
     fixed: dict[str, list[Path]] = {name: [] for name in SPLITS}
-    for entry, found in entries.items():
+    for entry, texts in entries.items():
         if (name := _stem(entry)) in fixed:
-            fixed[name] += found
+            fixed[name] += texts
     present = [name for name in SPLITS if fixed[name]]
-    every = [path for found in entries.values() for path in found]
+    every = [path for texts in entries.values() for path in texts]
     if not every:
         raise DataError(
             f"no text in {folder}", f"Put files into it that end in {', '.join(endings)}."
@@ -311,12 +311,15 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
                 return []
             if archives.kind_of(entry):
                 return [entry]
-            if (own := entry.resolve()) in above:
+            if (target := entry.resolve()) in above:
                 raise DataError(
-                    f"{entry} is a link to {own}, the folder that contains it", "Remove that link."
+                    f"{entry} is a link to {target}, the folder that contains it",
+                    "Remove that link.",
                 )
             return [
-                path for inner in sorted(entry.iterdir()) for path in files_in(inner, above | {own})
+                path
+                for inner in sorted(entry.iterdir())
+                for path in files_in(inner, above | {target})
             ]
     except OSError as error:
         raise DataError(

@@ -186,7 +186,7 @@ class HubClients(Section):
         for place, row in islice(_rows(client), self.rows):
             values = _values(row, columns)
             seen |= values.keys()
-            if not all(_equal(values.get(name), own) for name, own in client.where.items()):
+            if not all(_equal(values.get(name), value) for name, value in client.where.items()):
                 continue
             if text := text_of(values.get(client.text_column), place, client.text_column):
                 texts.append(text)
@@ -219,8 +219,8 @@ class HubClients(Section):
 def _rows(client: HubClient) -> Iterator[Row]:
     """Yield the rows of a client's data set, read as they stand where that is possible."""
     what = client.dataset, client.subset, client.split, _REMEDY
-    known = client.format is None  # otherwise the file's ending does not tell
-    if known and (paths := tables(*what, client.revision, client.streaming)) is not None:
+    read_by_ending = client.format is None  # otherwise the file's ending does not tell
+    if read_by_ending and (paths := tables(*what, client.revision, client.streaming)) is not None:
         yield from rows_of(paths)
         return
     data = fetch(*what, client.streaming, client.revision, client.format)
@@ -248,13 +248,13 @@ def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
     return values
 
 
-def _equal(value: Any, wanted: str | int | float | bool) -> bool:
+def _equal(value: Any, expected: str | int | float | bool) -> bool:
     """Whether a field has a value; all that CSV has is text."""
     if isinstance(value, str):
-        return value == wanted or (
-            not isinstance(wanted, str) and value.lower() == str(wanted).lower()
+        return value == expected or (
+            not isinstance(expected, str) and value.lower() == str(expected).lower()
         )
-    return bool(value == wanted)
+    return bool(value == expected)
 
 
 def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -53,10 +53,10 @@ class Digits(Images):
         require("data.kind: digits", "vision", "sklearn")
         from sklearn.datasets import load_digits
 
-        found = load_digits()
+        digits = load_digits()
         inputs, labels = (
-            (found.images[:, None] / 16).astype(np.float32),
-            found.target.astype(np.int64),
+            (digits.images[:, None] / 16).astype(np.float32),
+            digits.target.astype(np.int64),
         )  # 17 shades of grey
         classes = [
             self._random("held out", label).permutation(np.flatnonzero(labels == label))

@@ -115,7 +115,7 @@ class StoredImages(Images):
             [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
         )
         entry = cache / f"images-{blake2b(text.encode(), digest_size=16).hexdigest()}"
-        if (found := _open(entry)) is None:
+        if (images := _open(entry)) is None:
             decoded = [
                 self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)
             ]
@@ -129,13 +129,13 @@ class StoredImages(Images):
                 raise SaveError(
                     f"cannot write the image cache {entry}: {error.strerror}", remedy
                 ) from error
-            found = _open(entry)
-        if found is None:
+            images = _open(entry)
+        if images is None:
             raise SaveError(
                 f"the image cache {entry} is damaged right after it was written",
                 "Set COTERIE_CACHE to a folder on another disk.",
             )
-        return found
+        return images
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
         """Return the images and labels of an Arrow table. Raises DataError naming the first invalid

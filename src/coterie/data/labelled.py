@@ -100,13 +100,13 @@ class LabelledTexts(Partitioner, ABC):
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
         """Return the encoded texts of the cache; encoded first if they are not there."""
         fingerprint, read = self._found()
-        own = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
+        fields = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
-        key = key_of(tokenizer, "labelled", FORMAT, own, drawn, length, fingerprint)
-        found, _ = stored(
+        key = key_of(tokenizer, "labelled", FORMAT, fields, drawn, length, fingerprint)
+        streams, _ = stored(
             cache, key, np.uint32, lambda: (self._streams(read(), tokenizer, length), ())
         )
-        train, test = (found[name] for name in _FILES)
+        train, test = (streams[name] for name in _FILES)
         return Labelled(
             _padded(train),
             train["labels"].astype(np.int64),
@@ -171,19 +171,20 @@ class LabelledTexts(Partitioner, ABC):
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
             candidates = random.permutation(np.flatnonzero(labels == label)).tolist()
-            found = list(
+            rows_of_class = list(
                 islice((row for row in candidates if self.text(rows[row]).strip()), len(share))
             )
-            if len(found) < len(share):
+            if len(rows_of_class) < len(share):
                 problem = (
                     f"{field}: {len(share):,} texts of class {label} are wanted, {self.name} has "
-                    f"{len(found):,}"
+                    f"{len(rows_of_class):,}"
                 )
                 raise DataError(
                     problem,
-                    f"Use at most {len(found) * self.classes:,}, or null for all there are.",
+                    f"Use at most {len(rows_of_class) * self.classes:,}, or null for all there "
+                    f"are.",
                 )
-            chosen += found
+            chosen += rows_of_class
         return sorted(chosen)
 
     def _tokens(

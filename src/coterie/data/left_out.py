@@ -69,7 +69,7 @@ def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
 def _kinds(files: Iterable[Path]) -> str:
     """Return the endings of files with their numbers, the most frequent first."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
-    by_count = sorted(counts.items(), key=lambda own: (-own[1], own[0]))
+    by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in by_count)
 
 

@@ -47,14 +47,14 @@ def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
                 raise
         kind = installed(GROUP)[str(kind)].value
     try:
-        found = imported(str(kind))
+        section = imported(str(kind))
     except ImportError as error:
         raise ValueError(f"kind {kind!r} cannot be imported: {error}") from None
-    if not (isinstance(found, type) and issubclass(found, BASES)):
+    if not (isinstance(section, type) and issubclass(section, BASES)):
         bases = ", ".join(base.__name__ for base in BASES)
         raise ValueError(f"kind {kind!r} is not a subclass of coterie.data's {bases}")
     try:
-        return found.model_validate({key: given for key, given in value.items() if key != "kind"})
+        return section.model_validate({key: field for key, field in value.items() if key != "kind"})
     except ValidationError as error:
         raise _located(error, str(kind)) from None
 

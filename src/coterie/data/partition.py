@@ -96,7 +96,7 @@ class Partitioner(PartitionSchemes):
             for calls in self._label_permutations()
         ]
         partition = self.partitioned(held.train_labels, held.test_labels)
-        made: dict[ClientId, ClientData] = {}
+        clients: dict[ClientId, ClientData] = {}
         unseen = {part.id for parts in partition.unseen.values() for part in parts}
         taken = [partition.public]  # and what clients train on, who come first
         with Refusals() as refusals:
@@ -118,7 +118,7 @@ class Partitioner(PartitionSchemes):
                         self._split(name, *source, seed)
                         for name, source in zip(SPLITS, sources, strict=True)
                     )
-                    made[part.id] = ClientData(part.id, *splits)
+                    clients[part.id] = ClientData(part.id, *splits)
         public = (
             self._split(
                 "public",
@@ -132,13 +132,13 @@ class Partitioner(PartitionSchemes):
         )
         clusters = {p.id: p.cluster for p in partition.clients if p.cluster is not None}
         return Federation(
-            {part.id: made[part.id] for part in partition.clients},
+            {part.id: clients[part.id] for part in partition.clients},
             self._described(len(partition.clients)),
             clusters or None,
             tuple(part.id for part in partition.clients[: self.anchors]),
             {part.id: part.labels for part in partition.everyone},
             {
-                group: {part.id: made[part.id] for part in parts}
+                group: {part.id: clients[part.id] for part in parts}
                 for group, parts in partition.unseen.items()
             },
             public,

@@ -172,9 +172,9 @@ class PartitionSchemes(PartitionFields, ABC):
                 hand.append(piece)
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
-    def _had(self, own: Numbers) -> Labels:
+    def _had(self, labels: Numbers) -> Labels:
         """Return the classes that a client with these labels is said to have."""
-        shares = np.bincount(own, minlength=self.classes) / len(own)
+        shares = np.bincount(labels, minlength=self.classes) / len(labels)
         return _sorted(np.flatnonzero(shares >= min(_HAD, shares.max())))
 
     def _by_quantity(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
@@ -182,7 +182,7 @@ class PartitionSchemes(PartitionFields, ABC):
         sets = self._label_sets(random)
         hands: list[list[Numbers]] = [[] for _ in sets]
         for label in range(self.classes):
-            owners = [hand for hand, own in zip(hands, sets, strict=True) if label in own]
+            owners = [hand for hand, classes in zip(hands, sets, strict=True) if label in classes]
             rows = random.permutation(np.flatnonzero(train == label))
             pieces = (
                 [rows] * len(owners)
@@ -197,8 +197,10 @@ class PartitionSchemes(PartitionFields, ABC):
                 )
             for owner, piece in zip(owners, pieces, strict=False):
                 owner.append(piece)
-        for id, hand, own in zip(self._ids(), hands, sets, strict=True):
-            yield ClientShare(id, random.permutation(np.concatenate(hand)), _rows(test, own), own)
+        for id, hand, classes in zip(self._ids(), hands, sets, strict=True):
+            yield ClientShare(
+                id, random.permutation(np.concatenate(hand)), _rows(test, classes), classes
+            )
 
     def _label_sets(self, random: np.random.Generator) -> list[Labels]:
         """Return the classes of each client of quantity, anchors first."""
@@ -212,23 +214,23 @@ class PartitionSchemes(PartitionFields, ABC):
                 rarest[: self.classes_per_client - 1],
                 rarest[self.classes_per_client - 1 :],
             )
-            own = next(
+            labels = next(
                 (
-                    own
+                    labels
                     for last in rest
-                    if not self._kept_free(own := _sorted([*first, last]), anchors)
+                    if not self._kept_free(labels := _sorted([*first, last]), anchors)
                 ),
                 None,
             )
-            if own is None:
+            if labels is None:
                 raise DataError(
                     f"data.unseen.aligned: all label sets of {self.classes_per_client} of "
                     f"{self.classes} classes are reserved for them",
                     "Use other data.classes_per_client, data.anchor_classes or "
                     "data.unseen_anchors.",
                 )
-            holders[list(own)] += 1
-            sets.append(own)
+            holders[list(labels)] += 1
+            sets.append(labels)
         return sets
 
     def _anchor_sets(self, classes: Numbers, anchors: int) -> list[Labels]:
@@ -263,12 +265,12 @@ class PartitionSchemes(PartitionFields, ABC):
         """As many label sets as the group has clients, which nobody has yet. Raises DataError if
         there are not so many.
         """
-        random, wanted = self._random("unseen", group), self.unseen[group]
+        random, count = self._random("unseen", group), self.unseen[group]
         anchors, taken = (
             [part.labels for part in clients[: self.anchors]],
             {part.labels for part in clients},
         )
-        found: list[Labels] = []
+        label_sets: list[Labels] = []
         for _ in range(_DRAWS):
             if group == "aligned":
                 labels = _sorted(
@@ -285,19 +287,19 @@ class PartitionSchemes(PartitionFields, ABC):
                 )
             if labels not in taken:
                 taken.add(labels)
-                found.append(labels)
-            if len(found) == wanted:
-                return found
-        made = (
+                label_sets.append(labels)
+            if len(label_sets) == count:
+                return label_sets
+        kind = (
             f"{self.unseen_anchors} anchors' classes"
             if group == "aligned"
             else f"{self.classes_per_client} of {self.classes} classes"
         )
         raise DataError(
-            f"data.unseen.{group}: {wanted} clients, but only {len(found)} label sets of "
-            f"{made} were "
+            f"data.unseen.{group}: {count} clients, but only {len(label_sets)} label sets of "
+            f"{kind} were "
             f"found that no client has",
-            f"Use at most {len(found)}, or change how many classes clients have.",
+            f"Use at most {len(label_sets)}, or change how many classes clients have.",
         )
 
     def _published(self, train: Numbers) -> Numbers:
@@ -334,7 +336,7 @@ class PartitionSchemes(PartitionFields, ABC):
             if self.fraction is None
             else int(self.fraction * len(rows) + 1e-9)
         )
-        shares = [shuffled[np.isin(shuffled, own)][:size] for own in reserved]
+        shares = [shuffled[np.isin(shuffled, allowed)][:size] for allowed in reserved]
         left = shuffled[~np.isin(shuffled, np.concatenate([rows[:0], *shares]))]
         if self.fraction is None:
             return [*shares, *np.array_split(left, clients)]

@@ -183,31 +183,31 @@ class Section(BaseModel, ABC):
             else ""
         )
         arrays, left = self.enough(every, context)
-        said = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
-        said = "; ".join(filter(None, (said, encoder.said(arrays), left)))
-        found = federate(arrays, context, order_seed, said, encoder.maker)
+        description = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
+        description = "; ".join(filter(None, (description, encoder.description(arrays), left)))
+        federation = federate(arrays, context, order_seed, description, encoder.maker)
         files = {name: digest_of(path) for name, path in source.files.items()}
-        found = replace(
-            found, files=files, notes=(*not_read(source.skipped), *source.links, *notes)
+        federation = replace(
+            federation, files=files, notes=(*not_read(source.skipped), *source.links, *notes)
         )
         if not self.newcomers:
-            return found
+            return federation
         seen, new = (
-            {i: data for i, data in found.clients.items() if (i in self.newcomers) == new}
+            {i: data for i, data in federation.clients.items() if (i in self.newcomers) == new}
             for new in (False, True)
         )
         return replace(
-            found,
+            federation,
             clients=seen,
             unseen={NEW: new},
-            description=f"{found.description}, {len(new)} of them new",
+            description=f"{federation.description}, {len(new)} of them new",
         )
 
     def about(self) -> dict[str, Any]:
         """Return the fields that token ids may depend on, for the cache: not where texts are."""
-        found = self.model_dump(mode="json", exclude={"root", "path"})
+        fields = self.model_dump(mode="json", exclude={"root", "path"})
         # Sections of one's own have no field for it, and two of them must not share an entry.
-        return {"kind": own_name(type(self))} | found
+        return {"kind": own_name(type(self))} | fields
 
     def enough(
         self, arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int
@@ -268,14 +268,14 @@ class Section(BaseModel, ABC):
         return bounds[position] if isinstance(bounds, tuple) else bounds
 
 
-def choose(found: Iterable[str], wanted: Sequence[str], field: str, where: str) -> None:
+def choose(available: Iterable[str], names: Sequence[str], field: str, where: str) -> None:
     """Refuse wanted names that were not found.
 
     Raises:
         DataError: Naming the field, all unknown names, and the allowed ones.
     """
-    allowed = sorted(set(found))
-    if unknown := [name for name in wanted if name not in allowed]:
+    allowed = sorted(set(available))
+    if unknown := [name for name in names if name not in allowed]:
         raise DataError(
             f"data.{field}: {where} has no {', '.join(map(repr, unknown))}",
             f"Choose among: {', '.join(allowed)}.",

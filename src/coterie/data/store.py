@@ -35,8 +35,8 @@ class Tokenizer(Protocol):
 
 def default_cache() -> Path:
     """$COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie."""
-    if own := os.environ.get("COTERIE_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("COTERIE_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "coterie"
 
 
@@ -82,7 +82,7 @@ def stored(
         SaveError: The cache cannot be written.
     """
     entry = cache / key
-    if (found := _open(entry)) is None:
+    if (streams := _open(entry)) is None:
         try:
             _write(entry, dtype, *build())
         except OSError as error:
@@ -93,13 +93,13 @@ def stored(
             raise SaveError(
                 f"cannot write the token cache {entry}: {error.strerror}", remedy
             ) from error
-        found = _open(entry)
-    if found is None:
+        streams = _open(entry)
+    if streams is None:
         raise SaveError(
             f"the token cache {entry} is damaged right after it was written",
             "Set COTERIE_CACHE to a folder on another disk.",
         )
-    return found
+    return streams
 
 
 def _open(entry: Path) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ...]] | None:

@@ -101,7 +101,7 @@ class Language:
             *((TOPIC + t, topic) for t, topic in enumerate(self.topics)),
             *((PRIVATE, p) for p in self.private),
         ]
-        return {word: kind for kind, found in chains for word in found.words}
+        return {word: kind for kind, chain_of_kind in chains for word in chain_of_kind.words}
 
 
 class Synthetic(Section):
@@ -252,11 +252,12 @@ class Synthetic(Section):
 
     def _pool(self) -> Iterator[str]:
         """Words in an order of the seed's, without end: real ones, then pronounceable ones."""
-        made = chain.from_iterable(
+        pronounceable = chain.from_iterable(
             product(_SYLLABLES, repeat=syllables) for syllables in range(3, 9)
         )
         return chain(
-            _shuffled(_CONTENT.split(), Random(derive_seed(self.seed, "words"))), map("".join, made)
+            _shuffled(_CONTENT.split(), Random(derive_seed(self.seed, "words"))),
+            map("".join, pronounceable),
         )
 
     def _chain(self, words: Sequence[str], *purpose: int | str) -> Chain:
@@ -298,12 +299,12 @@ class Synthetic(Section):
     ) -> Iterator[str]:
         limits = list(accumulate(weights))
         while True:
-            found = chains[min(bisect(limits, random.random() * limits[-1]), len(chains) - 1)]
-            place = found.start(random)
-            yield found.words[place]
+            chosen = chains[min(bisect(limits, random.random() * limits[-1]), len(chains) - 1)]
+            place = chosen.start(random)
+            yield chosen.words[place]
             while random.random() >= 1 / self.phrase_words:
-                place = found.step(place, random)
-                yield found.words[place]
+                place = chosen.step(place, random)
+                yield chosen.words[place]
 
     def kinds(self, tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.integer]) -> Kinds:
         """Return the kind of each token of a text of this language: who knows what follows it.
@@ -319,7 +320,7 @@ class Synthetic(Section):
         spelled = _spelled(tokenizer, self.language().kinds())
         longest = max(map(len, spelled))
         tokens = tuple(map(int, ids))
-        found, place = np.full(len(tokens), NONE, dtype=np.int8), 0
+        token_kinds, place = np.full(len(tokens), NONE, dtype=np.int8), 0
         while place < len(tokens):
             lengths = (
                 length
@@ -328,9 +329,9 @@ class Synthetic(Section):
             )
             length = next(lengths, 0)
             if length:
-                found[place : place + length] = spelled[tokens[place : place + length]]
+                token_kinds[place : place + length] = spelled[tokens[place : place + length]]
             place += length or 1
-        return found
+        return token_kinds
 
 
 def _shuffled(words: Sequence[str], random: Random) -> list[str]:

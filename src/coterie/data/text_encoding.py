@@ -111,13 +111,13 @@ class TextEncoder:
         room = max(length - len(before) - len(behind), 0)
         return [[*before, *ids[:room], *behind] for ids in self.encode(texts)]
 
-    def found(self, text: str) -> list[str]:
+    def controls_in(self, text: str) -> list[str]:
         """Return the control tokens that stand in a text, in its order."""
         return self._pattern.findall(text)
 
     def count(self, value: Any) -> int:
         """Return how many control tokens stand in all texts of a value."""
-        return sum(len(self.found(text)) for text in _texts(value))
+        return sum(len(self.controls_in(text)) for text in _texts(value))
 
     def last_control(self, marked: str, end: int) -> int:
         """Return where the last control token begins in marked text before a place; 0 if none
@@ -133,7 +133,7 @@ class TextEncoder:
         """
         if self.control_tokens != "refuse":
             return
-        tokens = Counter(token for text in _texts(value) for token in self.found(text))
+        tokens = Counter(token for text in _texts(value) for token in self.controls_in(text))
         if tokens:
             raise DataError(
                 f"control tokens in the text: {', '.join(map(repr, tokens))}",
@@ -245,7 +245,11 @@ class TextEncoder:
             self._renamed.token_to_id(self._names.get(token.content, token.content)): int(i)
             for i, token in self.tokenizer.added_tokens_decoder.items()
         }
-        return {new: own for new, own in renamed.items() if new is not None and new != own}
+        return {
+            new: original
+            for new, original in renamed.items()
+            if new is not None and new != original
+        }
 
 
 REMEDY = (
@@ -254,7 +258,7 @@ REMEDY = (
 )
 
 
-def lacking(tokenizer: Any, id: int, rows: int) -> str:
+def missing_row(tokenizer: Any, id: int, rows: int) -> str:
     """Return that a base with so many rows in its embedding lacks a token, in words."""
     token = tokenizer.convert_ids_to_tokens(id)
     return f"the tokenizer has token {id} {token!r}, the base has {rows} rows"

@@ -67,7 +67,7 @@ class StreamEncoder(Protocol):
     def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
         """Return the arrays of splits as streams of the cache. Raises DataError."""
 
-    def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
+    def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return what was made of the documents, in words."""
 
 
@@ -121,7 +121,7 @@ class TextStreams(ABC):
             for batch in _batches(part.documents):
                 texts = [text for text, _ in batch]
                 for text in texts:
-                    controls.update(self.texts.found(text))
+                    controls.update(self.texts.controls_in(text))
                 yield from zip(self.texts.encode(texts), (last for _, last in batch), strict=True)
 
     def _notes(self, controls: Mapping[ClientId, Controls]) -> Iterator[str]:
@@ -152,7 +152,7 @@ class RunningText(TextStreams):
     def maker(self) -> MakeSplit:
         return token_split
 
-    def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
+    def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return nothing: it is what the word text says."""
         return ""
 
@@ -180,7 +180,7 @@ class SeparateDocuments(TextStreams):
     def maker(self) -> MakeSplit:
         return _document_split
 
-    def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
+    def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return how documents begin, in words."""
         begin = self.texts.tokenizer.decode(self.texts.begin)
         return f"each document begins with {begin}, as the base's texts do, and is read by itself"

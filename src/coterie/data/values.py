@@ -16,13 +16,13 @@ def plain(value: Any) -> Any:
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(own) for name, own in value.items()}
+        return {str(name): plain(part) for name, part in value.items()}
     for convert in ("as_py", "tolist"):  # of pyarrow, of NumPy
         if hasattr(value, convert):
             value = getattr(value, convert)()
             break
     if isinstance(value, list | tuple):
-        return [plain(own) for own in value]
+        return [plain(part) for part in value]
     return None if is_missing(value) else value
 
 
@@ -98,7 +98,9 @@ def class_names(rows: Iterable[Mapping[str, Any]], features: Any) -> Iterator[di
     """Yield rows of `datasets` with the names of class labels for their numbers; None for -1,
     which stands for none by convention.
     """
-    named = {name: own.int2str for name, own in features.items() if hasattr(own, "int2str")}
+    named = {
+        name: feature.int2str for name, feature in features.items() if hasattr(feature, "int2str")
+    }
     for row in rows:
         labels = {
             name: None if row[name] is None or row[name] < 0 else str(name_of(row[name]))

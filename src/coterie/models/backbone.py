@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.importing import uncollected
-from coterie.data.text_encoding import REMEDY, lacking
+from coterie.data.text_encoding import REMEDY, missing_row
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import (
     Architecture,
@@ -209,7 +209,7 @@ class Backbone:
         """Refuse token ids that the base has no row for in its embedding. Raises ModelError."""
         largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)
         if largest >= self.architecture.vocabulary:
-            problem = lacking(self.tokenizer, largest, self.architecture.vocabulary)
+            problem = missing_row(self.tokenizer, largest, self.architecture.vocabulary)
             raise ModelError(problem, REMEDY)
 
     @cached_property

@@ -132,7 +132,7 @@ class Encoder:
         """What makes a split of arrays."""
         return partial(_split, self.packing)
 
-    def said(self, arrays: Mapping[ClientId, Arrays]) -> str:
+    def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return what was made of the conversations, in words."""
         splits = [
             (own, name)

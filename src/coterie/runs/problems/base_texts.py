@@ -7,7 +7,7 @@ from coterie.data.chats import ChatSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.refusals import Refusals
 from coterie.data.splits import Split, TokenSplit
-from coterie.data.text_encoding import REMEDY, lacking
+from coterie.data.text_encoding import REMEDY, missing_row
 from coterie.models.backbone import Backbone
 
 
@@ -51,4 +51,4 @@ def _check(backbone: Backbone, split: Split) -> None:
     assert isinstance(split, TokenSplit | ChatSplit)
     largest, rows = int(split.tokens.max(initial=0)), backbone.architecture.vocabulary
     if largest >= rows:
-        raise DataError(lacking(backbone.tokenizer, largest, rows), REMEDY)
+        raise DataError(missing_row(backbone.tokenizer, largest, rows), REMEDY)
