@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
 from coterie.data.documents import Row, read_rows
-from coterie.data.fetching import OFFLINE, fetch, located
+from coterie.data.fetching import OFFLINE, Root, fetch, located
 from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
 from coterie.data.pretraining import seen_in_pretraining
 from coterie.data.section import Names, Section, Share, Source, TextFractions, Texts, choose, stamps
@@ -25,10 +25,7 @@ class Corpus(Section):
     variable COTERIE_DATA.
     """
 
-    root: Annotated[
-        Path | None,
-        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
-    ] = None
+    root: Root = None
     exclude_pretraining: Annotated[
         bool, Field(description="leave out what earlier embedded bases were pretrained on")
     ] = False
@@ -67,12 +64,8 @@ class AgNews(Corpus):
     ] = 0.1
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
-    clients: ClassVar[tuple[ClientId, ...]] = (
-        "world",
-        "sports",
-        "business",
-        "sci-tech",
-    )  # by label
+    # by label
+    clients: ClassVar[tuple[ClientId, ...]] = ("world", "sports", "business", "sci-tech")
 
     @property
     def title(self) -> str:
@@ -145,9 +138,8 @@ class _OneFile(Corpus):
         ),
     ] = None
 
-    columns: ClassVar[
-        tuple[str, ...]
-    ]  # of text; the first says whose a row is, and its plural is the recipe's field
+    # the first says whose a row is, and its plural is the recipe's field
+    columns: ClassVar[tuple[str, ...]]
 
     fractions: TextFractions = (0.8, 0.1, 0.1)
 

@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from coterie.core.errors import DataError
 from coterie.core.extras import require
@@ -23,6 +25,11 @@ _BUILDERS = {
 }
 
 Format = Literal["json", "parquet", "csv", "arrow", "text"]
+
+Root = Annotated[
+    Path | None,
+    Field(description="folder of data; null: the environment variable COTERIE_DATA"),
+]
 
 
 def local(dataset: str, remedy: str) -> Path | None:
@@ -90,6 +97,21 @@ def fetch(
                 **options,
             )
         return load_dataset(str(path or dataset), **options)
+
+
+def fetch_splits(
+    dataset: str, subset: str | None, splits: Sequence[str], columns: Sequence[str]
+) -> list[Any]:
+    """Return several splits of a data set of the Hub. Raises DataError if a column is missing."""
+    data = [fetch(dataset, subset, split, OFFLINE) for split in splits]
+    for part in data:
+        if missing := [column for column in columns if column not in part.column_names]:
+            problem = (
+                f"data set {dataset}: no column {', '.join(map(repr, missing))}, only "
+                f"{', '.join(part.column_names)}"
+            )
+            raise DataError(problem, OFFLINE)
+    return data
 
 
 @contextmanager

@@ -1,29 +1,26 @@
 """Federations of images, and how images that lie in files are read, decoded and kept."""
 
 import json
-import shutil
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
 
-from coterie.core.errors import DataError, SaveError
+from coterie.core.errors import DataError
 from coterie.core.extras import require
 from coterie.core.foreign import opened, path_of
 from coterie.data.federation import Federation
-from coterie.data.fetching import OFFLINE, fetch, located
+from coterie.data.fetching import Root, fetch_splits, located
 from coterie.data.partition import Labelled, Partitioner
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
-from coterie.data.store import default_cache, put_in_place
+from coterie.data.store import cached, default_cache
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 
@@ -36,9 +33,8 @@ class Images(Partitioner):
     things: ClassVar[str] = "images"
     shape: ClassVar[tuple[int, int, int]]  # channels, height, width
     classes: ClassVar[int]
-    mean: ClassVar[
-        tuple[float, ...]
-    ]  # of each channel, of the training images as published: known to all, learned from nobody
+    # of each channel, of the training images as published: known to all, learned from nobody
+    mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
 
     @abstractmethod
@@ -66,10 +62,7 @@ class StoredImages(Images):
     Hub: decoded once, then memory-mapped.
     """
 
-    root: Annotated[
-        Path | None,
-        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
-    ] = None
+    root: Root = None
 
     folder: ClassVar[str]  # below the root
     files: ClassVar[tuple[str, ...]] = tuple(f"{name}.parquet" for name in _FILES)  # in it
@@ -81,14 +74,7 @@ class StoredImages(Images):
             return self._stored(
                 cache, stamps(paths), lambda: [_read(path, self.columns) for path in paths]
             )
-        data = [fetch(self.dataset, None, name, OFFLINE) for name in _FILES]
-        for part in data:
-            if missing := [column for column in self.columns if column not in part.column_names]:
-                problem = (
-                    f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only "
-                    f"{', '.join(part.column_names)}"
-                )
-                raise DataError(problem, OFFLINE)
+        data = fetch_splits(self.dataset, None, _FILES, self.columns)
         prints = [part._fingerprint for part in data]
         return self._stored(
             cache,
@@ -115,27 +101,13 @@ class StoredImages(Images):
             [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
         )
         entry = cache / f"images-{blake2b(text.encode(), digest_size=16).hexdigest()}"
-        if (images := _open(entry)) is None:
-            decoded = [
-                self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)
-            ]
-            try:
-                _write(entry, Labelled(*decoded[0], *decoded[1]))
-            except OSError as error:
-                remedy = (
-                    "Free some space there, or name another folder in the environment variable "
-                    "COTERIE_CACHE."
-                )
-                raise SaveError(
-                    f"cannot write the image cache {entry}: {error.strerror}", remedy
-                ) from error
-            images = _open(entry)
-        if images is None:
-            raise SaveError(
-                f"the image cache {entry} is damaged right after it was written",
-                "Set COTERIE_CACHE to a folder on another disk.",
-            )
-        return images
+        return cached(entry, "image", _open, lambda folder: self._write(folder, tables()))
+
+    def _write(self, folder: Path, tables: Sequence[Any]) -> None:
+        parts = [self._decode(table, name) for table, name in zip(tables, _FILES, strict=True)]
+        images = Labelled(*parts[0], *parts[1])
+        for field in fields(Labelled):
+            np.save(folder / f"{field.name}.npy", getattr(images, field.name))
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
         """Return the images and labels of an Arrow table. Raises DataError naming the first invalid
@@ -209,17 +181,3 @@ def _open(entry: Path) -> Labelled | None:
         )
     except (OSError, ValueError):
         return None
-
-
-def _write(entry: Path, images: Labelled) -> None:
-    """Write an entry in a folder beside it, then rename it into place, unless another process
-    was faster.
-    """
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
-    try:
-        for field in fields(Labelled):
-            np.save(new / f"{field.name}.npy", getattr(images, field.name))
-        put_in_place(new, entry, _open)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)

@@ -14,7 +14,7 @@ from pydantic import Field
 from coterie.core.errors import DataError
 from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
-from coterie.data.fetching import OFFLINE, fetch, located
+from coterie.data.fetching import Root, fetch_splits, located
 from coterie.data.partition import Labelled, Partitioner
 from coterie.data.partition_fields import Positive
 from coterie.data.section import stamps
@@ -35,10 +35,7 @@ class LabelledTexts(Partitioner, ABC):
     the Hub. They are encoded once.
     """
 
-    root: Annotated[
-        Path | None,
-        Field(description="folder of data; null: the environment variable COTERIE_DATA"),
-    ] = None
+    root: Root = None
     examples: Annotated[
         Positive | None,
         Field(description="training texts to draw, the same number for each class; null: all"),
@@ -120,16 +117,7 @@ class LabelledTexts(Partitioner, ABC):
         """
         if paths := located(self.root, [f"{self.folder}/{name}.jsonl.gz" for name in _FILES]):
             return stamps(paths), lambda: [read_rows(path, self.columns) for path in paths]
-        data = [fetch(self.dataset, self.subset, name, OFFLINE) for name in _FILES]
-        for part in data:
-            if missing := [
-                column for column in self.hub_columns if column not in part.column_names
-            ]:
-                problem = (
-                    f"data set {self.dataset}: no column {', '.join(map(repr, missing))}, only "
-                    f"{', '.join(part.column_names)}"
-                )
-                raise DataError(problem, OFFLINE)
+        data = fetch_splits(self.dataset, self.subset, list(_FILES), self.hub_columns)
         return [part._fingerprint for part in data], lambda: [
             self.from_hub(part.select_columns(list(self.hub_columns))) for part in data
         ]

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,13 @@ Streams = Iterable[tuple[ClientId, str, Iterable[Tokens]]]  # client, split, the
 
 # characters encoded at a time, and of a text in one piece: a tokenizer takes 200 bytes for each
 LONGEST = 1_000_000
+
+NO_SPACE = (
+    "Free some space there, or name another folder in the environment variable COTERIE_CACHE."
+)
+
+
+T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
@@ -81,25 +88,58 @@ def stored(
     Raises:
         SaveError: The cache cannot be written.
     """
-    entry = cache / key
-    if (streams := _open(entry)) is None:
+    return cached(cache / key, "token", _open, lambda folder: _write(folder, dtype, *build()))
+
+
+def cached(
+    entry: Path, kind: str, read: Callable[[Path], T | None], write: Callable[[Path], None]
+) -> T:
+    """Return an entry of the cache; written first if it is missing or damaged.
+
+    Args:
+        entry: Its folder.
+        kind: What the cache holds, for messages.
+        read: Returns the entry in a folder; None if it is missing or damaged.
+        write: Writes it to an empty folder.
+
+    Raises:
+        SaveError: The cache cannot be written.
+    """
+    if (content := read(entry)) is None:
         try:
-            _write(entry, dtype, *build())
+            _replace(entry, read, write)
         except OSError as error:
-            remedy = (
-                "Free some space there, or name another folder in the environment variable "
-                "COTERIE_CACHE."
-            )
             raise SaveError(
-                f"cannot write the token cache {entry}: {error.strerror}", remedy
+                f"cannot write the {kind} cache {entry}: {error.strerror}", NO_SPACE
             ) from error
-        streams = _open(entry)
-    if streams is None:
+        content = read(entry)
+    if content is None:
         raise SaveError(
-            f"the token cache {entry} is damaged right after it was written",
+            f"the {kind} cache {entry} is damaged right after it was written",
             "Set COTERIE_CACHE to a folder on another disk.",
         )
-    return streams
+    return content
+
+
+def _replace(
+    entry: Path, read: Callable[[Path], object | None], write: Callable[[Path], None]
+) -> None:
+    """Write an entry in a folder beside it, then rename it into place, unless another process
+    was faster.
+    """
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    new = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
+    try:
+        write(new)
+        if read(entry) is None:
+            shutil.rmtree(entry, ignore_errors=True)
+        try:
+            os.rename(new, entry)
+        except OSError:
+            if read(entry) is None:
+                raise
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _open(entry: Path) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ...]] | None:
@@ -121,40 +161,20 @@ def _open(entry: Path) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ..
 
 
 def _write(
-    entry: Path, dtype: type[np.unsignedinteger], streams: Streams, notes: Iterable[str]
+    folder: Path, dtype: type[np.unsignedinteger], streams: Streams, notes: Iterable[str]
 ) -> None:
-    """Build an entry in a folder beside it, then rename it into place."""
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
-    try:
-        places, total = [], 0
-        with open(new / "tokens.bin", "wb") as file:
-            for client, split, pieces in streams:
-                start = total
-                for piece in pieces:
-                    file.write(piece.tobytes())
-                    total += len(piece)
-                places.append([client, split, start, total])
-        manifest = {
-            "dtype": np.dtype(dtype).name,
-            "tokens": total,
-            "streams": places,
-            "notes": list(notes),
-        }
-        (new / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        put_in_place(new, entry, _open)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
-def put_in_place(new: Path, entry: Path, read: Callable[[Path], object | None]) -> None:
-    """Put a complete entry into its place, unless another process was faster; `read` gives None
-    for one that is missing or damaged.
-    """
-    if read(entry) is None:
-        shutil.rmtree(entry, ignore_errors=True)
-    try:
-        os.rename(new, entry)
-    except OSError:
-        if read(entry) is None:
-            raise
+    places, total = [], 0
+    with open(folder / "tokens.bin", "wb") as file:
+        for client, split, pieces in streams:
+            start = total
+            for piece in pieces:
+                file.write(piece.tobytes())
+                total += len(piece)
+            places.append([client, split, start, total])
+    manifest = {
+        "dtype": np.dtype(dtype).name,
+        "tokens": total,
+        "streams": places,
+        "notes": list(notes),  # complete once the streams have been read
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
