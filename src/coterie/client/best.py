@@ -13,13 +13,13 @@ from coterie.core.metrics import better, metric_of
 from coterie.core.tensors import Tensors, all_finite
 
 _BEST, _SCORE, _ROUND = "best/", "best/score/", "best/round"  # of a client's state
-_MODEL = ("parameters/", "buffers", EXPERT_IDS)  # what keys begin with that make up a model
+_MODEL = ("parameters/", "buffers", EXPERT_IDS)  # prefixes of the keys of a model
 _SPLITS = ("valid", "test")
 
 
 def improves(client: BoundClient, valid: Tensor) -> bool:
-    """Whether a validation score, see `Client.score`, is better than that of the kept copy; an
-    equal one is not, so that the earliest of several stays.
+    """Return whether a validation score, see `Client.score`, is better than that of the kept copy.
+    Of equal ones the earliest stays.
     """
     if not all_finite({"valid": valid}):
         return False
@@ -28,12 +28,8 @@ def improves(client: BoundClient, valid: Tensor) -> bool:
 
 
 def remember(client: BoundClient, scores: Mapping[str, Tensor], round: int) -> None:
-    """Keep a copy of the model that the client has now, in place of a former one.
-
-    Args:
-        client: With its personal model bound.
-        scores: Of the valid and test sets, see `Client.score`.
-        round: Rounds that the run has done.
+    """Keep a copy of the client's model with its scores and the rounds done so far, in place of a
+    former one.
     """
     model = {key: t for key, t in client.state.items() if key.startswith(_MODEL)}
     client.state.update({f"{_BEST}{key}": t.detach().clone() for key, t in model.items()})

@@ -83,7 +83,7 @@ class Client(BoundClient):
         return self.training.experts.lr_at(self.position, self.total_iterations)
 
     def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
-        """One optimiser step of the tensors of these roles on the next batch of a split.
+        """Take one optimiser step of the tensors of these roles on the next batch of a split.
 
         Gradients are taken of these roles alone, so nothing leaks between the levels. A step of
         anything but the router or gate alone is a local iteration.
@@ -135,9 +135,7 @@ class Client(BoundClient):
     def _gradients(
         self, batch: Batch, roles: Sequence[Role], what: str = ""
     ) -> Sequence[list[Tensor]]:
-        """Return the gradients of the tensors of each role on a batch; what was measured is noted
-        under the roles, or `what`.
-        """
+        """Return the gradients of each role's tensors on a batch; note the loss under `what`."""
         wrt = [p for role in roles for p in self._parameters[role].values()]
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
         self._note(what or "+".join(roles), len(batch), stats)
@@ -146,7 +144,7 @@ class Client(BoundClient):
     def _by_role(
         self, gradients: Sequence[Tensor], roles: Sequence[Role]
     ) -> Sequence[list[Tensor]]:
-        """Gradients of all tensors of some roles, in parts."""
+        """Split the gradients of all tensors of some roles by role."""
         remaining = iter(gradients)
         return [list(islice(remaining, len(self._parameters[role]))) for role in roles]
 
@@ -154,10 +152,10 @@ class Client(BoundClient):
         self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int
     ) -> None:
         """One optimiser step of each role, along its gradients and those of `extra`."""
-        beside = extra() if extra else {}
+        extra_gradients = extra() if extra else {}
         for role, parts in gradients.items():
             terms = (
-                (gradient, beside.get(name))
+                (gradient, extra_gradients.get(name))
                 for name, gradient in zip(self._parameters[role], parts, strict=True)
             )
             flat = torch.cat(
@@ -181,7 +179,8 @@ class Client(BoundClient):
                 on, sanitizer.sample(on.windows, expected), wrt, "+".join(roles)
             )
             flat = sanitizer.gradient(parts, size, expected).to(self.model.device)
-        self.tokens += expected * self.data.train.context  # how many there were is a secret
+        # the number of rows that were sampled is a secret
+        self.tokens += expected * self.data.train.context
         pieces = zip(wrt, torch.split(flat, [p.numel() for p in wrt]), strict=True)
         return self._by_role([piece.view_as(p) for p, piece in pieces], roles)
 
@@ -197,7 +196,7 @@ class Client(BoundClient):
             yield gradients
 
     def _initial(self, roles: frozenset[Role]) -> Tensors:
-        """Return what the client's own tensors of these roles were before any data touched them."""
+        """Return the initial values of the client's tensors of these roles."""
         if roles not in self._untouched:
             seeds = {
                 role: initial_seed(self.seed, role, self.id)
@@ -216,11 +215,11 @@ class Client(BoundClient):
         self.tokens += rows * self.data.train.context
 
     def descend(self, role: Role, gradient: Tensor, at: int | None = None) -> None:
-        """One optimiser step of all values of a role along a gradient that is given, (d,).
+        """Take one optimiser step of all values of a role along a gradient, (d,).
 
         Args:
-            role: Whose values.
-            gradient: Of some objective at them.
+            role: The role.
+            gradient: The gradient of some objective at its values.
             at: Where the schedule stands, see `position`; default: at the last local iteration.
         """
         settings = self.training.optimiser(role)
@@ -230,13 +229,13 @@ class Client(BoundClient):
         )
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """Return the gradient of the client's loss elsewhere than at its own model: nothing of the
-        client changes, running statistics neither.
+        """Return the gradient of the client's loss at other values than its own, of which nothing
+        changes, running statistics neither.
 
         Args:
             values: (d,), all values of one role.
-            batch: Of the client's own data.
-            role: Which.
+            batch: A batch of the client's data.
+            role: The role.
 
         Returns:
             (d,) fp32.
@@ -270,9 +269,8 @@ class Client(BoundClient):
         return gradients_of
 
     def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """As `gradient_at`, of what is shared though it is not the client's own model.
-
-        Where examples are protected it is made by the sanitizer, on a batch of its own.
+        """As `gradient_at`, for values that are shared: where examples are protected the sanitizer
+        makes the gradient, on a batch of its own.
         """
         if self.sanitizer is None:
             return self.gradient_at(values, batch, role)

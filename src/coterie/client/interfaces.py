@@ -12,12 +12,11 @@ from coterie.core.tensors import Tensors
 from coterie.models.lora import LoRA
 
 Metrics = dict[str, object]
+Gradients = tuple[list[Tensor], dict[str, Tensor]]  # with what was measured: loss, balance
 
 
 class Trainable(Protocol):
-    """The trainable part of a model, grouped by role: what a server can know of it without a
-    backbone.
-    """
+    """The trainable part of a model by role, as a server knows it without a backbone."""
 
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
     def loras(self) -> Mapping[str, LoRA]: ...
@@ -29,9 +28,7 @@ class Trainable(Protocol):
 
 
 class Model(Protocol):
-    """The interface of a client's model. Its parameters and buffers are bound to the client's state
-    while a task runs.
-    """
+    """The interface of a client's model, which is bound to the client's state during a task."""
 
     @property
     def device(self) -> torch.device: ...
@@ -48,22 +45,16 @@ class Model(Protocol):
     def initial(self, role: Role, seed: int) -> Tensors: ...
     def gradient(
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
-    ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+    ) -> Gradients: ...
     def gradient_elsewhere(
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
-    ) -> tuple[list[Tensor], dict[str, Tensor]]: ...
+    ) -> Gradients: ...
+    # the embeddings of a batch by the common expert, if the model has one
     @property
-    def embed(
-        self,
-    ) -> (
-        Callable[[Any], Tensor] | None
-    ): ...  # a batch's embeddings by a common expert, where there is one
+    def embed(self) -> Callable[[Any], Tensor] | None: ...
+    # the gradients of each example, if the model can give them
     @property
-    def per_example(
-        self,
-    ) -> (
-        Callable[[Any, list[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None
-    ): ...  # None: it cannot
+    def per_example(self) -> Callable[[Any, list[nn.Parameter]], Gradients] | None: ...
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 

@@ -40,16 +40,15 @@ class Scheduled(BaseModel, ABC):
 
     @abstractmethod
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        """One step of `flat` in place. It is elementwise: a matrix whose rows are clients steps as
-        they do one by one.
+        """Take one step of `flat` in place. It is elementwise: the rows of a matrix, one for each
+        client, step as they do one by one.
 
         Args:
             flat: fp32, of any shape.
-            gradient: Of that shape.
+            gradient: The gradient, of the same shape.
             lr: The learning rate of this step.
-            memory: What the optimiser remembers, under keys that begin with `prefix`; started where
-                it is missing.
-            prefix: Of this tensor's keys.
+            memory: The optimiser's moments, started where they are missing.
+            prefix: The prefix of this tensor's keys in `memory`.
         """
 
 
@@ -126,7 +125,7 @@ class SGD(Scheduled):
 
 
 def _started(memory: State, key: str, like: Tensor) -> Tensor:
-    """Return what is remembered under a key; zeros at first."""
+    """Return the tensor under a key; zeros at first."""
     if key not in memory:
         memory[key] = torch.zeros_like(like)
     return memory[key]

@@ -25,13 +25,13 @@ from coterie.models.pool_layout import ABSENT
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method
 # freezes at its initial value.
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
-POOL_ROLES = (EXPERT, GATE)  # of these a client has nothing until something comes from the server
-EXPERT_IDS = "experts"  # which of a pool's experts are in a client's slots
+POOL_ROLES = (EXPERT, GATE)  # zeros at a client until the server sends some
+EXPERT_IDS = "experts"  # the numbers of the experts in a client's slots
 
 
 @dataclass
 class BoundClient:
-    """A client's state with a model that is bound to it; see `Client`."""
+    """A client's state with a model that is bound to it, see `Client`."""
 
     id: ClientId
     model: Model
@@ -48,8 +48,8 @@ class BoundClient:
         self.bind()
 
     def bind(self) -> None:
-        """Make the model this client's: its parameters and buffers become views of `state`.
-        Another client of its layout takes it over.
+        """Make the model's parameters and buffers views of `state`, until another client of this
+        layout is bound to it.
         """
         for role in OWNED:
             if named := self._parameters[role]:
@@ -112,7 +112,7 @@ class BoundClient:
 
     @property
     def sample_count(self) -> Tensor:
-        """The same as a tensor, (): what a server weighs by."""
+        """`windows` as a tensor, (): the client's weight in a mean by samples."""
         return torch.tensor(self.windows)
 
     def independent_stream(self, purpose: str) -> Split:
@@ -139,8 +139,8 @@ class BoundClient:
         return self._splits[name]
 
     def embeddings(self, split: Split) -> Tensor:
-        """(windows, e): what the common expert makes of a split's rows; computed once, and kept
-        in the client's state.
+        """Return the common expert's embeddings of a split's rows, (windows, e); computed once, and
+        kept in the client's state.
         """
         key, embed = f"embeddings/{split.name}", self.model.embed
         if key not in self.state:
@@ -216,8 +216,8 @@ class BoundClient:
         return named
 
     def _unflatten(self, like: Named, flat: Tensor, what: str) -> Tensors:
-        """One vector, (d,), as tensors of these names and shapes. Raises TensorError if its
-        length is another.
+        """Return one vector, (d,), as tensors of the names and shapes of `like`. Raises TensorError
+        if its length is another.
         """
         sizes = [t.numel() for t in like.values()]
         check_alike(

@@ -70,7 +70,7 @@ class InProcess(LocalEngine):
         states = self.kept.together(list(ask.to), self._most)
         rows = self.site.training.batch_size
         steps = {self.method.steps_of(self.site.data[i].train.windows, rows) for i in ask.to}
-        if states is None or len(steps) > 1:
+        if states is None or len(steps) != 1:
             return None
         (round_steps,) = steps
         total = self.method.rounds * round_steps

@@ -118,7 +118,9 @@ def few(reply: Named) -> bool:
 
 
 def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
-    """Return what a device sends for any number of the exchange; None: it refuses."""
+    """Return the tensors that a device sends, whatever the number of the exchange; None if it
+    refuses.
+    """
     name, client, sent, reply = message
     out: list[Tensors | None] = []
     for phase in (0, -1, -2):

@@ -192,7 +192,7 @@ def resumed_run_ends_the_same(method: Method, world: World) -> None:
 
 @clause("a client that is not drawn keeps its state, and its part of the server's state")
 def absent_client_keeps_everything(method: Method, world: World) -> None:
-    """Check what there is of a client before and after a round in which it takes no part."""
+    """Compare a client's tensors before and after a round in which it takes no part."""
     method = longer(method)
     run = Run(method, world.one_by_one)
     if method.centralized:
@@ -225,8 +225,8 @@ def some_clients_a_round(method: Method, world: World) -> None:
 
 @clause("where clients join and leave, `round` does with those that are there, on every engine")
 def clients_come_and_go(method: Method, world: World) -> None:
-    """Check a run that one client joins late and another leaves for a round, on all engines, and
-    resumed: nothing is asked of who is away, and it keeps its state.
+    """Check a run that one client joins late and another leaves for a round, on all engines and
+    resumed: absent clients get no request and keep their states.
     """
     if not method.dynamic_membership:
         raise NotApplicable("it needs all clients from the start, see `dynamic_membership`")
@@ -243,9 +243,7 @@ def clients_come_and_go(method: Method, world: World) -> None:
 
 
 def _round_of_those_there(run: Run) -> None:
-    """Do a round; require that nothing is asked of the other clients, and that they keep their
-    states.
-    """
+    """Run a round; require that absent clients get no request and keep their states."""
     present, what = coming_and_going(run.clients, run.round), f"round {run.round + 1}"
     before = {
         i: {name: tensor.clone() for name, tensor in state.items()}
@@ -317,7 +315,7 @@ def one_client_alone(method: Method, world: World) -> None:
 
 
 def _require_same_updates(client: Client, down: Tensors, trained: Tensors) -> None:
-    """Factors may come back in another basis: the update is the same."""
+    """Compare updates B A, since factors may come back in another basis."""
     for module in client.loras:
         product = down[f"{module}.B"] @ down[f"{module}.A"]
         expected = trained[f"{module}.B"] @ trained[f"{module}.A"]
