@@ -1,4 +1,4 @@
-"""Sections whose rows name their client in a column; what becomes of clients with too little."""
+"""Sections whose rows name their client in a column, and clients with too little text."""
 
 import re
 from collections import Counter
@@ -61,7 +61,7 @@ class ByClient(ChatFields):
         return self
 
     def columns(self, available: Sequence[str]) -> Sequence[str]:
-        """Return which columns hold what clients say, of those that there are."""
+        """Return the available columns that hold text or conversations."""
         if self.content == "text":
             return (self.text_column,)
         if self.chat_column is not None:
@@ -69,12 +69,12 @@ class ByClient(ChatFields):
         return [name for name in COLUMNS if name in available] or COLUMNS[:1]
 
     def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
-        """Return the documents of each client in splits; none of rows without a client or text.
+        """Return the documents of each client in splits, of rows that have a client and text.
 
         Args:
-            rows: Each with where it stands.
+            rows: Each with its file and number.
             where: The table, for messages.
-            notes: Takes what is left out, in words.
+            notes: Gets a sentence for each kind of row that is left out.
 
         Raises:
             DataError: A column is missing, or rows have other values than names and texts.
@@ -95,8 +95,8 @@ class ByClient(ChatFields):
     def _owned(
         self, rows: Iterable[Row], where: str, owners: list[str], left_out: LeftOut
     ) -> Iterator[Row]:
-        """Yield the rows that have a client, whose name goes to `owners`; behind the last one, see
-        that no column was missing in all of them.
+        """Yield the rows that have a client and append its name to `owners`; then refuse a table
+        in which no row has a required column.
         """
         columns: dict[str, None] = {}
         for place, row in rows:
@@ -166,11 +166,11 @@ class ByClient(ChatFields):
         return {**large, OTHERS: together}, f"merged into {OTHERS!r}: {_named(small)}"
 
     def _lack(self, streams: Mapping[str, Tokens], context: int) -> str:
-        """Return what a client has too little of; "" for one that has enough."""
+        """Return what a client has too little of; "" if it has enough."""
         if self.least_tokens is not None and len(streams["train"]) < self.least_tokens:
             return f"train has {len(streams['train']):,} of {self.least_tokens:,} tokens"
         for name in SPLITS:
-            lengths = streams.get(f"{name}.lengths")  # of what is read by itself, not running text
+            lengths = streams.get(f"{name}.lengths")  # of separate documents; running text has none
             if lengths is not None and not len(lengths):
                 what = "conversation" if self.content == "chats" else "text"
                 return f"{name} has no {what}: {few(streams)}"
@@ -186,7 +186,7 @@ _REMEDY = (
 
 
 def _named(small: Mapping[ClientId, str]) -> str:
-    """Return clients with what they lack, the first ones."""
+    """Return the first small clients, each with what it has too little of."""
     shown = [f"{id} ({why})" for id, why in list(small.items())[:SHOWN]]
     return ", ".join(shown) + (f" and {len(small) - SHOWN:,} more" if len(small) > SHOWN else "")
 

@@ -1,5 +1,5 @@
-"""Canaries: random texts planted in clients' training data by coin flips, to measure what of them a
-trained model gives away.
+"""Canaries: random texts planted in clients' training data by coin flips, to measure how much of
+them a trained model reveals.
 
 Carlini et al., "The Secret Sharer: Evaluating and Testing Unintended Memorization in Neural
 Networks", USENIX Security 2019.
@@ -87,7 +87,7 @@ class Canaries:
     windows: Numbers
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values of which `from_json` makes the same."""
+        """Return the candidates as JSON values, for `from_json`."""
         return {
             name: getattr(self, name).tolist()
             for name in ("prefix", "tokens", "planted", "windows")
@@ -95,9 +95,7 @@ class Canaries:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Canaries":
-        """Make the candidates of what `to_json` gave. Raises ValueError or KeyError for anything
-        else.
-        """
+        """Read what `to_json` wrote. Raises ValueError or KeyError for anything else."""
         prefix, tokens, windows = (
             np.array(values[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
         )
@@ -128,7 +126,7 @@ class PlantedCanaries:
 
     @classmethod
     def from_json(cls, values: Any) -> "PlantedCanaries":
-        """Return what `to_json` gave. Raises CheckpointError for anything else."""
+        """Read what `to_json` wrote. Raises CheckpointError for anything else."""
         try:
             canaries = {
                 i: Canaries.from_json(of_client) for i, of_client in values["clients"].items()
@@ -152,21 +150,21 @@ def plant(
     """Plant canaries in the training text of every client.
 
     Every candidate has `repeats` places, each within a training window of its own. A coin flip
-    decides whether `begin prefix tokens end` stands there or the client's own text stays. So a flip
-    changes these windows and nothing else: neither their number nor their order. All is drawn from
-    the two seeds: whoever has both and the data finds the same.
+    decides whether `begin prefix tokens end` replaces the client's own text there. A flip changes
+    only these windows: neither their number nor their order. The draws depend on the two seeds and
+    the data alone, so they can be repeated.
 
     Args:
         federation: Of texts, not conversations.
         audit: How many, how long, how often.
         seed: The run's.
         vocabulary: The ids that random tokens are drawn from.
-        begin: The ids that are before every document; of running text, those of `end`.
-        end: The id behind every document; none where the tokenizer has none.
+        begin: The ids before every document; for running text, those of `end`.
+        end: The id behind every document; empty if the tokenizer has no end token.
 
     Returns:
         The federation with planted training splits; each client's candidates; and (references, k)
-        random parts that nobody has.
+        random parts that no client has.
 
     Raises:
         DataError: A window is too short for a canary, or there are fewer windows than places.
@@ -206,11 +204,8 @@ def _planted(
     planted: npt.NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> tuple[TokenSplit | ChatSplit, Numbers]:
-    """Return the split with those of (m, l) pieces that are planted, and the numbers of their
-    windows; all of them have a place.
-
-    Raises:
-        DataError: They do not fit.
+    """Return the split with the planted ones of (m, l) pieces, and the numbers of their windows.
+    Pieces that are not planted occupy a window, too. Raises DataError if there are too few.
     """
     count, length = pieces.shape if len(pieces) else (0, 0)
     if length >= split.context:
@@ -234,8 +229,8 @@ def _planted(
 
 
 def _first_tokens(split: TokenSplit | ChatSplit, length: int) -> dict[int, int]:
-    """Return where the text begins that a canary of some tokens may stand in, by window: of several
-    documents in one, the longest.
+    """Return the first token that a canary of this length may replace in each window: that of its
+    longest document.
     """
     if isinstance(split, TokenSplit):
         return {number: number * split.context for number in range(split.windows)}

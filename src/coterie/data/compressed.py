@@ -9,12 +9,8 @@ from typing import Any, cast
 from coterie.core.errors import DataError
 from coterie.core.foreign import opened
 
-_PLAIN, _RATIO = (
-    64 << 20,
-    100,
-    # bytes that any gzip file may become, and how many times its size; text is a tenth or a fifth
-    # of itself
-)
+_PLAIN = 64 << 20  # bytes that any gzip file may expand to
+_RATIO = 100  # times its size that a larger one may expand to; text compresses to a tenth or more
 
 
 def binary(path: Path) -> io.BufferedReader:
@@ -25,8 +21,8 @@ def binary(path: Path) -> io.BufferedReader:
 
 
 class _Bounded(gzip.GzipFile):
-    """A gzip file that is refused once it has expanded so much that it cannot be data: a few
-    kilobytes can expand to any number of gigabytes.
+    """A gzip file that is refused once it expands beyond a limit: a few kilobytes can expand to
+    gigabytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +46,7 @@ def decompressed(path: Path) -> bytes:
     """Return the content of a gzip file.
 
     Raises:
-        DataError: It would expand so much that it cannot be data.
+        DataError: It would expand too much.
         OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
     """
     with _Bounded(path) as file:

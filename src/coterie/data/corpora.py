@@ -33,11 +33,8 @@ class Corpus(Section):
     files: ClassVar[tuple[str, ...]]  # below the root
 
     def located_files(self) -> dict[str, Path]:
-        """Find the corpus's files, and say whose they are: `data.root/<file>` or
-        `COTERIE_DATA/<file>`; none if no folder is named.
-
-        Raises:
-            DataError: A folder is named, but files are missing below it.
+        """Return the corpus's files as `data.root/<file>` or `COTERIE_DATA/<file>`; none if no
+        folder is named. Raises DataError if files are missing below the folder.
         """
         whose = "data.root" if self.root else "COTERIE_DATA"
         return {
@@ -113,10 +110,10 @@ class AgNews(Corpus):
 
 
 def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
-    """As many disjoint uniform mixtures of the categories as there are categories.
+    """Return disjoint uniform mixtures of the categories, as many as there are categories.
 
-    Categories take turns, so that whatever part of a mixture a token bound leaves is uniform as
-    well. The smallest category decides how long they are.
+    Categories take turns, so that a mixture cut by a token bound stays uniform. The smallest
+    category decides their length.
     """
     count = len(categories)
     share = min(map(len, categories)) // count
@@ -125,8 +122,8 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class _OneFile(Corpus):
-    """A corpus of one file, whose rows name their client. A checkout of the repository has a
-    part of it, which is found by itself.
+    """A corpus of one file, whose rows name their client; a checkout of the repository has a part
+    of it.
     """
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
@@ -150,20 +147,16 @@ class _OneFile(Corpus):
 
     @property
     def cells(self) -> Mapping[str, Sequence[ClientId]]:
-        """What kinds of text there are, and the clients who share the documents of each: one,
-        unless a corpus has more.
-        """
+        """The clients that share the documents of each kind of text; one each by default."""
         return {name: (name,) for name in self.names}
 
     def parts(self, row: Row) -> Mapping[str, str]:
-        """Return what of a row's text is of which kind."""
+        """Return the parts of a row's text by their kind."""
         return {row[self.columns[0]]: row["text"]}
 
     @abstractmethod
     def document(self, row: Row) -> tuple[str, Document]:
-        """Return the corpus's name for `seen_in_pretraining`, and the document of a row with the
-        key that it has there.
-        """
+        """Return the corpus and the document of a row, as `seen_in_pretraining` names them."""
 
     def source(self) -> Source:
         files = self.located_files() or in_checkout(self.files)
@@ -285,7 +278,7 @@ class Multilingual(_OneFile):
         return self
 
     def parts(self, row: Row) -> Mapping[ClientId, str]:
-        """With topics: the sentences that hold a word of one topic, and of no other."""
+        """Return the sentences with words of exactly one topic, by topic; without topics all."""
         if not self.topics:
             return super().parts(row)
         language, by_client = row["language"], dict[ClientId, list[str]]()

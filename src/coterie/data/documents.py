@@ -22,7 +22,7 @@ _BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<
 
 
 def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
-    """Return the rows of a JSON-lines file, with the columns asked for; blank lines are skipped.
+    """Return these columns of the rows of a JSON-lines file; blank lines are skipped.
 
     Raises:
         DataError: As `plain_text.read_text`, or lines that are not JSON objects or lack a column of
@@ -37,10 +37,10 @@ def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> lis
     Args:
         paths: The files.
         text_column: The column of tables that has the text.
-        left_out: Takes the rows that have none.
+        left_out: Counts the rows without text.
 
     Raises:
-        DataError: All that is wrong with any of them.
+        DataError: All mistakes in all files.
     """
     texts: list[str] = []
     with Refusals() as refusals:
@@ -74,8 +74,8 @@ def _texts(path: Path, column: str, left_out: LeftOut) -> Iterator[str]:
 def cut(
     text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _BOUNDARIES
 ) -> list[str]:
-    """Consecutive chunks of about `size` characters (at most twice that), cut at blank lines
-    where there are any; nothing is lost.
+    """Cut a text into consecutive chunks of about `size` characters (at most twice that), at blank
+    lines if it has any.
     """
     if not boundaries:
         return [text[start : start + size] for start in range(0, len(text), size)]

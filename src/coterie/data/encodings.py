@@ -1,4 +1,4 @@
-"""Why a file is no UTF-8 text: its kind by its first bytes, or its encoding by statistics."""
+"""Diagnosis of files that are not UTF-8 text: by their first bytes, or by statistics."""
 
 import codecs
 import io
@@ -11,7 +11,7 @@ from pathlib import Path
 from coterie.core.errors import DataError
 from coterie.data.compressed import binary
 
-SAMPLE = 1 << 16  # bytes that are looked at
+SAMPLE = 1 << 16  # bytes to examine
 
 MARKS = (  # those of UTF-32 begin with those of UTF-16
     (codecs.BOM_UTF8, "utf-8-sig"),
@@ -62,7 +62,7 @@ def encoding_of(path: Path, beginning: bytes) -> str:
     """Return the encoding that the first bytes of a file mark; UTF-8 without a mark.
 
     Raises:
-        DataError: They are of no text, or of UTF-16 without a mark.
+        DataError: The file is not text, or is UTF-16 without a mark.
     """
     if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
         raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
@@ -114,13 +114,13 @@ def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
 
 
 def _mostly_utf8(sample: bytes) -> bool:
-    """Whether there are more characters of UTF-8 beyond ASCII than bytes that are none."""
+    """Whether more characters beyond ASCII are valid UTF-8 than not."""
     beyond = [c for c in sample.decode("utf-8", "surrogateescape") if not c.isascii()]
     return 2 * sum("\udc80" <= c <= "\udcff" for c in beyond) < len(beyond)
 
 
 def _detected(path: Path, sample: bytes) -> str:
-    """Return what iconv calls the encoding of a file; "" where it cannot be told for sure.
+    """Return iconv's name of a file's encoding; "" if it is uncertain.
 
     Args:
         path: The file, all of which must be in that encoding.
@@ -152,8 +152,8 @@ def _detected(path: Path, sample: bytes) -> str:
 
 
 def _mixed(text: str) -> bool:
-    """Whether words of text have Latin letters beside Cyrillic or Greek ones, or characters of
-    control, as a wrong encoding makes of accents and quotes.
+    """Whether words mix Latin with Cyrillic or Greek letters, or have control characters: signs of
+    a wrong encoding.
     """
     beside = _BESIDE_LATIN.findall(text)
     foreign = [c for c in "".join(beside) if unicodedata.name(c, "").startswith(_UNLIKE_LATIN)]
@@ -161,7 +161,7 @@ def _mixed(text: str) -> bool:
 
 
 def _command(encoding: str, path: Path) -> str:
-    """Return what converts a file to UTF-8."""
+    """Return the shell command that converts a file to UTF-8."""
     old, convert = shlex.quote(str(path)), f"iconv -f {encoding} -t UTF-8"
     if path.suffix.lower() == ".gz":
         return f"gunzip -c {old} | {convert} | gzip > NEW && mv NEW {old}"

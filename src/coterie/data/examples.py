@@ -25,7 +25,7 @@ class Examples:
     Args:
         x: (B, C, H, W) float32, normalised; or (B, T) int64 token ids, -1 behind the end.
         y: (B,) int64.
-        embedding: (B, e) float32, what a common expert makes of x; None without one.
+        embedding: (B, e) float32, the common expert's embedding of x; None without one.
     """
 
     x: Tensor
@@ -44,7 +44,7 @@ class Examples:
         )
 
     def split(self, rows: int) -> "list[Examples]":
-        """In order, at most `rows` examples each."""
+        """Split into batches of at most `rows` examples, in order."""
         return [self.at(slice(start, start + rows)) for start in range(0, len(self), rows)]
 
 
@@ -58,15 +58,15 @@ class ExampleSplit(SplitBase):
 
     Args:
         name: "train", "valid" or "test", also the key of the client's cursor; or "public".
-        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, of which 255 counts as
-            1, or float32. Texts: (N, T) int64 token ids, -1 behind the end.
+        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, scaled by 1 / 255, or
+            float32. Texts: (N, T) int64 token ids, -1 behind the end.
         labels: (N,) int64, one for each of `inputs`, as this client calls them.
-        rows: (n,) int64, which of `inputs` are the client's.
+        rows: (n,) int64, the client's rows of `inputs`.
         seed: Fixes the order of the endless walk.
-        mean: Of each channel of images, subtracted.
-        std: Of each channel of images, divided by.
-        classes: Labels are below it.
-        embeddings: (n, e) float32, what a common expert makes of each row; see `embedded`.
+        mean: The mean of each channel of images.
+        std: The standard deviation of each channel of images.
+        classes: The number of classes; labels are below it.
+        embeddings: (n, e) float32, the common expert's embedding of each row; see `embedded`.
 
     Raises:
         DataError: There is no example, a row or a label is out of range, or an input is not finite
@@ -141,7 +141,7 @@ class ExampleSplit(SplitBase):
 
     @property
     def predictions(self) -> int:
-        """One for each example."""
+        """Predictions of one epoch: one for each example."""
         return len(self.rows)
 
     def __len__(self) -> int:
@@ -158,7 +158,7 @@ class ExampleSplit(SplitBase):
         return (1 / (unit * std)).float(), (-mean / std).float()
 
     def _normalised(self, inputs: npt.NDArray[Any]) -> Tensor:
-        """Return some inputs as a network wants them; the array may be overwritten."""
+        """Return inputs normalised for a network. May overwrite the array."""
         x = torch.from_numpy(inputs)
         if self._tokens:
             return x
@@ -174,14 +174,14 @@ class ExampleSplit(SplitBase):
         )  # indexing by an array copies
 
     def digest(self) -> str:
-        """SHA-256 of the inputs and labels that are the client's."""
+        """Return the SHA-256 of the client's inputs and labels."""
         sha256 = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
         for start in range(0, len(self.rows), _HASHED):
             sha256.update(np.ascontiguousarray(self.inputs[self.rows[start : start + _HASHED]]))
         return sha256.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
-        """Return the rows of several batches, one behind the other, in another order."""
+        """Return the rows of concatenated batches in another order."""
         embeddings = [batch.embedding for batch in batches if batch.embedding is not None]
         behind = Examples(
             torch.cat([batch.x for batch in batches]),
@@ -191,7 +191,7 @@ class ExampleSplit(SplitBase):
         return behind.at(torch.from_numpy(order))
 
     def embedded(self, embeddings: Tensor) -> Self:
-        """Return the same examples with their embeddings, which batches carry from then on.
+        """Return the same examples with embeddings, which their batches carry.
 
         Args:
             embeddings: (windows, e) float32, in the order of `scoring`.
@@ -216,6 +216,6 @@ class ExampleSplit(SplitBase):
         return twin
 
     def scoring(self, rows: int) -> Iterator[Examples]:
-        """Every example once, in order, at most `rows` at a time."""
+        """Yield every example once, in order, at most `rows` at a time."""
         for start in range(0, len(self), rows):
             yield self.take(np.arange(start, min(start + rows, len(self))))

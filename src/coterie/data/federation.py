@@ -17,11 +17,7 @@ _SHOWN = 120  # characters of an id that a message shows
 
 
 def check_id(id: ClientId) -> None:
-    """Refuse an id that is no name of a client, see `names.mistake`.
-
-    Raises:
-        DataError: Saying why.
-    """
+    """Refuse an invalid client id; see `names.mistake`. Raises DataError."""
     if mistake := names.mistake(id):
         shown = repr(id) if len(id) <= _SHOWN else f"{id[:_SHOWN]!r}..."
         signs = " ".join(names.SIGNS.strip())
@@ -51,12 +47,11 @@ class ClientInfo:
     """The facts about one client that a data section knows without its data.
 
     Args:
-        position: Its place among all clients, the unseen ones behind the others; None where that
-            depends on the data.
-        group: The group of unseen clients that it is of; empty for one that trains.
-        cluster: Its true cluster; None where there are none.
-        anchor: Which expert it is tied to; None for one that is no anchor.
-        classes: Its labels are below that; None where there are no labels.
+        position: Its place among all clients, unseen ones last; None if it depends on the data.
+        group: Its group of unseen clients; empty for one that trains.
+        cluster: Its true cluster; None without clusters.
+        anchor: The expert that it is tied to; None for other clients.
+        classes: The number of classes; None without labels.
     """
 
     position: int | None = None
@@ -80,23 +75,20 @@ class Federation:
 
     Args:
         clients: By id, in the order that per-client lists of a recipe refer to.
-        description: One line: what the data are.
-        clusters: The number of the cluster that each client truly belongs to; None where there are
-            no clusters, or nobody knows them.
-        anchors: Clients that are tied to an expert each, the q-th to expert q.
-        labels: The classes that each client has, seen or unseen, in rising order; empty where they
-            are unknown.
-        unseen: Groups of clients that never take part in training and are only scored, by name.
-            They have all three splits like anybody.
+        description: The data in one line.
+        clusters: The true cluster of each client; None if there are none or they are unknown.
+        anchors: Clients that are each tied to an expert, the q-th to expert q.
+        labels: The classes of each client, seen or unseen, in rising order; empty if unknown.
+        unseen: Groups of clients that never train and are only scored, by name. They have all three
+            splits, too.
         public: Examples that no client has, on which a common expert may be trained.
-        files: SHA-256 of the files that the texts of a named corpus are from, by whose they are and
-            their paths.
+        files: SHA-256 of the files of a named corpus, by the names in `Source.files`.
         open: Whether others may join while it is trained, as devices do.
         notes: Sentences about the data that people should read before training.
 
     Raises:
-        DataError: No clients at all, an id that is not valid or that two clients have, be it in
-            other capitals, or an anchor that is no client or is named twice.
+        DataError: No clients, an invalid id, ids that are equal but for case, or an anchor that is
+            no client or is named twice.
     """
 
     clients: Mapping[ClientId, ClientData]
@@ -143,7 +135,7 @@ class Federation:
 
     @property
     def everyone(self) -> dict[ClientId, ClientData]:
-        """The clients, and behind them the unseen ones of all groups, by id."""
+        """All clients by id, unseen ones last."""
         return {
             id: data
             for group in (self.clients, *self.unseen.values())

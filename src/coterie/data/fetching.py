@@ -1,4 +1,4 @@
-"""Find data in files below a root, or fetch them from the Hugging Face Hub."""
+"""Files of data below a root, or from the Hugging Face Hub."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ Root = Annotated[
 
 
 def local(dataset: str, remedy: str) -> Path | None:
-    """Return the folder or file of a local data set; None of one on the Hub. Raises DataError for a
-    path that does not exist.
+    """Return the folder or file of a local data set; None for one on the Hub. Raises DataError for
+    a path that does not exist.
     """
     path = Path(dataset).expanduser()
     if not path.exists() and dataset.startswith((".", "/", "~")):
@@ -50,8 +50,8 @@ def files_of(path: Path | None) -> list[Path]:
 
 
 def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
-    """Files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
-    DataError with all that are missing.
+    """Return files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
+    DataError with all missing files.
     """
     name = root or os.environ.get("COTERIE_DATA")
     if not name:
@@ -76,11 +76,8 @@ def fetch(
     revision: str | None = None,
     format: Format | None = None,
 ) -> Any:
-    """One split of a data set of the Hub or of a local folder or file: a `datasets.Dataset`, or an
-    `IterableDataset` if streamed.
-
-    Raises:
-        DataError: It cannot be had, with `remedy`.
+    """Return one split of a data set of the Hub or of a local folder or file: a
+    `datasets.Dataset`, or an `IterableDataset` if streamed. Raises DataError with `remedy`.
     """
     require(f"data set {dataset}", "hub")
     from datasets import load_dataset
@@ -116,7 +113,7 @@ def fetch_splits(
 
 @contextmanager
 def _refused(dataset: str, path: Path | None, remedy: str) -> Iterator[None]:
-    """Refuse a data set for whatever its readers raise."""
+    """Raise a DataError for any error of the readers of a data set."""
     try:
         yield
     except DataError:
@@ -136,12 +133,12 @@ def tables(
     revision: str | None = None,
     streaming: bool = False,
 ) -> list[Path] | None:
-    """Return the files of one split of a data set of CSV, TSV or JSON, which `coterie.data.rows`
-    reads as they stand, while `datasets` guesses types and merges what is unlike.
+    """Return the files of one split of a data set of CSV, TSV or JSON, for `coterie.data.rows`,
+    which reads them exactly: `datasets` would guess types and merge columns.
 
-    Those on the Hub are downloaded first, but for JSON that is streamed, which `datasets` reads
-    without guessing. None for this, for data of other kinds, and where their authors say how they
-    are read. Raises DataError, with `remedy`.
+    Files on the Hub are downloaded first. Returns None for streamed JSON, which `datasets` reads
+    without guessing, for other formats, and if the authors specify how the data are read. Raises
+    DataError with `remedy`.
     """
     require(f"data set {dataset}", "hub")
     path = local(dataset, remedy)
@@ -171,14 +168,14 @@ def tables(
 
 
 def _described(dataset: str, subset: str | None, revision: str | None) -> Any:
-    """Return what `datasets` knows of a data set; without a network, of what was downloaded."""
+    """Return the builder of a data set; without a network, of its downloaded copy."""
     from datasets import load_dataset_builder
     from huggingface_hub import snapshot_download
 
     try:
         return load_dataset_builder(dataset, subset, revision=revision)
     except ConnectionError:
-        with suppress(FileNotFoundError):  # and OSErrors of huggingface_hub that are such
+        with suppress(FileNotFoundError):  # also raised by huggingface_hub as an OSError
             folder = snapshot_download(
                 dataset, repo_type="dataset", revision=revision, local_files_only=True
             )
@@ -187,7 +184,7 @@ def _described(dataset: str, subset: str | None, revision: str | None) -> Any:
 
 
 def _as_it_is(builder: Any) -> bool:
-    """Whether the authors of a data set neither name types nor say how its files are read."""
+    """Whether the authors of a data set specify neither types nor how its files are read."""
     config = builder.config
     kept = ("name", "version", "data_dir", "data_files", "description")
     plain = type(config)(**{name: getattr(config, name) for name in kept})
@@ -208,7 +205,7 @@ def _builder(path: Path) -> str:
 
 
 def download(dataset: str, file: str) -> Path:
-    """Where a file of a data set of the Hub lies once it is here. Raises DataError."""
+    """Download a file of a data set of the Hub; return its path. Raises DataError."""
     import huggingface_hub
 
     try:

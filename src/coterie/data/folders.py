@@ -32,12 +32,9 @@ from coterie.data.splitting import (
 # of text; conversations are in tables
 ENDINGS = (".txt", ".text", ".md", ".markdown", ".jsonl", ".jsonl.gz")
 
-_OF_RUNS = (
-    "recipe.yaml",
-    "comparison.json",
-    "inputs.json",
-)  # one of them is in every folder of a run
-# documents: with fewer, three splits would be lopsided or empty, so texts are cut into chunks first
+# one of them is in every folder of a run
+_OF_RUNS = ("recipe.yaml", "comparison.json", "inputs.json")
+# with fewer documents, three splits would be uneven or empty, so texts are cut into chunks first
 _FEW = 10
 
 Files = dict[str, list[Path]]  # by split, or all of them under ""
@@ -69,11 +66,7 @@ class Folders(ChatFields):
     fractions: Annotated[
         Fractions,
         Field(description="shares of train, valid and test if a folder has no splits of its own"),
-    ] = (
-        0.8,
-        0.1,
-        0.1,
-    )
+    ] = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:
@@ -107,7 +100,7 @@ class Folders(ChatFields):
         return Source([paths, stamps(every)], read, notes=notes, skipped=skipped, links=links)
 
     def _check_me(self, clients: Mapping[str, Files]) -> None:
-        """Refuse `me` of clients that are not there, and without any archive. Raises DataError."""
+        """Refuse `me` for unknown clients, or without an archive. Raises DataError."""
         if self.me is None:
             return
         if isinstance(self.me, dict):
@@ -135,14 +128,11 @@ class Folders(ChatFields):
                 f"data.path: {path} {'is not a folder' if path.exists() else 'does not exist'}",
                 remedy,
             )
-        candidates = (
-            p
-            for p in path.iterdir()
-            if p.is_dir() and not p.name.startswith(".") and not _of_runs(p)
-        )
+        visible = (p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        # file systems list names in different orders
         folders = sorted(
-            candidates, key=lambda p: names.normal(p.name)
-        )  # so that the order is the same on every disk
+            (p for p in visible if not _of_runs(p)), key=lambda p: names.normal(p.name)
+        )
         if not folders:
             raise DataError(
                 f"data.path: {path} contains no folders, so there are no clients", remedy
@@ -161,11 +151,11 @@ class Folders(ChatFields):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """How the names of files end that are read."""
+        """The endings of files that are read."""
         return ENDINGS if self.content == "text" else TABLES
 
     def _parts(self, paths: Files, left_out: LeftOut) -> list[list[Document]]:
-        """Return the documents of a client by split if its folder fixes them, else all in one."""
+        """Return a client's documents by split if its folder fixes them, else in one list."""
         if "" in paths:
             return [self.documents(paths[""], True, left_out)]
         return [self.documents(paths[name], False, left_out) for name in SPLITS]
@@ -187,11 +177,11 @@ class Folders(ChatFields):
 
         Args:
             paths: The files.
-            few: Whether texts are cut into chunks where there are few.
-            left_out: Counts the rows that have no text.
+            few: Whether texts are cut into chunks if there are few.
+            left_out: Counts the rows without text.
 
         Raises:
-            DataError: All that is wrong with any of the files.
+            DataError: All mistakes in all files.
         """
         if self.content == "chats":
             exported = archives.archives_in(paths)
@@ -203,11 +193,10 @@ class Folders(ChatFields):
         return keyed_by_text(texts) if few else [Document(text, text) for text in texts]
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
-        """Read the documents of one client, as if its folder, or its only file, were in the folder
-        of clients: train, valid and test.
+        """Return the train, valid and test documents of one client, from its folder or only file.
 
         Raises:
-            DataError: No text, splits that are incomplete, or files that cannot be read.
+            DataError: No text, incomplete splits, or files that cannot be read.
         """
         folder = path.is_dir()
         paths = _find(path, self.endings)[0] if folder else {"": text_files(path, self.endings)}
@@ -215,11 +204,11 @@ class Folders(ChatFields):
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
-    """Return the files of a client: by split if the folder fixes them, else all under ""; and those
+    """Return a client's files, by split if the folder fixes them, else all under ""; and the files
     of other kinds, which are not read.
 
     Raises:
-        DataError: No text at all, or splits that are incomplete or have other text beside them.
+        DataError: No text, or splits that are incomplete or have other text beside them.
     """
     if archives.archives_in([folder]):
         return {"": text_files(folder, endings)}, []
@@ -259,22 +248,21 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
 
 
 def text_files(entry: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
-    """Return the text files that an entry of a folder is or holds; none of those that are hidden,
-    or that a run has written.
+    """Return the text files that an entry of a folder is or holds, as `files_in`.
 
     Args:
         entry: A file or folder.
-        endings: How the names of such files end, whatever their case.
+        endings: The endings of text files, in any case.
 
     Raises:
-        DataError: As `files_in`, or what is called a text is no file.
+        DataError: As `files_in`, or a text is not a regular file.
     """
     return _texts(files_in(entry), endings)
 
 
 def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
-    """Return those paths that are called texts, or tables, or are archives. Raises DataError for
-    one that is no file, and for archives that are to be read as texts.
+    """Return the paths with these endings and the archives. Raises DataError for one that is not a
+    regular file, and for archives that would be read as texts.
     """
     exported = archives.archives_in(paths)
     if exported and endings == ENDINGS:
@@ -293,8 +281,8 @@ def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
 
 
 def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """Return the files that an entry of a folder is or holds; none of those that are hidden, or
-    that a run has written.
+    """Return the files that an entry of a folder is or holds, without hidden files and those that
+    a run has written.
 
     Args:
         entry: A file or folder.
@@ -329,20 +317,16 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether runs write into a folder: one that `coterie run` or `coterie compare` has made, or
-    was sent to.
-    """
+    """Whether `coterie run` or `coterie compare` writes into a folder."""
     return (folder / "lock").is_file() and any((folder / name).is_file() for name in _OF_RUNS)
 
 
 def _of_runs(folder: Path) -> bool:
-    """Whether a folder is no client, but a run's, in a run's, or of runs: it holds no text
-    besides.
-    """
+    """Whether a folder without text is in a run's folder or contains runs, so is not a client."""
     try:
         if text_files(folder):
             return False
-    except DataError:  # of a client, whose texts are read and refused later
+    except DataError:  # a client; the error is raised again when its texts are read
         return False
     return any(map(_is_run, (folder, folder.parent, *folder.glob("*/"), *folder.glob("*/*/"))))
 

@@ -149,10 +149,8 @@ class HubClients(Section):
 
     @property
     def title(self) -> str:
-        return (
-            f"parts of "
-            f"{', '.join(dict.fromkeys(client.dataset for client in self.clients.values()))}"
-        )
+        datasets = dict.fromkeys(client.dataset for client in self.clients.values())
+        return f"parts of {', '.join(datasets)}"
 
     def source(self) -> Source:
         self._check(list(self.clients))
@@ -178,7 +176,7 @@ class HubClients(Section):
         return split_clients(documents, self.fractions, self.seed)
 
     def _documents(self, client: HubClient, left_out: LeftOut) -> list[str]:
-        """Return the first documents of a client that its bounds allow."""
+        """Return the first documents of a client, up to its bounds."""
         columns = (client.text_column, *client.where)
         texts, characters = list[str](), 0
         seen = set[str]()
@@ -202,7 +200,7 @@ class HubClients(Section):
     def _refuse(
         self, client: HubClient, texts: int, missing: list[str], row: Mapping[str, Any]
     ) -> NoReturn:
-        """Refuse a client with too few texts, or columns that no row has."""
+        """Refuse a client with too few texts or missing columns."""
         if missing:
             raise DataError(
                 f"data set {client.dataset}: no column {', '.join(map(repr, missing))}",
@@ -217,7 +215,7 @@ class HubClients(Section):
 
 
 def _rows(client: HubClient) -> Iterator[Row]:
-    """Yield the rows of a client's data set, read as they stand where that is possible."""
+    """Yield the rows of a client's data set, read exactly if possible."""
     what = client.dataset, client.subset, client.split, _REMEDY
     read_by_ending = client.format is None  # otherwise the file's ending does not tell
     if read_by_ending and (paths := tables(*what, client.revision, client.streaming)) is not None:
@@ -235,7 +233,7 @@ def _rows(client: HubClient) -> Iterator[Row]:
 
 
 def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
-    """Return the values of those columns that a row has, `a.b` being b in a."""
+    """Return the values of a row's columns; `a.b` is b within a."""
     values: dict[str, Any] = {}
     for column in columns:
         value: Any = row
@@ -249,7 +247,7 @@ def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
 
 
 def _equal(value: Any, expected: str | int | float | bool) -> bool:
-    """Whether a field has a value; all that CSV has is text."""
+    """Whether a field has a value; in CSV every field is text."""
     if isinstance(value, str):
         return value == expected or (
             not isinstance(expected, str) and value.lower() == str(expected).lower()

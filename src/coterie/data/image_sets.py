@@ -54,10 +54,8 @@ class Digits(Images):
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        inputs, labels = (
-            (digits.images[:, None] / 16).astype(np.float32),
-            digits.target.astype(np.int64),
-        )  # 17 shades of grey
+        inputs = (digits.images[:, None] / 16).astype(np.float32)  # 17 shades of grey
+        labels = digits.target.astype(np.int64)
         classes = [
             self._random("held out", label).permutation(np.flatnonzero(labels == label))
             for label in range(self.classes)
@@ -166,9 +164,7 @@ class Emnist(StoredImages):
         return self._stored(cache, stamps(paths), lambda: [paths[:2], paths[2:]])
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """Return the images and labels of two files. Raises DataError if they do not belong
-        together.
-        """
+        """Return the images and labels of two files. Raises DataError if their shapes differ."""
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
             problem = (

@@ -1,4 +1,4 @@
-"""Federations of images, and how images that lie in files are read, decoded and kept."""
+"""Federations of images, which are read from files, decoded and cached."""
 
 import json
 from abc import abstractmethod
@@ -39,7 +39,7 @@ class Images(Partitioner):
 
     @abstractmethod
     def images(self, cache: Path) -> Labelled:
-        """All images. Raises DataError if they are not there."""
+        """Return all images. Raises DataError if they are missing."""
 
     def load(self, cache: Path | None = None, order_seed: int = 0) -> Federation:
         """Return the federation. Its clients are views of the same arrays.
@@ -50,8 +50,7 @@ class Images(Partitioner):
             order_seed: Fixes the order in which images are drawn: the run's seed.
 
         Raises:
-            DataError: The images are missing, damaged or of another form than expected, or too few
-                for so many clients; all mistakes that could be found.
+            DataError: The images are missing, damaged or invalid, or too few for the clients.
             SaveError: The cache cannot be written.
         """
         return self.federated(lambda: self.images(cache or default_cache()), order_seed)
@@ -85,18 +84,11 @@ class StoredImages(Images):
         )
 
     def _located(self) -> list[Path] | None:
-        """Return the files; None if no root is named. Raises DataError if they are missing below
-        it.
-        """
+        """Return the files; None if no root is named. Raises DataError if any is missing."""
         return located(self.root, [f"{self.folder}/{file}" for file in self.files])
 
     def _stored(self, cache: Path, fingerprint: Any, tables: Callable[[], list[Any]]) -> Labelled:
-        """Return the decoded images of a cache entry; built first if it is missing or damaged.
-
-        Raises:
-            DataError: The tables do not hold these images.
-            SaveError: The cache cannot be written.
-        """
+        """Return the decoded images of the cache; decoded first if they are missing or damaged."""
         text = json.dumps(
             [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
         )
@@ -110,9 +102,7 @@ class StoredImages(Images):
             np.save(folder / f"{field.name}.npy", getattr(images, field.name))
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """Return the images and labels of an Arrow table. Raises DataError naming the first invalid
-        row.
-        """
+        """Return the images and labels of an Arrow table. Raises DataError for an invalid row."""
         pictures, labels = (table.column(column).to_pylist() for column in self.columns)
         remedy = f"Use the files of {self.dataset}, or repair that row."
         images = np.empty((len(pictures), *self.shape), dtype=np.uint8)
@@ -124,12 +114,8 @@ class StoredImages(Images):
                 )
             try:
                 images[row] = pixels(BytesIO(picture["bytes"]), self.shape)
-            except (
-                OSError,
-                SyntaxError,
-                TypeError,
-                ValueError,
-            ) as error:  # what PIL raises, no bytes at all, another size
+            # errors of PIL, missing bytes, another size
+            except (OSError, SyntaxError, TypeError, ValueError) as error:
                 channels, height, width = self.shape
                 raise DataError(
                     f"{where} is not an image of {channels} x {height} x {width}: {error}", remedy
@@ -156,8 +142,8 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """(C, H, W) of an image file. Raises ValueError if it is of another size, and what PIL
-    raises.
+    """Return the (C, H, W) pixels of an image file. Raises ValueError for another size, and errors
+    of PIL.
     """
     require("reading images", "vision", "PIL")
     from PIL import Image
@@ -172,9 +158,7 @@ def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]
 
 
 def _open(entry: Path) -> Labelled | None:
-    """Return the arrays of a cache entry, read-only and memory-mapped; None if one is missing or
-    damaged.
-    """
+    """Return the memory-mapped arrays of a cache entry; None if one is missing or damaged."""
     try:
         return Labelled(
             *(np.load(entry / f"{field.name}.npy", mmap_mode="r") for field in fields(Labelled))

@@ -1,4 +1,4 @@
-"""Federations of labelled texts, as token ids: how they are read, drawn, encoded and kept."""
+"""Federations of labelled texts as token ids, which are read, drawn, encoded and cached."""
 
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from coterie.data.text_encoding import TextEncoder
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal arrays
 
-_FILES = {"train": "examples", "test": "tests"}  # and the fields that say how much is drawn of each
+_FILES = {"train": "examples", "test": "tests"}  # and the fields that bound them
 _TEXTS = 1000  # encoded at a time
 
 Rows = Sequence[Mapping[str, Any]]  # of a file, or of a data set of the Hub
@@ -48,8 +48,8 @@ class LabelledTexts(Partitioner, ABC):
     things: ClassVar[str] = "texts"
     folder: ClassVar[str]  # below the root
     columns: ClassVar[Mapping[str, type]]  # of the files
-    label: ClassVar[str]  # which of these says the kind of a text
-    kinds: ClassVar[int]  # it is below
+    label: ClassVar[str]  # the column with the kind of a text, below `kinds`
+    kinds: ClassVar[int]
     dataset: ClassVar[str]  # on the Hub
     subset: ClassVar[str | None] = None
     hub_columns: ClassVar[tuple[str, ...]]
@@ -66,15 +66,14 @@ class LabelledTexts(Partitioner, ABC):
         Args:
             tokenizer: A fast tokenizer of transformers; its special tokens are put around every
                 text.
-            length: Tokens of a text at most, special ones included; a longer one is cut.
+            length: Most tokens of a text, with special ones; a longer text is cut.
             cache: Folder of encoded texts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
                 else ~/.cache/coterie.
             order_seed: Fixes the order in which texts are drawn: the run's seed.
 
         Raises:
-            DataError: The tokenizer cannot be used, or the texts are missing, damaged, blank, of
-                another form or with other labels than expected, or too few for so many clients; all
-                mistakes that could be found.
+            DataError: The tokenizer cannot be used, or the texts are missing, damaged, blank or
+                invalid, or too few for the clients.
             SaveError: The cache cannot be written.
         """
         return self.federated(
@@ -82,12 +81,12 @@ class LabelledTexts(Partitioner, ABC):
         )
 
     def from_hub(self, data: Any) -> Rows:
-        """Return a split of the Hub's data set, with columns as the files have them."""
+        """Return the rows of a split of the Hub, with the columns of the files."""
         rows: Rows = data
         return rows
 
     def text(self, row: Mapping[str, Any]) -> str:
-        """Return the texts to classify."""
+        """Return the text to classify."""
         return str(row["text"])
 
     def called(self, kinds: Numbers) -> Numbers:
@@ -95,7 +94,7 @@ class LabelledTexts(Partitioner, ABC):
         return kinds
 
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
-        """Return the encoded texts of the cache; encoded first if they are not there."""
+        """Return the encoded texts of the cache; encoded first if they are missing."""
         fingerprint, read = self._found()
         fields = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
@@ -112,9 +111,7 @@ class LabelledTexts(Partitioner, ABC):
         )
 
     def _found(self) -> tuple[Any, Callable[[], list[Rows]]]:
-        """Return a fingerprint of the texts, and their readers, file by file. Raises
-        DataError.
-        """
+        """Return a fingerprint of the texts and a function that reads them. Raises DataError."""
         if paths := located(self.root, [f"{self.folder}/{name}.jsonl.gz" for name in _FILES]):
             return stamps(paths), lambda: [read_rows(path, self.columns) for path in paths]
         data = fetch_splits(self.dataset, self.subset, list(_FILES), self.hub_columns)
@@ -123,12 +120,9 @@ class LabelledTexts(Partitioner, ABC):
         ]
 
     def _streams(self, files: list[Rows], tokenizer: Any, length: int) -> Streams:
-        """Of both files the tokens of all texts, one behind the other, how many each text has,
-        and the classes.
-        """
-        tokenizer = deepcopy(
-            tokenizer
-        )  # which remembers how long texts may be, and gets another fingerprint by it
+        """Yield the concatenated tokens, lengths and classes of the texts of both files."""
+        # truncation changes the state of a tokenizer, and so its fingerprint
+        tokenizer = deepcopy(tokenizer)
         for (name, field), rows in zip(_FILES.items(), files, strict=True):
             labels, lengths, count = self._labels(name, rows), list[int](), getattr(self, field)
             chosen = (
@@ -141,7 +135,7 @@ class LabelledTexts(Partitioner, ABC):
             yield name, "labels", [labels[chosen].astype(np.uint32)]
 
     def _labels(self, name: str, rows: Rows) -> Numbers:
-        """(rows,) the classes. Raises DataError naming the first row with another label."""
+        """Return the (rows,) classes. Raises DataError for an invalid label."""
         kinds = [row[self.label] for row in rows]
         for row, kind in enumerate(kinds):
             if not isinstance(kind, int) or not 0 <= kind < self.kinds:
@@ -153,8 +147,8 @@ class LabelledTexts(Partitioner, ABC):
         return self.called(np.array(kinds, dtype=np.int64))
 
     def _drawn(self, field: str, rows: Rows, labels: Numbers, count: int) -> list[int]:
-        """Rows with text, as many of each class as of any other, in rising order. Raises
-        DataError if there are too few.
+        """Return rows with text, equally many of each class, in rising order. Raises DataError if
+        there are too few.
         """
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
@@ -184,8 +178,8 @@ class LabelledTexts(Partitioner, ABC):
         length: int,
         lengths: list[int],
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Return the token ids of the chosen rows in pieces; how many each row has is added to
-        `lengths`. Raises DataError for one without any.
+        """Yield the token ids of the chosen rows in pieces, and append the length of each row to
+        `lengths`. Raises DataError for a row without tokens.
         """
         encoder = TextEncoder(tokenizer)
         for start in range(0, len(chosen), _TEXTS):
@@ -208,7 +202,7 @@ class LabelledTexts(Partitioner, ABC):
 
 
 def _padded(part: Mapping[str, Tokens]) -> Numbers:
-    """(N, longest) the token ids of all texts, -1 behind their ends; read-only."""
+    """Return the (N, longest) token ids of all texts, -1 behind their ends; read-only."""
     lengths = part["lengths"].astype(np.int64)
     ids = np.full((len(lengths), lengths.max(initial=1)), -1, dtype=np.int64)
     ids[np.arange(ids.shape[1]) < lengths[:, None]] = part["tokens"]

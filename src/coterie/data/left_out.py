@@ -1,4 +1,4 @@
-"""What is not read or left out, in sentences that people see before training."""
+"""Sentences about data that are not read or left out, which people see before training."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +16,18 @@ class LeftOut:
         self._first: dict[str, list[str]] = {}
 
     def add(self, missing: str, where: str) -> None:
-        """Count a row.
+        """Count a row by what it is missing.
 
         Args:
-            missing: What it lacks.
-            where: File and row.
+            missing: The missing part.
+            where: The row's file and number.
         """
         self._counts[missing] += 1
         if len(first := self._first.setdefault(missing, [])) < SHOWN:
             first.append(where)
 
     def sentences(self, whose: str = "") -> list[str]:
-        """Return what was left out, in words; nothing if nothing was."""
+        """Return a sentence for each kind of row that was left out."""
         return [
             f"{whose}{count:,} {_plural('row', count)} without {missing} left out: "
             f"{', '.join(self._first[missing])}{', ...' if count > SHOWN else ''}"
@@ -36,7 +36,7 @@ class LeftOut:
 
 
 def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
-    """Return how many files of each client are not read, and of which kinds, in words.
+    """Return a sentence for each client with files that are not read.
 
     Args:
         skipped: The files by client; those beside the clients' folders under "".
@@ -50,12 +50,7 @@ def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
 
 
 def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
-    """Return which files are read through links that lead out of a folder, in words.
-
-    Args:
-        root: The folder.
-        paths: Files in it.
-    """
+    """Return a sentence about the files in a folder that are links to files outside it, if any."""
     inside = root.resolve()
     outside = {p: target for p in paths if not (target := p.resolve()).is_relative_to(inside)}
     if not outside:
@@ -67,7 +62,7 @@ def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
 
 
 def _kinds(files: Iterable[Path]) -> str:
-    """Return the endings of files with their numbers, the most frequent first."""
+    """Return the number of files with each ending, the most frequent first."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in by_count)

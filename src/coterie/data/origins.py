@@ -1,7 +1,5 @@
-"""Where `multilingual` and `topics` come from and under what licences, and the part of them that a
-checkout of the repository has.
-
-One list for messages, and for `scripts/build_corpora.py`, which builds the two from these sources.
+"""The sources and licences of `multilingual` and `topics`, which `scripts/build_corpora.py` builds,
+and the part of them in a checkout of the repository.
 """
 
 from collections.abc import Sequence
@@ -16,10 +14,10 @@ class Origin(NamedTuple):
     """A source of text.
 
     Attributes:
-        of: The languages or the topic that are from it.
-        what: It is, in a few words.
-        address: Where it is public.
-        licence: Of the text.
+        of: The languages or the topic from this source.
+        what: A short description.
+        address: The public address.
+        licence: The licence of the text.
     """
 
     of: tuple[str, ...]
@@ -71,19 +69,13 @@ TOPICS = (
 
 
 def listed(origins: Sequence[Origin]) -> str:
-    """Say of each source what it is of, where it is, and under what licence: a line each."""
+    """Return a line about each source: its topics, description, address and licence."""
     return "\n".join(f"  {', '.join(o.of)}: {o.what}, {o.address} ({o.licence})" for o in origins)
 
 
 def in_checkout(files: Sequence[str]) -> dict[str, Path]:
-    """Find files of the part that a checkout has.
-
-    Args:
-        files: Below the folder of data, `topics/train.jsonl.gz`.
-
-    Returns:
-        Their paths by their names in the repository; empty if this package does not lie in a
-        checkout, or that lacks one of them.
+    """Return the paths of files such as `topics/train.jsonl.gz` in the checkout, by their names in
+    the repository; empty if one is missing or this package is not in a checkout.
     """
     source = Path(__file__).resolve().parents[2]
     paths = {f"{PART}/{file}": source.parent / PART / file for file in files}

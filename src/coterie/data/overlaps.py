@@ -1,4 +1,4 @@
-"""What clients and splits have in common: documents that people call equal."""
+"""Equal documents of clients and splits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,11 +18,11 @@ class Overlaps:
     """Counts of equal documents.
 
     Args:
-        documents: Of each client, in all.
+        documents: Documents of each client.
         different: Different documents of each client.
-        shared: Documents of each client that others have, too.
-        crossing: Documents of each client that are in another split, too, whoever's.
-        owners: Number of different documents by all splits that have them.
+        shared: Documents of each client that other clients have, too.
+        crossing: Documents of each client that are in another split of any client, too.
+        owners: Number of different documents by the splits that have them.
     """
 
     documents: Counter[ClientId] = field(default_factory=Counter)
@@ -41,7 +41,7 @@ class Overlaps:
 
         Args:
             texts: Documents by client and split.
-            content: Returns what people compare of a document.
+            content: Returns the part of a document that is compared.
         """
         copies: dict[bytes, Counter[ClientSplit]] = defaultdict(Counter)
         for client, parts in texts.items():
@@ -66,7 +66,7 @@ class Overlaps:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about what is shared and about what is in several splits."""
+        """Sentences about documents that clients share or that are in several splits."""
         shared: Counter[tuple[ClientId, ...]] = Counter()
         crossing: Counter[tuple[ClientSplit, ...]] = Counter()
         for splits, count in self.owners.items():
@@ -105,7 +105,7 @@ def _crosses(splits: Iterable[ClientSplit]) -> bool:
 def _rest(
     counts: Counter[tuple[ClientId, ...]] | Counter[tuple[ClientSplit, ...]], where: str
 ) -> list[str]:
-    """Return a sentence about what no sentence is about yet, if anything."""
+    """Return a sentence about the documents beyond the first sentences, if any."""
     rest = counts.total() - sum(count for _, count in counts.most_common(_SHOWN))
     return [f"{_documents(rest)} more are {where}"] if rest else []
 
@@ -115,7 +115,7 @@ def _documents(count: int) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names in a row, the first three of many."""
+    """Return names as a list in words, only the first three of many."""
     *first, last = names
     if len(first) > _SHOWN:
         first, last = first[:_SHOWN], f"{len(first) - _SHOWN + 1:,} more"

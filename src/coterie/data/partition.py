@@ -25,7 +25,7 @@ class Labelled:
     Args:
         train: (N, ...), as `ExampleSplit` takes them.
         train_labels: (N,) int64.
-        test: (M, ...), of the same kind.
+        test: (M, ...), like `train`.
         test_labels: (M,) int64.
     """
 
@@ -67,26 +67,23 @@ class Partitioner(PartitionSchemes):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the classes are called; () where they have no names, or where clusters disagree
-        about them.
-        """
+        """The names of the classes; () if they have none, or if clusters permute them."""
         return () if self.partition == "permuted-clusters" else self._names
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """What the data set's classes are called, if they have names."""
+        """The names of the data set's classes, if any."""
         return ()
 
     def federated(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
         """Return the federation. Its clients are views of the same arrays.
 
         Args:
-            read: The examples; called when the fields are known to be sound.
+            read: Returns the examples; called after the fields have been checked.
             order_seed: Fixes the order in which examples are drawn: the run's seed.
 
         Raises:
-            DataError: A label is out of range, or there are too few examples for so many clients;
-                all mistakes that could be found.
+            DataError: A field or a label is invalid, or there are too few examples for the clients.
         """
         self._check()
         held = read()
@@ -98,7 +95,8 @@ class Partitioner(PartitionSchemes):
         partition = self.partitioned(held.train_labels, held.test_labels)
         clients: dict[ClientId, ClientData] = {}
         unseen = {part.id for parts in partition.unseen.values() for part in parts}
-        taken = [partition.public]  # and what clients train on, who come first
+        # public examples and those that clients train on; `everyone` has unseen clients last
+        taken = [partition.public]
         with Refusals() as refusals:
             for part in partition.everyone:
                 trains, tests = dialects[part.dialect]
@@ -145,15 +143,13 @@ class Partitioner(PartitionSchemes):
         )
 
     def client_info(self, client: ClientId) -> ClientInfo | None:
-        """Return what is known of a client without the examples; None for one that cannot be."""
+        """Return what is known of a client without the examples; None for an impossible id."""
         return self._client_infos().get(client)
 
     def _client_infos(self) -> dict[ClientId, ClientInfo]:
-        """Return all clients, in the order of `partitioned`."""
-        anchors, each = (
-            numbered("anchor", self.anchors, 1),
-            max(self.anchors // len(self.sizes), 1),
-        )
+        """Return what is known of all clients, in the order of `partitioned`."""
+        anchors = numbered("anchor", self.anchors, 1)
+        each = max(self.anchors // len(self.sizes), 1)  # anchors per cluster
         if self.partition in ("permuted-clusters", "disjoint-classes"):
             clusters: dict[ClientId, int | None] = {id: k // each for k, id in enumerate(anchors)}
             clusters |= {
@@ -179,7 +175,7 @@ class Partitioner(PartitionSchemes):
         }
 
     def _divide(self, part: ClientShare) -> tuple[Numbers, Numbers]:
-        """Rows for training and for validation. Raises DataError where there are too few."""
+        """Return rows for training and validation. Raises DataError if there are too few."""
         held = len(part.train)
         valid = max(1, round(self.valid_fraction * (self.per_client or held)))
         train = self.per_client or held - valid
@@ -192,7 +188,7 @@ class Partitioner(PartitionSchemes):
         return np.sort(part.train[:train]), np.sort(part.train[train : train + valid])
 
     def _untrained(self, part: ClientShare, labels: Numbers, taken: Numbers) -> Numbers:
-        """Return rows for an unseen client's validation: of its classes, and not taken."""
+        """Return validation rows of an unseen client, of its classes, on which no client trains."""
         rows = np.setdiff1d(np.flatnonzero(np.isin(labels, part.labels)), taken)
         if not len(rows):
             raise DataError(
@@ -207,8 +203,8 @@ class Partitioner(PartitionSchemes):
         return ExampleSplit(name, inputs, labels, rows, seed, self.mean, self.std, self.classes)
 
     def _label_permutations(self) -> list[Numbers]:
-        """How each cluster calls the classes, (classes,) each; one for all unless labels are
-        permuted.
+        """Return the (classes,) permutation of the labels in each cluster; the first is the
+        identity.
         """
         dialects = [np.arange(self.classes)]
         if self.partition == "permuted-clusters":
@@ -227,7 +223,7 @@ class Partitioner(PartitionSchemes):
         )
 
     def _check_labels(self, held: Labelled) -> None:
-        """Refuse labels that are none of the classes. Raises DataError."""
+        """Refuse labels out of range. Raises DataError."""
         with Refusals() as refusals:
             for name, labels in (("train", held.train_labels), ("test", held.test_labels)):
                 if len(foreign := np.flatnonzero((labels < 0) | (labels >= self.classes))):
@@ -238,9 +234,7 @@ class Partitioner(PartitionSchemes):
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:
-        """Refuse impossible fields, before the examples are read. Raises DataError with all
-        mistakes.
-        """
+        """Refuse impossible fields before the examples are read. Raises DataError with all."""
         with Refusals() as refusals:
             self._check_shares(refusals)
             self._check_counts(refusals)

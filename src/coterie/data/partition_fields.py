@@ -1,4 +1,4 @@
-"""The fields of a `data` section that say how labelled examples fall to clients."""
+"""The fields of a `data` section that divide labelled examples among clients."""
 
 from abc import ABC, abstractmethod
 from typing import Annotated, ClassVar, Literal
@@ -14,7 +14,7 @@ Unseen = Literal["aligned", "random"]
 
 
 class PartitionFields(BaseModel, ABC):
-    """What a recipe says of the clients of labelled examples; see `Partitioner`."""
+    """The fields that divide labelled examples among clients; see `Partitioner`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -135,16 +135,16 @@ class PartitionFields(BaseModel, ABC):
     ] = 0
 
     name: ClassVar[str]
-    things: ClassVar[str]  # what the examples are, in a message
+    things: ClassVar[str]  # the plural noun for examples in messages
 
     @property
     @abstractmethod
     def classes(self) -> int:
-        """Labels are below it."""
+        """The number of classes; labels are below it."""
 
     @property
     def title(self) -> str:
-        """What the data are, in a few words."""
+        """A short description of the data."""
         return f"{self.name}, {self.partition}"
 
     @property
@@ -158,11 +158,11 @@ class PartitionFields(BaseModel, ABC):
         return self.anchor_classes or self.classes // max(self.anchors, 1)
 
     def _ids(self) -> list[ClientId]:
-        """Of the clients where there are no clusters, anchors first."""
+        """Return the ids of clients without clusters, anchors first."""
         return [*numbered("anchor", self.anchors, 1), *numbered("client", self.clients)]
 
 
 def numbered(prefix: str, count: int, digits: int = 2) -> list[ClientId]:
-    """Return ids of so many clients: `prefix-00`, `prefix-01`, ..."""
+    """Return the ids `prefix-00`, `prefix-01`, ... of some clients."""
     digits = max(digits, len(str(count - 1)))
     return [f"{prefix}-{i:0{digits}}" for i in range(count)]

@@ -1,4 +1,4 @@
-"""Files of text: opened, plain or gzipped, and decoded by their mark."""
+"""Files of text, plain or gzipped, decoded by their mark."""
 
 import gzip
 import io
@@ -18,7 +18,7 @@ def read_text(path: Path) -> str:
     in .gz, with \n line ends.
 
     Raises:
-        DataError: It is missing, unreadable, empty, no text, or in another encoding.
+        DataError: It is missing, unreadable, empty, not text, or in another encoding.
     """
     with opened(path) as file:  # in parts, so that a gzip file's size is watched
         text = "".join(iter(lambda: file.read(1 << 20), ""))
@@ -39,14 +39,14 @@ def empty(path: Path) -> DataError:
 
 @contextmanager
 def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    r"""Open a file of text; whatever is wrong with it is refused, also while it is read.
+    r"""Open a file of text. Errors while it is read are raised as DataError, too.
 
     Args:
         path: The file.
         newline: As Python's `open` takes it; None: every line ends in \n.
 
     Raises:
-        DataError: As `read_text`, but for the empty.
+        DataError: As `read_text`, except for an empty file.
     """
     encoding = ""
     with _readable(path):
@@ -64,7 +64,7 @@ def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Refuse a file that cannot be read or decompressed in the block. Raises DataError."""
+    """Raise a DataError if a file cannot be read or decompressed in the block."""
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

@@ -1,8 +1,8 @@
 """Split of the corpora's documents between pretraining and clients.
 
-No embedded base has read a document that a client of a recipe with `exclude_pretraining` holds: the
-first two bases read the documents on the other side, today's, of English prose alone, none of
-either side (but DBpedia's). The rule stays, since the repository's part of the corpora follows it.
+No embedded base was pretrained on a document that a client of a recipe with `exclude_pretraining`
+holds. The first two bases were pretrained on the other documents, today's on English prose alone
+and DBpedia. The rule stays because the repository's part of the corpora follows it.
 """
 
 import hashlib

@@ -30,7 +30,7 @@ class Refusals:
 
     @contextmanager
     def gather(self, prefix: str = "") -> Iterator[None]:
-        """Keep a DataError of the block, its problem prefixed, and go on behind it."""
+        """Collect a DataError of the block, its problem prefixed, and continue after it."""
         try:
             yield
         except DataError as error:
@@ -50,7 +50,7 @@ class Refusals:
 
 
 def _joined(errors: list[DataError], most: int | None) -> DataError:
-    """One error: its problems are all the problems, its remedies each distinct one once."""
+    """Return one error with all distinct problems and remedies."""
     problems = list(dict.fromkeys(error.problem for error in errors))
     if most is not None and len(problems) > most:
         problems[most:] = [f"... and {len(problems) - most:,} more"]

@@ -1,4 +1,4 @@
-"""Rows of tables in files, exactly as they stand there: JSON lines, JSON, CSV, TSV and Parquet."""
+"""Rows of tables in files, read exactly: JSON lines, JSON, CSV, TSV and Parquet."""
 
 import csv
 import json
@@ -26,7 +26,8 @@ Row = tuple[str, Mapping[str, Any]]  # with its file and number
 CHATS = frozenset({"messages", "conversations", "completion"})  # columns of conversations
 LIKE_CHATS = " These look like conversations: --set data.content=chats."
 
-_SHORT, _MOST_VALUES = 64, 1000  # characters and number of values that are remembered
+_SHORT = 64  # characters of a value that is remembered
+_MOST_VALUES = 1000  # that are remembered of a column
 _LONGEST_FIELD = 2**31 - 1  # characters: what csv takes on every machine
 _QUOTED = re.compile(r'"[^"]*"')
 _SEPARATOR = re.compile(r"sep=(.)\s*", re.IGNORECASE)  # a line of Excel's
@@ -37,18 +38,18 @@ _QUOTING = (
 
 
 def rows_of(paths: Iterable[Path]) -> Iterator[Row]:
-    """Yield the rows of files, each with where it stands: the line of JSON lines, else the row,
-    from 1. An empty field of CSV is None.
+    """Yield the rows of files, each with its file and line (of JSON lines) or number, from 1. An
+    empty field of CSV is None.
 
     Raises:
-        DataError: A file is missing, damaged, of another kind, or cannot be read without doubt.
+        DataError: A file is missing, damaged, ambiguous or of another kind.
     """
     for path in paths:
         yield from _rows(path)
 
 
 def ending_of(name: str, endings: Sequence[str] = ENDINGS) -> str:
-    """Return the ending of a file's name, whatever its case; "" if it is none of these."""
+    """Return which of the endings a file's name has, in any case; "" if none."""
     return next((ending for ending in endings if name.lower().endswith(ending)), "")
 
 
@@ -70,7 +71,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _stripped(rows: Iterable[Row]) -> Iterator[Row]:
-    """Yield rows without white space around the names of their columns."""
+    """Strip white space around the names of columns."""
     for where, row in rows:
         plain = {name.strip("\ufeff \t\r\n"): value for name, value in row.items()}
         if len(plain) < len(row):
@@ -95,11 +96,11 @@ def json_lines(path: Path, columns: Mapping[str, type] | None = None) -> Iterato
 
     Args:
         path: The file.
-        columns: Which of their columns, and the types of these; None: all.
+        columns: The columns to return, with their types; None: all.
 
     Raises:
         DataError: As `plain_text.read_text`, or lines that are not JSON objects or lack a column of
-            its type, by file and line; nothing behind the first of them is yielded.
+            its type; no row after the first mistake is yielded.
     """
     mistakes: list[str] = []
     blank, chats = True, False
@@ -134,7 +135,7 @@ def _mistaken(
 
 
 def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, Any], str]:
-    """Return the row of a line, and what is wrong with it, if anything."""
+    """Return the row of a line and its mistake, if any."""
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
@@ -145,7 +146,7 @@ def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, An
 
 
 def _chosen(row: dict[str, Any], columns: Mapping[str, type]) -> tuple[dict[str, Any], str]:
-    """Return the columns that are asked for, and what is wrong with them; then the whole row."""
+    """Return the chosen columns; or the whole row and its mistake."""
     for name, kind in columns.items():
         if name not in row:
             return row, f"no column {name!r} (found: {', '.join(row) or 'none'})"
@@ -157,7 +158,7 @@ def _chosen(row: dict[str, Any], columns: Mapping[str, type]) -> tuple[dict[str,
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a list; or of JSON lines, which some call .json."""
+    """Yield the objects of a list, or of JSON lines in a file called .json."""
     with opened(path) as file:
         first = list(islice((line for line in file if not line.isspace()), 2))
     if not first:
@@ -186,9 +187,7 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _csv(path: Path, delimiter: str = "") -> Iterator[Row]:
-    """Yield the rows of CSV, by RFC 4180: text that may have commas, quotes or line ends stands
-    between double quotes.
-    """
+    """Yield the rows of CSV by RFC 4180: text with commas, quotes or line ends is quoted."""
     csv.field_size_limit(_LONGEST_FIELD)
     with opened(path, newline="") as file:  # line ends in quotes stay as they are
         before, first = next(((n, line) for n, line in enumerate(file) if line.strip()), (0, ""))
@@ -202,7 +201,7 @@ def _csv(path: Path, delimiter: str = "") -> Iterator[Row]:
 
 
 def _delimiter(path: Path, header: str) -> str:
-    """Return what separates the names of a header."""
+    """Return the delimiter of a header."""
     counts = Counter(c for c in _QUOTED.sub("", header) if c in ",;\t").most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         raise DataError(
@@ -213,9 +212,7 @@ def _delimiter(path: Path, header: str) -> str:
 
 
 def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> Iterator[Row]:
-    """Yield the rows of lines, before which there are others; of a file with mistakes those before
-    the first one.
-    """
+    """Yield the rows of lines that follow `before` others, up to the first mistake."""
     raw: list[str] = []  # the lines of the row that is read
     reader = csv.reader(_remembered(lines, raw), delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -255,9 +252,9 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
 
 
 class _Seen:
-    """The short values of each column, by which a quote is told that a later row has closed by
-    chance: then each line in it is as a row, with a value that its column has elsewhere. (Where all
-    rows begin with a quote, such a line would have closed it: nothing can be hidden.)
+    """The short values of each column, to detect a quote that a later row closed by chance: each
+    line within it looks like a row and has a value that its column has elsewhere. (If all rows
+    begin with a quote, such a line would have closed it, so no row can be hidden.)
     """
 
     def __init__(self, delimiter: str) -> None:
@@ -268,7 +265,7 @@ class _Seen:
         self._quoted = True  # all rows begin with a quote
 
     def add(self, where: Callable[[], str], fields: list[str], raw: list[str]) -> None:
-        """Remember the values of a row, given with its place and its lines."""
+        """Remember the values of a row."""
         if not self._columns:
             self._columns = [set() for _ in fields]
             self._filling = list(enumerate(self._columns))
@@ -277,7 +274,7 @@ class _Seen:
             if 0 < len(fields[number]) <= _SHORT:
                 values.add(fields[number])
                 if len(values) == _MOST_VALUES:
-                    self._filling = [own for own in self._filling if own[1] is not values]
+                    self._filling = [pair for pair in self._filling if pair[1] is not values]
         between = len(fields) - 1
         if len(raw) > 1 and between:
             lines = raw[1:]
@@ -285,7 +282,7 @@ class _Seen:
                 self._suspects.append((where(), lines))
 
     def several_rows(self) -> list[str]:
-        """Return the places of rows that are several, once all have been added."""
+        """Return the places of rows that hide several rows, after all have been added."""
         suspects = () if self._quoted else self._suspects
         return [row for row, lines in suspects if all(map(self._is_row, lines))]
 
@@ -294,14 +291,14 @@ class _Seen:
         return any(part in values for part, values in zip(parts, self._columns, strict=True))
 
 
-def _remembered(lines: Iterable[str], kept: list[str]) -> Iterator[str]:
+def _remembered(lines: Iterable[str], memory: list[str]) -> Iterator[str]:
     for line in lines:
-        kept.append(line)
+        memory.append(line)
         yield line
 
 
 def _names(path: Path, header: list[str]) -> list[str]:
-    """Return the names of a header's columns; "" for one without, as pandas writes its index."""
+    """Return the names of columns; "" for one without, as pandas writes its index."""
     names = [name.strip() for name in header]
     if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
         raise DataError(
@@ -311,7 +308,7 @@ def _names(path: Path, header: list[str]) -> list[str]:
 
 
 def _mistake(fields: list[str], width: int, raw: list[str], delimiter: str) -> str:
-    """Return what is wrong with a row, if anything."""
+    """Return the mistake of a row; "" if it has none."""
     if len(fields) != width:
         return f"{len(fields)} fields, but the header has {width}"
     if any(line.startswith(' "') or f'{delimiter} "' in line for line in raw):  # maybe in quotes

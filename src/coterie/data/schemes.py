@@ -24,12 +24,12 @@ class ClientShare:
     """The examples of one client.
 
     Args:
-        id: Of the client.
+        id: The client's id.
         train: Rows of the training examples, for training and validation, in random order.
         test: Rows of the test examples.
-        labels: The classes that it has.
-        cluster: Its true cluster, where there are clusters.
-        dialect: How it calls the classes: the number of a permutation of their labels.
+        labels: The client's classes.
+        cluster: Its true cluster, if there are clusters.
+        dialect: The number of its permutation of the labels.
     """
 
     id: ClientId
@@ -42,17 +42,11 @@ class ClientShare:
 
 @dataclass(frozen=True)
 class Partition:
-    """The examples of all clients.
+    """The examples of all clients."""
 
-    Args:
-        clients: Clients that train, anchors first.
-        unseen: Clients that never train, by group.
-        public: (public,) rows of the training examples that no client has.
-    """
-
-    clients: list[ClientShare]
-    unseen: dict[str, list[ClientShare]]
-    public: Numbers
+    clients: list[ClientShare]  # that train, anchors first
+    unseen: dict[str, list[ClientShare]]  # that never train, by group
+    public: Numbers  # rows of the training examples that no client has
 
     @property
     def everyone(self) -> list[ClientShare]:
@@ -64,14 +58,8 @@ class PartitionSchemes(PartitionFields, ABC):
     """The partition that follows from the fields of a `data` section of labelled examples."""
 
     def partitioned(self, train: Numbers, test: Numbers) -> Partition:
-        """Whose examples are which.
-
-        Args:
-            train: (N,) the labels of the training examples.
-            test: (M,) of the test examples.
-
-        Raises:
-            DataError: There are too few, or no label sets are left for unseen clients.
+        """Return the partition of examples with these labels, (N,) for training and (M,) for tests.
+        Raises DataError for too few examples or label sets.
         """
         public = self._published(train)
         left = np.setdiff1d(np.arange(len(train)), public)
@@ -142,9 +130,8 @@ class PartitionSchemes(PartitionFields, ABC):
         ids = self._ids()
         for attempt in range(_ATTEMPTS):
             random = self._random("dirichlet", attempt)
-            ends = np.cumsum(random.dirichlet([self.alpha] * len(ids), self.classes), axis=1)[
-                :, :-1
-            ]
+            shares = random.dirichlet([self.alpha] * len(ids), self.classes)
+            ends = np.cumsum(shares, axis=1)[:, :-1]
             trains, tests = (self._cut(labels, ends, random) for labels in (train, test))
             if min(map(len, trains)) >= 2 and min(map(len, tests)) >= 1:
                 return (
@@ -160,8 +147,8 @@ class PartitionSchemes(PartitionFields, ABC):
     def _cut(
         self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
     ) -> list[Numbers]:
-        """Return the rows of each client, (classes, clients - 1) `ends` being where each class is
-        cut, as shares of it.
+        """Return the rows of each client, each class being cut at its fractions of (classes,
+        clients - 1) `ends`.
         """
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
@@ -173,7 +160,7 @@ class PartitionSchemes(PartitionFields, ABC):
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
     def _had(self, labels: Numbers) -> Labels:
-        """Return the classes that a client with these labels is said to have."""
+        """Return the classes that make up a tenth of these labels, or else the largest."""
         shares = np.bincount(labels, minlength=self.classes) / len(labels)
         return _sorted(np.flatnonzero(shares >= min(_HAD, shares.max())))
 
@@ -206,14 +193,11 @@ class PartitionSchemes(PartitionFields, ABC):
         """Return the classes of each client of quantity, anchors first."""
         anchors = self._anchor_sets(self._random("anchors").permutation(self.classes), self.anchors)
         sets, holders = list(anchors), np.zeros(self.classes, dtype=int)
-        for _ in range(
-            self.clients
-        ):  # the rarest classes first, so that every class has about as many clients
+        for _ in range(self.clients):
+            # the rarest classes first, so that every class has about as many clients
             rarest = sorted(random.permutation(self.classes), key=lambda label: int(holders[label]))
-            first, rest = (
-                rarest[: self.classes_per_client - 1],
-                rarest[self.classes_per_client - 1 :],
-            )
+            first = rarest[: self.classes_per_client - 1]
+            rest = rarest[self.classes_per_client - 1 :]
             labels = next(
                 (
                     labels
@@ -234,15 +218,15 @@ class PartitionSchemes(PartitionFields, ABC):
         return sets
 
     def _anchor_sets(self, classes: Numbers, anchors: int) -> list[Labels]:
-        """Disjoint groups of these classes, one for each of so many anchors."""
+        """Return disjoint groups of these classes, one for each anchor."""
         return [
             _sorted(group)
             for group in classes[: anchors * self._anchor_size].reshape(anchors, self._anchor_size)
         ]
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether the label set is one that aligned unseen clients may get: the classes of some
-        anchors, and no others.
+        """Whether a label set is reserved for aligned unseen clients: exactly the classes of some
+        anchors.
         """
         whole = sum(set(group) <= set(labels) for group in anchors) == self.unseen_anchors
         return (
@@ -262,25 +246,17 @@ class PartitionSchemes(PartitionFields, ABC):
             yield ClientShare(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
 
     def _unseen_sets(self, group: Unseen, clients: Sequence[ClientShare]) -> list[Labels]:
-        """As many label sets as the group has clients, which nobody has yet. Raises DataError if
-        there are not so many.
+        """Return a new label set for each client of a group. Raises DataError if there are too
+        few.
         """
         random, count = self._random("unseen", group), self.unseen[group]
-        anchors, taken = (
-            [part.labels for part in clients[: self.anchors]],
-            {part.labels for part in clients},
-        )
+        anchors = [part.labels for part in clients[: self.anchors]]
+        taken = {part.labels for part in clients}
         label_sets: list[Labels] = []
         for _ in range(_DRAWS):
             if group == "aligned":
-                labels = _sorted(
-                    chain(
-                        *(
-                            anchors[q]
-                            for q in random.choice(self.anchors, self.unseen_anchors, replace=False)
-                        )
-                    )
-                )
+                members = random.choice(self.anchors, self.unseen_anchors, replace=False)
+                labels = _sorted(chain(*(anchors[q] for q in members)))
             else:
                 labels = _sorted(
                     random.choice(self.classes, self.classes_per_client, replace=False)
@@ -297,13 +273,12 @@ class PartitionSchemes(PartitionFields, ABC):
         )
         raise DataError(
             f"data.unseen.{group}: {count} clients, but only {len(label_sets)} label sets of "
-            f"{kind} were "
-            f"found that no client has",
+            f"{kind} were found that no client has",
             f"Use at most {len(label_sets)}, or change how many classes clients have.",
         )
 
     def _published(self, train: Numbers) -> Numbers:
-        """Return the rows of the public examples. Raises DataError if nothing would be left."""
+        """Return the rows of the public examples. Raises DataError if no others are left."""
         if self.public >= len(train):
             raise DataError(
                 f"data.public: {self.public:,} of {len(train):,} training {self.things}",
@@ -313,22 +288,22 @@ class PartitionSchemes(PartitionFields, ABC):
         classes = [
             random.permutation(np.flatnonzero(train == label)) for label in range(self.classes)
         ]
+        # Webster's apportionment
         turns = np.concatenate(
             [(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in classes]
-        )  # Webster's apportionment
+        )
         return np.sort(np.concatenate(classes)[np.argsort(turns, kind="stable")[: self.public]])
 
     def _share_out(
         self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()
     ) -> list[Numbers]:
-        """Disjoint shares of the rows in random order: all of them evenly, or a fraction each.
+        """Return disjoint shares of the rows in random order: all evenly, or a fraction each.
 
         Args:
-            rows: Of the cluster.
-            clients: How many may have any of them.
+            rows: The rows of the cluster.
+            clients: The number of clients that may have any row.
             cluster: Fixes the order.
-            reserved: For each of some more clients, whose shares come first, the rows that it may
-                have; disjoint.
+            reserved: The disjoint rows allowed for each anchor; the anchors' shares come first.
         """
         shuffled = self._random("shares", cluster).permutation(rows)
         size = (
@@ -353,7 +328,7 @@ class PartitionSchemes(PartitionFields, ABC):
         return np.random.default_rng(derive_seed(self.seed, *purpose))
 
     def _check_classes(self, labels: Numbers) -> None:
-        """Refuse classes without training examples where classes are assigned. Raises DataError."""
+        """Refuse classes without training examples. Raises DataError."""
         if len(empty := np.flatnonzero(np.bincount(labels, minlength=self.classes) == 0)):
             raise DataError(
                 f"{self.title}: no training {self.things} of class {', '.join(map(str, empty))}"
@@ -364,7 +339,7 @@ class PartitionSchemes(PartitionFields, ABC):
 
 
 def _rows(labels: Numbers, classes: Sequence[int] | Numbers) -> Numbers:
-    """Return which of these labels are of the classes."""
+    """Return the rows whose labels are among the classes."""
     return np.flatnonzero(np.isin(labels, classes))
 
 
@@ -373,5 +348,5 @@ def _sorted(labels: Iterable[int]) -> Labels:
 
 
 def _among(rows: Numbers, parts: Iterable[ClientShare]) -> list[ClientShare]:
-    """Return the same parts, their training rows being counted among others."""
+    """Return the same parts, with their training rows as numbers among `rows`."""
     return [replace(part, train=rows[part.train]) for part in parts]

@@ -26,21 +26,18 @@ from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, key
 from coterie.data.text_encoding import ControlTokens, TextEncoder
 from coterie.data.text_streams import RunningText, SplitTexts, StreamEncoder, text_streams
 
-Texts = Mapping[
-    ClientId, Sequence[Sequence[str]]
-]  # of each client: its train, its valid and its test documents
+Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # train, valid and test documents by client
 
 
 @dataclass(frozen=True)
 class Source:
-    """Texts that were found but not read yet.
+    """Texts that are located but not read yet.
 
     Args:
-        fingerprint: Value that changes with them, for the cache; anything that JSON can express.
-        read: Reads them. Raises DataError.
-        files: The files of a named corpus by what says whose they are, `data.root/<file>` or so:
-            their contents are kept with a run.
-        notes: Sentences about the texts for people; `read` may add some, which the cache keeps.
+        fingerprint: JSON value that changes with the texts, for the cache.
+        read: Reads the texts. Raises DataError.
+        files: The files of a named corpus by `data.root/<file>` or so; a run keeps their digests.
+        notes: Sentences about the texts, which the cache keeps; `read` may add some.
         skipped: Files in a client's folder that are not read; under "" those beside the folders.
         links: Sentences about links that lead out of a folder, which the cache does not keep.
     """
@@ -54,8 +51,8 @@ class Source:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Path, size in bytes and modification time in nanoseconds of files, as a fingerprint.
-    Raises DataError for one that is not there.
+    """Return the paths, sizes in bytes and modification times in nanoseconds of files, as a
+    fingerprint. Raises DataError for a missing file.
     """
     try:
         return [
@@ -70,7 +67,7 @@ def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 
 
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a validator: no value twice."""
+    """Refuse a value that occurs twice."""
     if len(set(values)) < len(values):
         raise ValueError("every value must occur only once")
     return values
@@ -131,12 +128,12 @@ class Section(BaseModel, ABC):
 
     @abstractmethod
     def source(self) -> Source:
-        """Find the texts. Raises DataError if they are not there."""
+        """Locate the texts. Raises DataError if they are missing."""
 
     @property
     @abstractmethod
     def title(self) -> str:
-        """What the data are, in a few words."""
+        """A short description of the data."""
 
     @property
     def newcomers(self) -> tuple[ClientId, ...]:
@@ -144,16 +141,13 @@ class Section(BaseModel, ABC):
         return ()
 
     def client_info(self, client: ClientId) -> ClientInfo | None:
-        """Return what is known of a client without the texts: nearly nothing, but whether it
-        trains; None for one that cannot be.
-        """
+        """Return what is known of a client without the texts; None for an impossible id."""
         return ClientInfo(group=NEW if client in self.newcomers else "")
 
     def load(
         self, tokenizer: Tokenizer, context: int, cache: Path | None = None, order_seed: int = 0
     ) -> Federation:
-        """Return the federation: texts split, encoded once per tokenizer, and memory-mapped from
-        the cache from then on.
+        """Return the federation: texts split, encoded once per tokenizer, and memory-mapped.
 
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
@@ -164,8 +158,7 @@ class Section(BaseModel, ABC):
                 run's seed.
 
         Raises:
-            DataError: The data are missing, damaged, in another form than expected or too short;
-                all mistakes that could be found.
+            DataError: The data are missing, damaged, invalid or too short.
             SaveError: The cache cannot be written.
         """
         source, encoder = self.source(), self.encoder(tokenizer)
@@ -206,36 +199,36 @@ class Section(BaseModel, ABC):
     def about(self) -> dict[str, Any]:
         """Return the fields that token ids may depend on, for the cache: not where texts are."""
         fields = self.model_dump(mode="json", exclude={"root", "path"})
-        # Sections of one's own have no field for it, and two of them must not share an entry.
+        # A user's section has no field `kind`, and two of them must not share an entry.
         return {"kind": own_name(type(self))} | fields
 
     def enough(
         self, arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int
     ) -> tuple[Mapping[ClientId, Mapping[str, Tokens]], str]:
-        """Return the streams of the clients that have enough for windows of this length, and what
-        became of the others, in words. Raises DataError.
+        """Return the streams of clients with enough text for windows of this length, and a phrase
+        about the others. Raises DataError.
         """
         return arrays, ""
 
     def encoder(self, tokenizer: Tokenizer) -> StreamEncoder:
-        """Return what makes token ids of the documents. Raises DataError."""
+        """Return the encoder of the documents. Raises DataError."""
         return text_streams(TextEncoder(tokenizer, self.control_tokens))
 
     def content_of(self, document: str) -> str:
-        """Return what people compare of a document."""
+        """Return the part of a document that is compared with others."""
         return document
 
     def _built(
         self, source: Source, encoder: StreamEncoder, context: int
     ) -> tuple[Streams, Iterable[str]]:
-        """Return the streams of the texts and, complete when these are read, the notes."""
+        """Return the streams of the texts, and the notes, complete when the streams are read."""
         texts = source.read()
         overlaps = Overlaps.of(texts, self.content_of).notes
         return self._streams(texts, encoder, context), chain(source.notes, overlaps, encoder.notes)
 
     def _streams(self, texts: Texts, encoder: StreamEncoder, context: int) -> Streams:
-        """Token streams of texts, lazily, after all that can be refused without encoding; of
-        conversations at once.
+        """Return the token streams of texts, which are encoded as they are read, except for
+        conversations.
         """
         self._check(list(texts))
         parts = [
@@ -269,7 +262,7 @@ class Section(BaseModel, ABC):
 
 
 def choose(available: Iterable[str], names: Sequence[str], field: str, where: str) -> None:
-    """Refuse wanted names that were not found.
+    """Refuse names that are not available.
 
     Raises:
         DataError: Naming the field, all unknown names, and the allowed ones.
