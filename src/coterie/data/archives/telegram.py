@@ -52,7 +52,9 @@ def _messages(chat: Any, path: Path) -> list[tuple[str, dict[str, Any]]]:
     messages = member(chat, "messages", list, f"{path}, chat")
     where = f"{path}, chat {str(chat.get('name') or chat.get('id'))!r}"
     places = [(f"{where}, message {n}", message) for n, message in enumerate(messages, start=1)]
-    return [(at, own) for at, own in places if member(own, "type", str, at) == "message"]
+    return [
+        (at, message) for at, message in places if member(message, "type", str, at) == "message"
+    ]
 
 
 def _id(message: dict[str, Any]) -> str:

@@ -82,23 +82,23 @@ class Encoder:
                 if self.loss == "answers" and not conversation.answered:
                     unanswered.append(conversation.where)
                     continue
-                found = list[Rendered]()
+                parts = list[Rendered]()
                 with refusals.gather():
-                    found = self.template.fitted(conversation, context + 1, self.loss)
-                tokens += sum(len(own.ids) for own in found)
+                    parts = self.template.fitted(conversation, context + 1, self.loss)
+                tokens += sum(len(part.ids) for part in parts)
                 if limit is not None and tokens > limit:
                     break
-                counts["cut"] += any(part.cut for part in found)
-                counts["without_tools"] += any(part.without_tools for part in found)
+                counts["cut"] += any(part.cut for part in parts)
+                counts["without_tools"] += any(part.without_tools for part in parts)
                 counts["controls"] += self.template.texts.count(conversation.said)
-                rendered += [part for part in found if part.counted.any()]
+                rendered += [part for part in parts if part.counted.any()]
             if unanswered and not self.leaves_out:
                 for where in unanswered:
                     refusals.add(f"{where}: no answer of an assistant to train on", _UNANSWERED)
         return {
-            name: _joined([own.ids for own in rendered]),
-            f"{name}.counted": _joined([own.counted for own in rendered]),
-            f"{name}.lengths": np.array([len(own.ids) for own in rendered], dtype=np.uint32),
+            name: _joined([part.ids for part in rendered]),
+            f"{name}.counted": _joined([part.counted for part in rendered]),
+            f"{name}.lengths": np.array([len(part.ids) for part in rendered], dtype=np.uint32),
             f"{name}.{_NOTES}": _written({**counts, "unanswered": unanswered}),
         }
 
@@ -114,7 +114,7 @@ class Encoder:
         Raises:
             DataError: As `arrays`, of all of them.
         """
-        found: list[tuple[ClientId, str, list[Tokens]]] = []
+        streams: list[tuple[ClientId, str, list[Tokens]]] = []
         parts = list(parts)
         if self.template.template is None:
             first = next((document for part in parts for document in part.documents), None)
@@ -124,8 +124,8 @@ class Encoder:
             for part in parts:
                 with refusals.gather(f"client {part.client!r}, {part.name}: "):
                     arrays = self.arrays(part.documents, part.name, context, part.limit)
-                    found += [(part.client, key, [values]) for key, values in arrays.items()]
-        return found
+                    streams += [(part.client, key, [values]) for key, values in arrays.items()]
+        return streams
 
     @property
     def maker(self) -> MakeSplit:
@@ -135,22 +135,24 @@ class Encoder:
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return what was made of the conversations, in words."""
         splits = [
-            (own, name)
-            for own in arrays.values()
-            for name in (key.removesuffix(".lengths") for key in own if key.endswith(".lengths"))
+            (client_arrays, name)
+            for client_arrays in arrays.values()
+            for name in (
+                key.removesuffix(".lengths") for key in client_arrays if key.endswith(".lengths")
+            )
         ]
-        count = sum(len(own[f"{name}.lengths"]) for own, name in splits)
-        notes = [_read(own[f"{name}.{_NOTES}"]) for own, name in splits]
-        found = [f"{count:,} conversations"]
+        count = sum(len(client_arrays[f"{name}.lengths"]) for client_arrays, name in splits)
+        notes = [_read(client_arrays[f"{name}.{_NOTES}"]) for client_arrays, name in splits]
+        sentences = [f"{count:,} conversations"]
         if self.loss == "answers":
-            found.append(f"loss on the answers, found by {self.template.way}")
+            sentences.append(f"loss on the answers, found by {self.template.way}")
         for name, text in _SAID.items():
             if count := sum(note.get(name, 0) for note in notes):
-                found.append(f"{count:,} {text}")
+                sentences.append(f"{count:,} {text}")
         if left := [where for note in notes for where in note["unanswered"]]:
             more = f" and {len(left) - SHOWN:,} more" if len(left) > SHOWN else ""
-            found.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
-        return "; ".join(found)
+            sentences.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
+        return "; ".join(sentences)
 
 
 def _split(packing: bool, name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
@@ -181,12 +183,12 @@ def _written(notes: Mapping[str, Any]) -> Tokens:
 
 def merged_notes(notes: Sequence[Tokens]) -> Tokens:
     """Return the notes of several clients as those of one."""
-    found = [_read(own) for own in notes]
-    unanswered = [where for own in found for where in own["unanswered"]]
-    counts = {name: sum(own.get(name, 0) for own in found) for name in _SAID}
+    parsed = [_read(note) for note in notes]
+    unanswered = [where for note in parsed for where in note["unanswered"]]
+    counts = {name: sum(note.get(name, 0) for note in parsed) for name in _SAID}
     return _written({**counts, "unanswered": unanswered})
 
 
 def _read(notes: Tokens) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(notes.astype(np.uint8).tobytes())
-    return found
+    parsed: dict[str, Any] = json.loads(notes.astype(np.uint8).tobytes())
+    return parsed

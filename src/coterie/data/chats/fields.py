@@ -111,9 +111,11 @@ class ChatFields(Section):
         """Return the conversations of rows, each given with where it stands, as documents. Raises
         DataError.
         """
-        return [own.document() for own in read_conversations(rows, self.chat_column)]
+        return [
+            conversation.document() for conversation in read_conversations(rows, self.chat_column)
+        ]
 
     def about(self) -> dict[str, Any]:
-        found = super().about()
+        fields = super().about()
         ignored = ("content", *_OWN) if self.content == "text" else ("packing",)
-        return {key: value for key, value in found.items() if key not in ignored}
+        return {key: value for key, value in fields.items() if key not in ignored}

@@ -15,12 +15,12 @@ def template_text(value: str) -> str:
         return value
     path = Path(value).expanduser()
     try:
-        found = read_text(path)
+        template = read_text(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a chat template ({error})") from None
-    if not is_template(found):
+    if not is_template(template):
         raise ValueError(f"{path} is no chat template: it has no Jinja in it")
-    return found
+    return template
 
 
 def is_template(value: str) -> bool:

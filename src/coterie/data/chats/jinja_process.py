@@ -45,7 +45,7 @@ class JinjaProcess:
         messages: Sequence[Message],
         tools: Sequence[Any] | None,
         variables: Mapping[str, Any],
-        wanted: Sequence[Excerpt],
+        excerpts: Sequence[Excerpt],
     ) -> list[str | DataError]:
         """Return what a template writes of each part of messages, or how it refuses it.
 
@@ -54,7 +54,7 @@ class JinjaProcess:
             messages: What it gets.
             tools: What it gets as `tools`.
             variables: What it gets beside.
-            wanted: The parts.
+            excerpts: The parts of the messages.
 
         Raises:
             DataError: The template goes beyond the bounds.
@@ -65,7 +65,7 @@ class JinjaProcess:
             "kept": leading(messages),
             "tools": tools,
             "variables": variables,
-            "wanted": wanted,
+            "wanted": excerpts,
             "seconds": self.seconds,
             "characters": self.characters,
         }
@@ -109,9 +109,9 @@ class JinjaProcess:
         """Return the process, a new one if there is none or it is another process's. Raises
         DataError where it cannot be started.
         """
-        own = self._process if self._owner == os.getpid() else None
-        if own is not None and own.poll() is None:
-            return own
+        process = self._process if self._owner == os.getpid() else None
+        if process is not None and process.poll() is None:
+            return process
         process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER)],
             stdin=subprocess.PIPE,

@@ -38,7 +38,7 @@ def main() -> None:
 
 def _texts(render: Any, request: dict[str, Any]) -> list[Any]:
     """Return the text of each wanted part of the messages, or in a list why it has none."""
-    found = list[Any]()
+    texts = list[Any]()
     messages, kept = request["messages"], request["kept"]
     for begin, end, prompt in request["wanted"]:
         part = messages[:end] if begin <= kept else messages[:kept] + messages[begin:end]
@@ -56,8 +56,8 @@ def _texts(render: Any, request: dict[str, Any]) -> list[Any]:
             text = [(str(error).strip() or type(error).__name__).splitlines()[0][:2000]]
         if len(text) > request["characters"]:
             raise MemoryError
-        found.append(text)
-    return found
+        texts.append(text)
+    return texts
 
 
 def _bound_memory() -> None:

@@ -153,8 +153,8 @@ def _calls(fields: Message, name: str) -> Message:
         calls = [former, *calls]
     if not isinstance(calls, Sequence):
         raise Mistake(f"{name}.tool_calls is {type(calls).__name__}, not a list")
-    found = [_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {"tool_calls": found} if found else {}
+    normal = [_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return {"tool_calls": normal} if normal else {}
 
 
 def _call(value: Any, name: str) -> Message:

@@ -60,9 +60,9 @@ class Conversation:
 
     def document(self) -> Document:
         """Return it as JSON, keyed by what is said, so that equal ones are in one split."""
-        said = [self.messages, self.given, self.tools, self.text]
-        key = json.dumps(said, ensure_ascii=False, sort_keys=True)
-        text = json.dumps([self.where, *said], ensure_ascii=False)
+        content = [self.messages, self.given, self.tools, self.text]
+        key = json.dumps(content, ensure_ascii=False, sort_keys=True)
+        text = json.dumps([self.where, *content], ensure_ascii=False)
         return Document(text, key, conversation_content(self.messages, self.text))
 
     @classmethod

@@ -121,7 +121,7 @@ class Renders:
         known, text = self._by_windows(prompt), self.upto(len(self.messages), prompt)
         numbers = [i for i, message in enumerate(self.messages) if is_answer(message)]
         first = [self.before(i) for i in numbers if i < self._bounds[1]]
-        starts = [len(own) for own in first if own is not None and text.startswith(own)]
+        starts = [len(prefix) for prefix in first if prefix is not None and text.startswith(prefix)]
         return starts + [known[i][0] for i in numbers if i in known]
 
     def _by_windows(self, prompt: bool) -> dict[int, Span]:
@@ -256,7 +256,7 @@ def left_out(
         parts.append(_Part(name, text, f"zq{len(parts)}x{len(messages)}q"))
         return parts[-1].word
 
-    words = [_in_words(i, own, word_for, i in trained) for i, own in enumerate(messages)]
+    words = [_in_words(i, message, word_for, i in trained) for i, message in enumerate(messages)]
     named = [_tool_in_words(i, tool, word_for) for i, tool in enumerate(tools or ())]
     try:
         written = set(_WORD.findall(write(words, named or None).lower()))

@@ -85,7 +85,7 @@ class ChatSplit(SplitBase):
     def take(self, numbers: Numbers) -> ChatBatch:
         """Return the rows of these numbers, as wide as the longest of them."""
         rows = [self.rows[number] for number in numbers]
-        widths = [sum(int(self.lengths[own]) for own in row) for row in rows]
+        widths = [sum(int(self.lengths[number]) for number in row) for row in rows]
         shape = (len(rows), max([2, *widths]))
         ids, counted, positions = (
             np.zeros(shape, np.int64),
@@ -94,8 +94,8 @@ class ChatSplit(SplitBase):
         )
         for i, row in enumerate(rows):
             start = 0
-            for own in row:
-                where, end = self.place(own), start + int(self.lengths[own])
+            for number in row:
+                where, end = self.place(number), start + int(self.lengths[number])
                 ids[i, start:end] = self.tokens[where]
                 counted[i, start:end] = self.counted[where]
                 positions[i, start:end] = np.arange(end - start)
@@ -108,10 +108,10 @@ class ChatSplit(SplitBase):
 
     def digest(self) -> str:
         """SHA-256 of the tokens, of what is counted of them, and of where conversations end."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for values in (self.tokens, self.counted, self.lengths):
-            found.update(np.ascontiguousarray(values, dtype=np.uint32))
-        return found.hexdigest()
+            digest.update(np.ascontiguousarray(values, dtype=np.uint32))
+        return digest.hexdigest()
 
     def scoring(self, rows: int) -> Iterator[ChatBatch]:
         """All rows once, in order: every counted token is a target exactly once."""

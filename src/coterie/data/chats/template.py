@@ -88,11 +88,11 @@ class ChatTemplate:
         self, tokenizer: Any, template: str | None = None, control_tokens: ControlTokens = "text"
     ) -> None:
         self.tokenizer = tokenizer
-        own = getattr(tokenizer, "chat_template", None)
-        several = own if isinstance(own, Mapping) else {}  # by their names
-        own = several.get("default") if several else own
-        self.template: str | None = own if template is None else template
-        self.with_tools = several.get("tool_use", own) if template is None else template
+        default = getattr(tokenizer, "chat_template", None)
+        several = default if isinstance(default, Mapping) else {}  # by their names
+        default = several.get("default") if several else default
+        self.template: str | None = default if template is None else template
+        self.with_tools = several.get("tool_use", default) if template is None else template
         self.texts = TextEncoder(tokenizer, control_tokens, self.template)
         self._writer = Writer(self.template, self.with_tools, self.texts)
 
@@ -274,7 +274,9 @@ class ChatTemplate:
         )
         if text != renders.whole:  # which the marks would have to leave alone
             raise Rewritten
-        answers = [i for i, own in enumerate(conversation.messages) if own["role"] == ASSISTANT]
+        answers = [
+            i for i, message in enumerate(conversation.messages) if message["role"] == ASSISTANT
+        ]
         trained = set(conversation.trained)
         if len(spans) == len(answers):
             spans = [span for i, span in zip(answers, spans, strict=True) if i in trained]

@@ -67,7 +67,7 @@ class Writer:
         self,
         shown: Sequence[Message],
         tools: Sequence[Any] | None,
-        wanted: Sequence[Excerpt],
+        excerpts: Sequence[Excerpt],
         template: str | None = None,
     ) -> list[str | DataError]:
         """Return what the template writes of parts of what it is given, or how it refuses them.
@@ -77,7 +77,7 @@ class Writer:
             raise DataError("the base has no chat template", NO_TEMPLATE)
         variables = self._texts.tokenizer.special_tokens_map
         template = template or self.template_for(tools)
-        texts = shared.texts(template, shown, tools, variables, wanted)
+        texts = shared.texts(template, shown, tools, variables, excerpts)
         return [self._texts.marked(text) if isinstance(text, str) else text for text in texts]
 
     def _shown(
@@ -93,16 +93,16 @@ class Writer:
         if self._texts.control_tokens == "tokens":
             return shown, tools
         shield = self._texts.shield
-        return [shield(own, own["role"] == ASSISTANT) for own in shown], shield(tools)
+        return [shield(message, message["role"] == ASSISTANT) for message in shown], shield(tools)
 
     @cached_property
     def _arguments_as_text(self) -> bool:
         """Whether the template takes a call's arguments as JSON text alone."""
-        asked = [user("Which?"), {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}]
+        example = [user("Which?"), {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}]
 
         def written(as_text: bool) -> bool:
-            shown = self._shown(asked, None, as_text)
-            (text,) = self._texts_of(*shown, [Excerpt(0, len(asked))])
+            shown = self._shown(example, None, as_text)
+            (text,) = self._texts_of(*shown, [Excerpt(0, len(example))])
             return isinstance(text, str) and "two" in text.partition("?")[2]
 
         return written(True) and not written(False)

@@ -114,21 +114,21 @@ class Flower:
         self._asked("keep", ask, round, -1)
 
     def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
-        asked, nodes = self._reachable(ask, round, phase), self._nodes.by_client
-        requests = {i: self._request(action, ask.name, i, round, phase) for i in asked}
+        clients, nodes = self._reachable(ask, round, phase), self._nodes.by_client
+        requests = {i: self._request(action, ask.name, i, round, phase) for i in clients}
         sent = self._transport.send(
-            {nodes[i]: requests[i] for i in asked}, _bodies(ask, asked, nodes), self.deadline
+            {nodes[i]: requests[i] for i in clients}, _bodies(ask, clients, nodes), self.deadline
         )
         answered = self._transport.collected(sent, self.deadline)
-        found: dict[ClientId, State] = {}
-        for i in asked:
+        replies: dict[ClientId, State] = {}
+        for i in clients:
             try:
-                reply, found[i] = self._believed(ask, i, requests[i], answered.get(nodes[i]))
+                reply, replies[i] = self._believed(ask, i, requests[i], answered.get(nodes[i]))
             except TensorError as error:
                 self.listener.lost(i, ask.name, told(error))
                 continue
             self._heard(i, reply, round)
-        return found
+        return replies
 
     def _reachable(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
         """Select the clients to ask in an exchange, and number it; the others are lost."""
@@ -156,16 +156,16 @@ class Flower:
         from coterie.aggregation import secure
         from coterie.engines.flower.secagg_server import summed
 
-        asked, nodes = self._trusted(ask, round, phase), self._nodes.by_client
-        for i in asked:
-            secure.check_form(ask.to[asked[0]], ask.to[i], ask.reply_spec(ask.to[i]))
+        clients, nodes = self._trusted(ask, round, phase), self._nodes.by_client
+        for i in clients:
+            secure.check_form(ask.to[clients[0]], ask.to[i], ask.reply_spec(ask.to[i]))
         self._begin(round)
-        size = sum(tensor.numel() for tensor in ask.to[asked[0]].values()) if asked else 0
+        size = sum(tensor.numel() for tensor in ask.to[clients[0]].values()) if clients else 0
         requests = {
-            nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in asked
+            nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in clients
         }
-        bodies = _bodies(ask, asked, nodes)
-        found = summed(
+        bodies = _bodies(ask, clients, nodes)
+        total = summed(
             lambda messages: self._transport.collected(
                 self._transport.post(messages, self.deadline), self.deadline
             ),
@@ -173,17 +173,17 @@ class Flower:
             bodies,
             size,
         )
-        self._search([i for i in asked if nodes[i] in found.spoilt])
-        held = [i for i in asked if nodes[i] in found.replies]
-        for i in asked:
+        self._search([i for i in clients if nodes[i] in total.spoilt])
+        held = [i for i in clients if nodes[i] in total.replies]
+        for i in clients:
             if i in held:
-                self._heard(i, found.replies[nodes[i]], round)
-            if nodes[i] in found.problems:
-                self.listener.lost(i, ask.name, printable(found.problems[nodes[i]], lines=True))
+                self._heard(i, total.replies[nodes[i]], round)
+            if nodes[i] in total.problems:
+                self.listener.lost(i, ask.name, printable(total.problems[nodes[i]], lines=True))
         return (
             {}
-            if found.mean is None
-            else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], found.mean))
+            if total.mean is None
+            else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], total.mean))
         )
 
     def _trusted(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
@@ -219,16 +219,16 @@ class Flower:
 
     def _begun(self) -> list[int]:
         """Return the rounds of the exchanges in the journal."""
-        found = self._written()
-        return list(found["begun"]) if found is not None and found["run"] == self.run else []
+        journal = self._written()
+        return list(journal["begun"]) if journal is not None and journal["run"] == self.run else []
 
     def _written(self) -> dict[str, Any] | None:
         """Return what the journal says. Raises CheckpointError where it is damaged."""
         if self.journal is None or not self.journal.exists():
             return None
         try:
-            found = json_of(read_bytes(self.journal))
-            return {"run": str(found["run"]), "begun": [int(round) for round in found["begun"]]}
+            journal = json_of(read_bytes(self.journal))
+            return {"run": str(journal["run"]), "begun": [int(round) for round in journal["begun"]]}
         except (OSError, ValueError, TypeError, KeyError):
             raise CheckpointError(
                 f"{self.journal} is damaged", "Start a new run with another --out."
@@ -238,11 +238,11 @@ class Flower:
         """Return the rounds of masked exchanges that began since `round`: devices do not answer
         these again.
         """
-        found = self._written()
+        journal = self._written()
         if (
-            found is not None and not self.turns
+            journal is not None and not self.turns
         ):  # nothing was saved before: it is the same run for its devices all the same
-            self.run = found["run"]
+            self.run = journal["run"]
         return [then for then in self._begun() if then >= round]
 
     def _count(self, round: int, phase: int, task: str) -> None:
@@ -350,12 +350,12 @@ def gathered(
         known |= {
             member.client: member for member in engine.members()
         }  # a device that was started again counts once
-        if enough(found := list(known.values())):
-            return found
+        if enough(members := list(known.values())):
+            return members
         if time.monotonic() > end:
             raise ClientError(
-                f"{len(found)} clients connected within {patience:g} s: "
-                f"{', '.join(m.client for m in found) or 'none'}",
+                f"{len(members)} clients connected within {patience:g} s: "
+                f"{', '.join(m.client for m in members) or 'none'}",
                 "Check that the SuperNodes run and use this SuperLink's address. Then start again, "
                 "perhaps with a smaller --clients.",
             )

@@ -24,7 +24,7 @@ def delivered(message: Message) -> Message:
 
     The objects that it is made of travel one by one, its envelope by protobuf.
     """
-    contents = {id: found.deflate() for id, found in get_all_nested_objects(message).items()}
+    contents = {id: part.deflate() for id, part in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(message.object_id, contents)
     if not isinstance(arrived, Message):
         raise TypeError(f"a message arrived as {type(arrived).__name__}")
@@ -49,8 +49,8 @@ class LocalNode:
     def reply(self, arrived: Message) -> Message | None:
         """Return what it answers to a message; None: nothing ever arrives."""
         context = Context(1, arrived.metadata.dst_node_id, dict(self.config), RecordDict(), {})
-        found: Message | None = client_app(self.handle)(arrived, context)
-        return found
+        answer: Message | None = client_app(self.handle)(arrived, context)
+        return answer
 
 
 @dataclass(eq=False)
@@ -99,20 +99,20 @@ class LocalGrid(Grid):
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         """Send messages; what they are answered waits to be pulled. Returns their ids."""
-        found = []
+        message_ids = []
         for message in messages:
             self.sent += 1
             message.metadata.__dict__["_message_id"] = f"message-{self.sent}"
             node = self.nodes.get(message.metadata.dst_node_id)
             if node is None:
                 continue  # as the SuperLink: no id
-            found.append(message.metadata.message_id)
+            message_ids.append(message.metadata.message_id)
             self.asked(message, node)
             reply = node.reply(delivered(message))
             if reply is not None:
                 reply.metadata.__dict__["_message_id"] = f"reply-{self.sent}"
                 self.waiting[message.metadata.message_id] = delivered(reply)
-        return found
+        return message_ids
 
     def asked(self, message: Message, node: Any) -> None:
         """Look at a message that is on its way to a node."""

@@ -279,8 +279,8 @@ class Participants:
                 left = self.left if stage == Stage.UNMASK else self.problems
                 left[node] = error.problem
             except CoterieError as error:
-                said = filter(None, (error.problem, error.remedy))
-                self.problems[node] = "\n  ".join(said)
+                sentences = filter(None, (error.problem, error.remedy))
+                self.problems[node] = "\n  ".join(sentences)
             except Exception as error:  # whatever a foreign node managed to send
                 problem = f"unreadable: {type(error).__name__}: {error}"[:2000]
                 self.problems[node] = problem

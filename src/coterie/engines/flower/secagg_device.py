@@ -99,12 +99,12 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
         _complete(reply, context, stage, bound)
     except Exception as error:
         _forget(context)
-        said = (
+        problem = (
             f"{error.problem}\n  {error.remedy}"
             if isinstance(error, CoterieError)
             else f"{type(error).__name__}: {error}"
         )
-        return Message(Error(_RAISED, said[:20000]), reply_to=message)
+        return Message(Error(_RAISED, problem[:20000]), reply_to=message)
     if stage == Stage.UNMASK:
         _forget(context)
     return reply
@@ -239,20 +239,22 @@ def _admitted(message: Message, context: Context) -> str:
             "a training message that names no stage of secure aggregation",
             "It did not come from coterie.",
         )
-    said = {key: value for key, value in configs.items() if key != Key.STAGE}
+    settings = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
-        clients = said.get(Key.SAMPLE_NUMBER)
-        if not isinstance(clients, int) or clients < FEWEST or said != terms(clients):
+        clients = settings.get(Key.SAMPLE_NUMBER)
+        if not isinstance(clients, int) or clients < FEWEST or settings != terms(clients):
             expected = (
                 f"at least {FEWEST} clients"
                 if not isinstance(clients, int) or clients < FEWEST
                 else f"{terms(clients)}"
             )
-            raise TensorError(f"secure aggregation with settings {said}, expected {expected}", "")
+            raise TensorError(
+                f"secure aggregation with settings {settings}, expected {expected}", ""
+            )
     if stage == Stage.COLLECT_MASKED_VECTORS:
-        _refuse_twice(said.get(Key.SOURCE_LIST), "sources")
+        _refuse_twice(settings.get(Key.SOURCE_LIST), "sources")
     if stage == Stage.UNMASK:
-        active, dead = said.get(Key.ACTIVE_NODE_ID_LIST), said.get(Key.DEAD_NODE_ID_LIST)
+        active, dead = settings.get(Key.ACTIVE_NODE_ID_LIST), settings.get(Key.DEAD_NODE_ID_LIST)
         _refuse_twice(
             [*cast(list[int], active), *cast(list[int], dead)],
             "clients that sent and clients that did not",

@@ -99,18 +99,18 @@ def summed(
         )
         return Sum(problems=dict.fromkeys(requests, few))
     first = next(iter(requests))
-    cohort, found = Participants(carry, exchange_name(requests[first]), requests), Sum()
-    found.problems = cohort.problems
+    cohort, result = Participants(carry, exchange_name(requests[first]), requests), Sum()
+    result.problems = cohort.problems
     try:
-        found.mean = _Exchange(cohort, requests, bodies.get(first, b""), size, found).mean()
+        result.mean = _Exchange(cohort, requests, bodies.get(first, b""), size, result).mean()
     except TensorError as error:
-        found.replies.clear()
-        found.problems |= cohort.left
-        why = _why(found.problems)
-        found.problems |= {
-            node: f"{error.problem}; {why}" for node in requests if node not in found.problems
+        result.replies.clear()
+        result.problems |= cohort.left
+        why = _why(result.problems)
+        result.problems |= {
+            node: f"{error.problem}; {why}" for node in requests if node not in result.problems
         }
-    return found
+    return result
 
 
 def _why(problems: Mapping[int, str]) -> str:
@@ -242,10 +242,10 @@ class _Exchange:
         configs = values_of(content, {}, (Key.NODE_ID_LIST, Key.SHARE_LIST))
         owners = cast(list[int], configs[Key.NODE_ID_LIST])
         data = cast(list[bytes], configs[Key.SHARE_LIST])
-        asked = sorted((*active, *dead))
-        if len(owners) != len(asked) or sorted(owners) != asked:
+        expected = sorted((*active, *dead))
+        if len(owners) != len(expected) or sorted(owners) != expected:
             raise TensorError("shares of keys of others than those asked about", FOREIGN)
-        check_lengths(data, [SHARE] * len(asked))
+        check_lengths(data, [SHARE] * len(expected))
         shares = {owner: Share.from_bytes(one) for owner, one in zip(owners, data, strict=True)}
         for owner, share in shares.items():
             proofs = self.cohort.proofs[owner]

@@ -98,15 +98,15 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
     # Flower's simulation works in a thread pool, which Python waits for before it calls what
     # `atexit` knows: it would wait for good.
     threading._register_atexit(stop)  # type: ignore[attr-defined]
-    found = grids.get()
-    if isinstance(found, ClientError):
-        raise found
-    if isinstance(found, BaseException):
+    grid_or_error = grids.get()
+    if isinstance(grid_or_error, ClientError):
+        raise grid_or_error
+    if isinstance(grid_or_error, BaseException):
         raise ClientError(
-            f"Flower's simulation could not be started: {found}",
+            f"Flower's simulation could not be started: {grid_or_error}",
             f"Is the extra complete? {extra('simulation')}",
         )
-    return _Simulation((clients, threads, handle, accelerators), found, stop)
+    return _Simulation((clients, threads, handle, accelerators), grid_or_error, stop)
 
 
 def _connect(threads: int, accelerators: int) -> None:
@@ -140,9 +140,9 @@ def _connect(threads: int, accelerators: int) -> None:
     if not any(
         has.get("CPU", 0) >= threads and has.get("GPU", 0) >= accelerators for has in machines
     ):
-        wanted = f"{threads} cores" + (f" and {accelerators} GPU" if accelerators else "")
+        need = f"{threads} cores" + (f" and {accelerators} GPU" if accelerators else "")
         raise ClientError(
-            f"no machine of Ray's has {wanted}, which a client needs",
+            f"no machine of Ray's has {need}, which a client needs",
             "Start Ray with more (ray start --num-cpus N --num-gpus N), or give the recipe fewer "
             "threads.",
         )

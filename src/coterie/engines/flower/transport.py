@@ -42,16 +42,16 @@ class Transport:
         answered.
         """
         end, pause = time.monotonic() + seconds, QUICK_S
-        found: dict[int, Message] = {}
+        replies: dict[int, Message] = {}
         while sent:
             arrived = self.arrived(sent)
-            found |= {sent.pop(id): message for id, message in arrived.items()}
+            replies |= {sent.pop(id): message for id, message in arrived.items()}
             if time.monotonic() >= end:
                 break
             pause = QUICK_S if arrived else min(pause * 1.5, SLOW_S)
             if sent:
                 time.sleep(max(0.0, min(pause, end - time.monotonic())))
-        return found
+        return replies
 
     def send(
         self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
@@ -83,15 +83,15 @@ class Transport:
     def arrived(self, sent: Collection[str]) -> dict[str, Message]:
         """Return what has arrived in answer to these messages, by their ids."""
         pulled = list(self.grid.pull_messages(list(sent))) if sent else []
-        found = {
+        replies = {
             id: message
             for message in pulled
             if (id := message.metadata.reply_to_message_id) in sent
         }
         self.traffic[1] += sum(
-            _size(message.content) for message in found.values() if message.has_content()
+            _size(message.content) for message in replies.values() if message.has_content()
         )
-        return found
+        return replies
 
 
 def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
