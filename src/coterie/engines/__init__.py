@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from coterie.engines.engine import Engine, Listener
     from coterie.engines.inprocess import InProcess
-    from coterie.engines.local import ENGINES
-    from coterie.engines.loopback import Loopback
+    from coterie.engines.loopback import ENGINES, Loopback
 
 __all__ = ["ENGINES", "Engine", "InProcess", "Listener", "Loopback"]
-_HOMES = {"ENGINES": "local", "InProcess": "inprocess", "Loopback": "loopback"}
+_HOMES = {"ENGINES": "loopback", "InProcess": "inprocess", "Loopback": "loopback"}
 
 
 def __getattr__(name: str) -> Any:

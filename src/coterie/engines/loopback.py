@@ -13,6 +13,7 @@ from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import from_bytes, nbytes, to_bytes
 from coterie.engines.engine import Listener, LocalEngine, Write
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 
 
@@ -64,3 +65,10 @@ class Loopback(LocalEngine):
 
     def state_bytes(self) -> Mapping[ClientId, int]:
         return {i: nbytes(state) for i, state in self.states().items()}
+
+
+# the values of `engine` in a recipe that need nothing but this process
+ENGINES: dict[str, type[InProcess] | type[Loopback]] = {
+    "inprocess": InProcess,
+    "loopback": Loopback,
+}

@@ -165,7 +165,7 @@ class States(Stored):
         data, before = to_bytes(state), self._written.get(client)
         if before is not None and before.length == len(data) and before.content() == data:
             return before
-        packs = self._own()
+        packs = self._own_packs()
         after = self._written[client] = packs.append(data, nbytes(state))
         if before is not None:
             packs.drop(before)
@@ -196,7 +196,7 @@ class States(Stored):
             if entry is None or not isinstance(states, Stored):
                 self.put(client, dict(states[client]))
                 continue
-            packs = self._own()
+            packs = self._own_packs()
             if entry.pack not in adopted:
                 path = adopted[entry.pack] = packs.adopt(entry.pack, states.digests[entry.pack])
                 link(entry.pack, path)
@@ -212,7 +212,7 @@ class States(Stored):
         if self._remove is not None:
             self._remove()
 
-    def _own(self) -> Packs:
+    def _own_packs(self) -> Packs:
         """Return the packs in the keeper's own folder, which is made if it is not there yet."""
         if self._packs is None:
             try:
