@@ -62,6 +62,7 @@ class Ditto(OneAdapter, Aggregating):
             w_i, received = client.flat(), client.read(GENERALIST)
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
+            # grad f_i(w_i) on the batch that v_i steps on; w_i is no part of the client's model
             gradient = client.gradient_to_share(w_i, batch)
             client.step_on(
                 batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received)
@@ -70,5 +71,5 @@ class Ditto(OneAdapter, Aggregating):
         return {GENERALIST: w_i} | self.sample_count(client)
 
     def _pull(self, v: Tensors, w: Tensors) -> Tensors:
-        """Lambda (v - w), name by name."""
+        """Return lambda (v - w), the gradient of the penalty, name by name."""
         return {name: self.prox * (value - w[name]) for name, value in v.items()}

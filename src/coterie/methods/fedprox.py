@@ -52,5 +52,5 @@ class FedProx(Averaged, OneAdapter):
         return client.read(GENERALIST) | self.sample_count(client)
 
     def _pull(self, w: Tensors, received: Tensors) -> Tensors:
-        """Mu (w - w_t), name by name."""
+        """Return mu (w - w_t), the gradient of the proximal term of eq. 2, name by name."""
         return {name: self.mu * (value - received[name]) for name, value in w.items()}

@@ -52,12 +52,12 @@ class FinetunedFedAvg(FedAvg):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         t, down = int(state["round"]), self.download(state, clients)
-        then = state | {"round": torch.tensor(t + 1)}
+        counted = state | {"round": torch.tensor(t + 1)}
         if t < self.start * self.rounds:
             replies = yield Ask(self.local_round, down, self.reply_spec)
-            return then | prefixed("mean", self.combine(replies, under("mean", state)))
+            return counted | prefixed("mean", self.combine(replies, under("mean", state)))
         replies = yield Ask(self.finetune, down, empty_reply)
-        return then | {of_client(i, "alone"): torch.tensor(True) for i in replies}
+        return counted | {of_client(i, "alone"): torch.tensor(True) for i in replies}
 
     @task(Sends.NOTHING, batched=True)
     def finetune(self, client: AnyClient, mean: Tensors) -> Tensors:

@@ -83,6 +83,7 @@ class HetLoRA(Ranked):
             client.step(GENERALIST, on=client.train, extra=penalty)
             # Pruned ranks stay zero, whatever the old moments of the optimiser say.
             zero_beyond(loras, kept)
+        # self-pruning: a tail that shrank in this round is given up
         if tail_norm(loras, fewer) < before:
             kept = fewer
             zero_beyond(loras, kept)
