@@ -292,8 +292,8 @@ class Participation(BaseModel):
         )
         active: set[str] = set()
         for group, most in ((held, self.anchors), (here - held, self.clients)):
-            clients = sorted(group)
-            active.update(clients if most is None or most >= len(clients) else draw(clients, most))
+            members = sorted(group)
+            active.update(members if most is None or most >= len(members) else draw(members, most))
         return tuple(i for i in clients if i in active)
 
     def _here(
