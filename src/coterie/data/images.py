@@ -4,6 +4,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from functools import partial
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -93,13 +94,14 @@ class StoredImages(Images):
             [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
         )
         entry = cache / f"images-{blake2b(text.encode(), digest_size=16).hexdigest()}"
-        return cached(entry, "image", _open, lambda folder: self._write(folder, tables()))
 
-    def _write(self, folder: Path, tables: Sequence[Any]) -> None:
-        parts = [self._decode(table, name) for table, name in zip(tables, _FILES, strict=True)]
-        images = Labelled(*parts[0], *parts[1])
-        for field in fields(Labelled):
-            np.save(folder / f"{field.name}.npy", getattr(images, field.name))
+        def build() -> Callable[[Path], None]:
+            parts = [
+                self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)
+            ]
+            return partial(_write, Labelled(*parts[0], *parts[1]))
+
+        return cached(entry, "image", _open, build)
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
         """Return the images and labels of an Arrow table. Raises DataError for an invalid row."""
@@ -165,3 +167,8 @@ def _open(entry: Path) -> Labelled | None:
         )
     except (OSError, ValueError):
         return None
+
+
+def _write(images: Labelled, folder: Path) -> None:
+    for field in fields(Labelled):
+        np.save(folder / f"{field.name}.npy", getattr(images, field.name))

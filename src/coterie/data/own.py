@@ -24,13 +24,13 @@ BASES = (Section, Images, LabelledTexts)
 
 
 def kind_of(section: BaseModel) -> str:
-    """Return the name by which a recipe refers to a section's class."""
+    """Return the name of a section's class in recipes."""
     return str(getattr(section, "kind", None) or own_name(type(section)))
 
 
 def validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
-    """Return the section of a mapping: of a user's class if `kind` names one, otherwise of one
-    shipped with coterie, or of an installed package.
+    """Return the section of a mapping, of the class that `kind` names: a user's, one shipped with
+    coterie, or one of an installed package.
 
     Raises:
         ValueError: `kind` names no such class.

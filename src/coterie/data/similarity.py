@@ -25,11 +25,11 @@ _POWERS = np.array([31**k for k in range(SHINGLE)], dtype=np.uint64)
 
 
 def similar(texts: Sequence[str]) -> list[int]:
-    """Return for each text the number of the first text that it is nearly equal to, directly or by
-    way of others; its own number where there is none.
+    """Return for each text the number of the first text that is nearly equal, directly or through
+    others; its own number if there is none.
 
-    A text is compared with the first one of each band that it shares, so that the time is linear in
-    the number of texts, and a few pairs are missed.
+    A text is compared only with the first one that shares a band, so that the time is linear in the
+    number of texts; a few pairs are missed.
     """
     parents = list(range(len(texts)))
     signatures = [_signature(text) for text in texts]
@@ -44,7 +44,7 @@ def similar(texts: Sequence[str]) -> list[int]:
 
 
 def _root(parents: list[int], number: int) -> int:
-    """Return what stands for a text, and shorten the way to it."""
+    """Return the root of a text in the union-find forest, and halve the path to it."""
     while parents[number] != number:
         parents[number] = parents[parents[number]]
         number = parents[number]
@@ -58,7 +58,7 @@ def _signature(text: str) -> Hashes:
 
 
 def _shingles(text: str) -> Hashes:
-    """Return the hashes of all runs of five words; of a shorter text, its own."""
+    """Return the hashes of all runs of five words; of a shorter text, one hash."""
     words = _WORD.findall(text.casefold())
     hashes = np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint64)
     if len(hashes) < SHINGLE:
@@ -68,7 +68,7 @@ def _shingles(text: str) -> Hashes:
 
 
 def _mixed(hashes: Hashes) -> Hashes:
-    """Return hashes all of whose bits depend on all of theirs (SplitMix64)."""
+    """Return hashes in which every bit depends on all bits of the given ones (SplitMix64)."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))

@@ -60,28 +60,23 @@ class Split(Protocol):
         """Return the rows of these numbers, each in [0, windows): a Batch."""
 
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
-        """One batch, whose row i is row order[i] of several batches one behind the other."""
+        """Return one batch, whose row i is row order[i] of the concatenated batches."""
 
     def batch(self, start: int, size: int) -> Any:
-        """Rows start..start+size-1 of the endless walk: a Batch."""
+        """Return rows start..start+size-1 of the endless walk: a Batch."""
 
     def reordered(self, name: str) -> "Split":
         """Return the same rows under another name, and so in another order."""
 
     def digest(self) -> str:
-        """Return a fingerprint of the data: SHA-256, hexadecimal; "" where that is not
-        known here.
-        """
+        """Return the hexadecimal SHA-256 of the data; "" if they are not here."""
 
     def scoring(self, rows: int) -> Iterator[Any]:
-        """Everything once, in order, at most `rows` rows at a time."""
+        """Yield all rows once, in order, at most `rows` at a time."""
 
 
-@lru_cache(
-    maxsize=256
-    # a client draws many batches in a row; kept for all of thousands, permutations would outgrow
-    # the data
-)
+# Bounded: the permutations of thousands of clients would outgrow the data.
+@lru_cache(maxsize=256)
 def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
     order = np.random.default_rng(derive_seed(seed, "order", name, epoch)).permutation(windows)
     order.flags.writeable = False
@@ -89,8 +84,8 @@ def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
 
 
 class SplitBase(ABC):
-    """The common part of splits: an endless sequence of rows, in which every epoch has each row
-    once, in an order of its own.
+    """The common part of splits: an endless walk, in which every epoch has each row once, in a
+    random order.
     """
 
     name: str
@@ -104,23 +99,21 @@ class SplitBase(ABC):
     def take(self, numbers: Numbers) -> Any: ...
 
     def reordered(self, name: str) -> Self:
-        """Return the same rows under another name, which is part of what fixes the order of the
-        walk.
-        """
+        """Return the same rows under another name, and so in another order."""
         twin = copy(self)  # not `replace`, which would check the data again
         object.__setattr__(twin, "name", name)
         return twin
 
     def batch(self, start: int, size: int) -> Any:
-        """Rows number start..start+size-1 of the walk, (size, ...); a batch may cross epochs."""
+        """Return rows start..start+size-1 of the walk, (size, ...); a batch may cross epochs."""
         return self.take(self.numbers(start, size))
 
     def numbers(self, start: int, size: int) -> Numbers:
         """Return the numbers of rows start..start+size-1 of the walk, (size,).
 
         Row i belongs to epoch `i // windows`, whose permutation is seeded by
-        `derive_seed(seed, "order", name, epoch)`. So a cursor is all that there is to remember, and
-        the order is the same however it is cut into batches.
+        `derive_seed(seed, "order", name, epoch)`. So a cursor is the only state, and the order does
+        not depend on the batch size.
         """
         numbers, windows = np.arange(start, start + size), self.windows
         chosen = np.empty(size, dtype=np.int64)
@@ -180,19 +173,16 @@ class TokenSplit(SplitBase):
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
     def digest(self) -> str:
-        """SHA-256 of the tokens."""
+        """Return the SHA-256 of the tokens."""
         return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype=np.uint32)).hexdigest()
 
     def join(self, batches: Sequence[Tensor], order: Numbers) -> Tensor:
-        """Return the windows of several batches, one behind the other, in another order."""
+        """Return the windows of concatenated batches in another order."""
         return torch.cat(list(batches))[torch.from_numpy(order)]
 
     def scoring(self, rows: int) -> Iterator[Tensor]:
-        """All windows in order, (<= rows, C + 1) int64 each, then the last, shorter one, (1, m +
-        1).
-
-        Every token but the very first is a target exactly once, and inputs do not overlap (spec
-        section 3).
+        """Yield all windows in order, (<= rows, C + 1) int64 each, then the last, shorter one,
+        (1, m + 1). Every token but the first is a target exactly once.
         """
         for start in range(0, self.windows, rows):
             yield self.take(np.arange(start, min(start + rows, self.windows)))
@@ -203,8 +193,7 @@ class TokenSplit(SplitBase):
 
 @dataclass(frozen=True, eq=False)
 class UnionSplit(SplitBase):
-    """The union of several clients' splits of one name: one walk over all of their rows, none of
-    which crosses clients.
+    """The union of several clients' splits of one name: one walk over all of their rows.
 
     Args:
         name: "train", "valid" or "test".
@@ -244,15 +233,15 @@ class UnionSplit(SplitBase):
         return self.join(batches, np.argsort(np.concatenate(places)))
 
     def digest(self) -> str:
-        """SHA-256 of the parts' own."""
+        """Return the SHA-256 of the digests of the parts."""
         return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
 
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
-        """As the parts join theirs."""
+        """Return one batch, joined as the parts do."""
         return self.parts[0].join(batches, order)
 
     def scoring(self, rows: int) -> Iterator[Any]:
-        """Each part's scoring in turn."""
+        """Yield the scoring of each part in turn."""
         for part in self.parts:
             yield from part.scoring(rows)
 
@@ -263,7 +252,7 @@ class RemoteSplit(SplitBase):
 
     Args:
         name: "train", "valid" or "test".
-        rows: Of one epoch.
+        rows: Rows of one epoch.
     """
 
     name: str
@@ -283,7 +272,7 @@ class RemoteSplit(SplitBase):
         return self.rows
 
     def digest(self) -> str:
-        """Unknown: it is not here."""
+        """Return "": the data are not here."""
         return ""
 
     def _refuse(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Documents split by seed: what people call equal lies in one split, for all who have it."""
+"""Documents split by seed: equal documents stay in one split, for all clients that have them."""
 
 import json
 import math
@@ -17,25 +17,25 @@ from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.similarity import similar
 
 Splits = list[list[str]]  # texts of each part
-Digest = bytes  # of what people compare
+Digest = bytes  # the same for contents that people call equal
 
 
 class LocatedText(str):
-    """A text with where it stands: its file, and the row of a table."""
+    """A text with its file and row."""
 
     __slots__ = ("where",)
     where: str
 
     @classmethod
     def at(cls, where: str, text: str) -> "LocatedText":
-        """Return a text with where it stands."""
+        """Return a text with its file and row."""
         located = cls(text)
         located.where = where
         return located
 
 
 def where_of(text: str) -> str:
-    """Return where a text stands; "" where that is not known."""
+    """Return the file and row of a text; "" if unknown."""
     return text.where if isinstance(text, LocatedText) else ""
 
 
@@ -45,8 +45,8 @@ class Document:
 
     Args:
         text: The text, or a conversation as JSON.
-        key: What it belongs to, which is never in two splits and fixes the order.
-        content: What people compare, if not the key: see `conversation_content`.
+        key: The work that it belongs to, which is never in two splits and fixes the order.
+        content: The part that is compared, if not the key; see `conversation_content`.
     """
 
     text: str
@@ -67,24 +67,20 @@ class _Work(NamedTuple):
 
 
 def keyed_by_text(texts: Iterable[str]) -> list[Document]:
-    """Documents that belong to nothing larger: of equal texts none is in another split. Blank
-    ones are left out.
-    """
+    """Return texts as documents, without blank ones; identical texts stay in one split."""
     return [Document(text, text) for text in texts if text.strip()]
 
 
 def comparable(text: str) -> str:
-    """Return a text without what people do not call a difference: white space, line ends, and how
-    accents are stored.
-    """
+    """Return a text with normalised white space, line ends and accents, for comparison."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def conversation_content(
     messages: Iterable[Mapping[str, Any]], pair: Sequence[str] | None = None
 ) -> str:
-    """Return what people compare of a conversation: who says what, and which tools are called with
-    what; not ids, times and other keys.
+    """Return the part of a conversation that is compared: roles, contents and calls of tools, not
+    ids, times and other keys.
 
     Args:
         messages: Each with `role` and `content`.
@@ -109,12 +105,12 @@ def digest(content: str) -> Digest:
 
 
 def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) -> Splits:
-    """Texts shuffled and split by seed, a list for each fraction; documents of one key stay
-    together and in order.
+    """Shuffle and split texts by seed, a list for each fraction; documents of one key stay together
+    and in order.
 
-    Sizes (characters) come near the fractions: with few keys of unlike size, which many works of
-    literature are, the best of several seeded assignments is taken. The order comes from hashes, so
-    it is the same on every machine and with every version of NumPy.
+    The sizes in characters approach the fractions: the best of several seeded assignments is taken,
+    which matters for few keys of different size. The order comes from hashes, so it is the same on
+    every machine and with every version of NumPy.
     """
     works: dict[str, list[str]] = {}
     for document in documents:
@@ -129,17 +125,15 @@ def split_clients(
     near: bool = False,
     fixed: Mapping[Digest, int] = MappingProxyType({}),
 ) -> dict[ClientId, Splits]:
-    """Return the texts of each client in splits, as `split` does where nothing is equal.
-
-    Documents that are equal but for white space, and what several clients have, lie in the same
-    split for all of them.
+    """Split the texts of each client as `split` does, but keep equal documents in the same split
+    for all clients.
 
     Args:
         clients: Documents by client.
-        fractions: Of the splits.
+        fractions: The shares of the splits.
         seed: Fixes the order.
-        near: Whether documents that are nearly equal stay together, too; see `similar`.
-        fixed: The splits of documents that yet others have.
+        near: Whether nearly equal documents stay together, too; see `similar`.
+        fixed: The splits of documents of other clients.
     """
     documents = {id: list(of_client) for id, of_client in clients.items()}
     groups = _nearly_equal(documents.values()) if near else {}
@@ -158,7 +152,7 @@ def split_clients(
 
 
 def fixed_places(clients: Iterable[Sequence[Sequence[Document]]]) -> dict[Digest, int]:
-    """Return the split of each document of clients whose splits are fixed; the first of several."""
+    """Return the first split of each document of clients with fixed splits."""
     places: dict[Digest, int] = {}
     for parts in clients:
         for place, documents in enumerate(parts):
@@ -168,7 +162,7 @@ def fixed_places(clients: Iterable[Sequence[Sequence[Document]]]) -> dict[Digest
 
 
 def _nearly_equal(clients: Iterable[Sequence[Document]]) -> dict[Digest, Digest]:
-    """Return the group of each digest: that of the first document that is nearly equal."""
+    """Return the group of each digest: the digest of the first nearly equal document."""
     contents: dict[Digest, str] = {}
     for documents in clients:
         for document in documents:
@@ -178,8 +172,8 @@ def _nearly_equal(clients: Iterable[Sequence[Document]]) -> dict[Digest, Digest]
 
 
 def _works(documents: Iterable[Document], groups: Mapping[Digest, Digest]) -> dict[Digest, _Work]:
-    """Return the documents of a client that stay together, by their group. The smallest of their
-    keys stands for them, so that the order of rows does not matter.
+    """Return a client's documents that stay together, by group, under the smallest of their keys,
+    so that the order of rows does not matter.
     """
     works: dict[Digest, _Work] = {}
     for document in documents:
@@ -193,9 +187,7 @@ def _works(documents: Iterable[Document], groups: Mapping[Digest, Digest]) -> di
 def _shared_places(
     clients: Sequence[Mapping[Digest, _Work]], fractions: Sequence[float], seed: int
 ) -> dict[Digest, int]:
-    """Return the part of each group that several clients have: the best of several seeded
-    assignments.
-    """
+    """Return the parts of groups that clients share: the best of several seeded assignments."""
     owners: dict[Digest, list[int]] = defaultdict(list)
     for number, works in enumerate(clients):
         for group in works:
@@ -223,8 +215,8 @@ def _assign_shared(
     fractions: Sequence[float],
     seed: int,
 ) -> tuple[dict[Digest, int], npt.NDArray[np.float64]]:
-    """Return shared groups in seeded order, each in the part that is filled least for its owners;
-    and how much of each client's text is in each part, (clients, parts).
+    """Assign shared groups in seeded order, each to the part that is filled least for its owners.
+    Return their parts, and the share of each client's text in each part, (clients, parts).
     """
     places: dict[Digest, int] = {}
     filled = np.zeros((clients, len(fractions)))
@@ -238,8 +230,8 @@ def _assign_shared(
 def _shared_imbalance(
     filled: npt.NDArray[np.float64], fractions: Sequence[float]
 ) -> tuple[int, float]:
-    """Return how many parts are empty for a client that has nothing but what is shared, and how far
-    the worst part is from its fraction, if all else were split by the fractions.
+    """Return the number of empty parts, and the largest |log(share / fraction)| of the others, if
+    the clients' other texts were split exactly by the fractions.
     """
     rest = (1 - filled.sum(axis=1, keepdims=True)).clip(min=0).round(9)
     relative = (filled + rest * fractions) / fractions
@@ -269,8 +261,8 @@ def _assign(
     seed: int,
     fixed: Mapping[str, int],
 ) -> list[list[list[str]]]:
-    """Return the works in seeded order, each to its fixed part, or else to the one that is filled
-    least in relation to its fraction.
+    """Assign works in seeded order, each to its fixed part, or else to the part that is filled
+    least relative to its fraction.
     """
     parts: list[list[list[str]]] = [[] for _ in fractions]
     filled = [0.0] * len(fractions)
@@ -285,9 +277,7 @@ def _assign(
 
 
 def _imbalance(parts: Sequence[list[list[str]]], fractions: Sequence[float]) -> float:
-    """How far the worst part is from its fraction, as |log(found / wanted)|; infinite if a part
-    is empty.
-    """
+    """Return the largest |log(share / fraction)| of a part; infinite if a part is empty."""
     sizes = [sum(map(_characters, part)) for part in parts]
     if not all(sizes):
         return math.inf

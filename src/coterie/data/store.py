@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,21 +42,15 @@ class Tokenizer(Protocol):
 
 
 def default_cache() -> Path:
-    """$COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie."""
+    """Return $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else ~/.cache/coterie."""
     if folder := os.environ.get("COTERIE_CACHE"):
         return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "coterie"
 
 
 def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
-    """Return the name of a cache entry: a hash of what the tokens depend on.
-
-    Args:
-        tokenizer: Its whole content counts.
-        parts: Anything that JSON can express.
-
-    Raises:
-        DataError: It is not a fast tokenizer.
+    """Return the name of a cache entry: a hash of the whole tokenizer and of JSON values. Raises
+    DataError for a slow tokenizer.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -68,7 +63,7 @@ def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
 
 
 def dtype_for(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """Return the smallest type that holds every id, of which some below the largest may be none."""
+    """Return the smallest type that holds every id."""
     return np.uint16 if max(tokenizer.get_vocab().values()) < 2**16 else np.uint32
 
 
@@ -81,18 +76,21 @@ def stored(
     """Return the token streams of a cache entry, read-only and memory-mapped, and the notes about
     their texts; built first if it is missing or damaged.
 
-    All streams of an entry lie in one file, since every memory map costs a file descriptor and a
-    federation may have thousands of clients. An entry appears at once or not at all, and several
-    processes may build it at the same time.
+    All streams of an entry are in one file, since every memory map costs a file descriptor and a
+    federation may have thousands of clients. Writing is atomic, so several processes may build the
+    same entry.
 
     Raises:
         SaveError: The cache cannot be written.
     """
-    return cached(cache / key, "token", _open, lambda folder: _write(folder, dtype, *build()))
+    return cached(cache / key, "token", _open, lambda: partial(_write, dtype, *build()))
 
 
 def cached(
-    entry: Path, kind: str, read: Callable[[Path], T | None], write: Callable[[Path], None]
+    entry: Path,
+    kind: str,
+    read: Callable[[Path], T | None],
+    build: Callable[[], Callable[[Path], None]],
 ) -> T:
     """Return an entry of the cache; written first if it is missing or damaged.
 
@@ -100,14 +98,15 @@ def cached(
         entry: Its folder.
         kind: What the cache holds, for messages.
         read: Returns the entry in a folder; None if it is missing or damaged.
-        write: Writes it to an empty folder.
+        build: Makes the content, and returns what writes it to an empty folder: a refusal must
+            leave nothing in the cache.
 
     Raises:
         SaveError: The cache cannot be written.
     """
     if (content := read(entry)) is None:
         try:
-            _replace(entry, read, write)
+            _replace(entry, read, build())
         except OSError as error:
             raise SaveError(
                 f"cannot write the {kind} cache {entry}: {error.strerror}", NO_SPACE
@@ -161,7 +160,7 @@ def _open(entry: Path) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ..
 
 
 def _write(
-    folder: Path, dtype: type[np.unsignedinteger], streams: Streams, notes: Iterable[str]
+    dtype: type[np.unsignedinteger], streams: Streams, notes: Iterable[str], folder: Path
 ) -> None:
     places, total = [], 0
     with open(folder / "tokens.bin", "wb") as file:

@@ -1,4 +1,4 @@
-"""What the texts of clients hold: sizes, what is equal or nearly equal, odd characters, scripts."""
+"""Summary of clients' texts: sizes, equal and nearly equal documents, odd characters, scripts."""
 
 import re
 import unicodedata
@@ -18,7 +18,7 @@ from coterie.data.splitting import digest
 
 Texts = Mapping[ClientId, Sequence[Sequence[str]]]
 
-# What the bytes that go on with a character in UTF-8 are in Windows' encoding.
+# The continuation bytes of UTF-8, read as Windows' encoding.
 _TRAILING = re.escape(bytes(range(0x80, 0xC0)).decode("cp1252", "ignore"))
 ODD: Mapping[str, re.Pattern[str]] = {
     "replacement characters (U+FFFD: text was lost in a conversion)": re.compile("\ufffd"),
@@ -29,41 +29,27 @@ ODD: Mapping[str, re.Pattern[str]] = {
     "marks of the direction of writing": re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]"),
     "UTF-8 read as another encoding (`Ã¼` for `ü`)": re.compile(f"[ÂÃ][\x80-\x9f{_TRAILING}]|â€"),
 }
-_SCRIPTS = 4  # of a client, the others are left out
+_SCRIPTS = 4  # the most frequent ones of a client
 
 
 @dataclass(frozen=True)
 class Token:
-    """A token of an example.
+    """A token of an example."""
 
-    Args:
-        text: Its share of the decoded text; the name of a special token.
-        counted: Whether the loss counts it.
-        special: Whether it is a special token.
-    """
-
-    text: str
-    counted: bool
+    text: str  # its part of the decoded text; the name of a special token
+    counted: bool  # by the loss
     special: bool
 
 
 @dataclass(frozen=True)
 class SplitSummary:
-    """One split of a client.
+    """One split of a client."""
 
-    Args:
-        documents: Read, or conversations.
-        tokens: Kept, after any bound.
-        counted: Of one epoch: tokens with loss.
-        median: Tokens of the middle document.
-        longest: Tokens of the longest document.
-    """
-
-    documents: int
-    tokens: int
-    counted: int
-    median: int
-    longest: int
+    documents: int  # or conversations
+    tokens: int  # after any bound
+    counted: int  # tokens with loss in one epoch
+    median: int  # tokens of a document
+    longest: int  # tokens of a document
 
 
 @dataclass(frozen=True)
@@ -71,12 +57,12 @@ class ClientSummary:
     """The texts of one client.
 
     Args:
-        splits: By name.
-        repeated: Documents that it has already.
+        splits: The splits by name.
+        repeated: Repetitions of documents.
         shared: Documents that other clients have, too.
-        crossing: Documents that are in another split, too, its own or another client's.
-        near: Documents that are nearly equal to another one, its own or another client's.
-        near_crossing: Those of them that are nearly equal to one in another split.
+        crossing: Documents that are in another split of any client, too.
+        near: Documents that are nearly equal to another one of any client.
+        near_crossing: Documents that are nearly equal to one in another split.
         not_read: Numbers of files that are not read, by ending.
         odd: Numbers of odd characters, by what they are.
         scripts: Shares of letters by script, the largest ones.
@@ -99,16 +85,10 @@ class ClientSummary:
 
 @dataclass(frozen=True)
 class DataSummary:
-    """The texts of a federation.
-
-    Args:
-        description: One line: what they are.
-        notes: Sentences that people should read before training.
-        clients: By id.
-    """
+    """The texts of a federation."""
 
     description: str
-    notes: Sequence[str]
+    notes: Sequence[str]  # that people should read before training
     clients: Mapping[ClientId, ClientSummary]
 
 
@@ -120,13 +100,13 @@ def summarised(
     plain: Callable[[str], str],
     not_read: Mapping[ClientId, Mapping[str, int]],
 ) -> DataSummary:
-    """Return what the texts of a federation hold.
+    """Return a summary of the texts of a federation.
 
     Args:
-        federation: Of token streams.
-        texts: The documents of each client by split, from which it was made.
+        federation: A federation of token streams.
+        texts: The documents from which it was made, by client and split.
         end: The id of the token that ends documents.
-        content: Returns what people compare of a document.
+        content: Returns the part of a document that is compared.
         plain: Returns the text of a document.
         not_read: Numbers of files that are not read, by client and ending.
     """
@@ -160,7 +140,7 @@ def _splits(
 
 
 def _lengths(split: Split, end: int | None) -> Numbers:
-    """Return the tokens of each document, with the one that ends it."""
+    """Return the number of tokens of each document, including the end token."""
     if isinstance(split, ChatSplit):
         return split.lengths.astype(np.int64)
     assert isinstance(split, TokenSplit)
@@ -169,8 +149,8 @@ def _lengths(split: Split, end: int | None) -> Numbers:
 
 
 def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple[int, int]]:
-    """Return how many documents of each client are nearly equal to another one, and how many of
-    these to one in another split.
+    """Return the numbers of each client's documents that are nearly equal to another one, and to
+    one in another split.
     """
     contents: dict[bytes, str] = {}
     keys: dict[tuple[ClientId, str], list[bytes]] = {}
@@ -193,7 +173,7 @@ def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple
 
 
 def _odd(texts: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of odd characters in texts, by what they are."""
+    """Return the numbers of odd characters in texts, by kind."""
     counts = Counter[str]()
     for text in texts:
         if not text.isascii() or not text.isprintable():

@@ -251,7 +251,7 @@ class Synthetic(Section):
         return Language(self._chain(shared, "shared"), tuple(topics), tuple(private))
 
     def _pool(self) -> Iterator[str]:
-        """Words in an order of the seed's, without end: real ones, then pronounceable ones."""
+        """Yield real words, then pronounceable ones without end, in an order fixed by the seed."""
         pronounceable = chain.from_iterable(
             product(_SYLLABLES, repeat=syllables) for syllables in range(3, 9)
         )
@@ -279,7 +279,7 @@ class Synthetic(Section):
         }
 
     def _documents(self, language: Language, client: int, split: str) -> Iterator[str]:
-        """Documents for the tokens asked for, at least: a word is at least one token."""
+        """Yield enough documents for the bound: a word is at least one token."""
         bound = self._bound(split, client)
         assert bound is not None
         topics = [
@@ -307,7 +307,7 @@ class Synthetic(Section):
                 yield chosen.words[place]
 
     def kinds(self, tokenizer: Tokenizer, ids: Sequence[int] | npt.NDArray[np.integer]) -> Kinds:
-        """Return the kind of each token of a text of this language: who knows what follows it.
+        """Return the kind of each token of a text in this language.
 
         Args:
             tokenizer: The one that made the ids.
@@ -335,21 +335,20 @@ class Synthetic(Section):
 
 
 def _shuffled(words: Sequence[str], random: Random) -> list[str]:
-    """Return the words in a random order, the same with every version of Python (of `Random`, only
-    `random` is promised to stay as it is).
+    """Return the words in random order. Of `Random` only `random` is stable between versions of
+    Python, so `shuffle` is not used.
     """
     keyed = [(random.random(), word) for word in words]
     return [word for _, word in sorted(keyed)]
 
 
 def _spelled(tokenizer: Tokenizer, kinds: dict[str, int]) -> dict[tuple[int, ...], int]:
-    """Return the kind of each word by its tokens, as they are inside of a text."""
+    """Return the kind of each word by its tokens within a text."""
     words = list(kinds)
     text = " ".join([words[0], *words])
     encoded = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    spaces = [
-        end - 1 for end in accumulate(len(word) + 1 for word in [words[0], *words])
-    ]  # the one before a word belongs to it
+    # the space before a word belongs to its tokens
+    spaces = [end - 1 for end in accumulate(len(word) + 1 for word in [words[0], *words])]
     spelled: list[list[int]] = [[] for _ in spaces]
     for id, (start, stop) in zip(encoded.ids, encoded.offsets, strict=True):
         spelled[bisect(spaces, max(start, stop - 1))].append(id)

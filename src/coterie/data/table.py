@@ -16,7 +16,7 @@ from coterie.data.by_client import ByClient
 from coterie.data.left_out import outward_links
 from coterie.data.rows import ENDINGS, rows_of
 from coterie.data.section import Source, stamps
-from coterie.data.store import default_cache
+from coterie.data.store import NO_SPACE, default_cache
 from coterie.data.values import class_names, plain, uncolumned
 
 
@@ -64,11 +64,13 @@ class Table(ByClient):
 
 
 def in_memory(data: Any) -> Any:
-    """Return a `data` section of Python, in which a table in memory has become a file in the cache:
-    the table itself, or a mapping of fields with it under `table`.
+    """Return a `data` section in which a table in memory is replaced by a file in the cache.
+
+    Args:
+        data: A section, a table, or a mapping of fields with a table under `table`.
 
     Raises:
-        DataError: It is no table.
+        DataError: The value under `table` is not a table.
         SaveError: The cache cannot be written.
     """
     if isinstance(data, Mapping) and "table" in data:
@@ -125,7 +127,7 @@ def _check_names(columns: Sequence[Any]) -> None:
 
 
 def _zipped(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of columns. Raises DataError for columns of unlike lengths."""
+    """Return the rows of columns. Raises DataError for different lengths."""
     if len({len(column) for column in columns.values()}) > 1:
         sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
         raise DataError(
@@ -150,7 +152,6 @@ def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:
     except OSError as error:
         raise SaveError(
             f"cannot write the table to {folder}: {error.strerror}",
-            "Free some space there, or name another folder in the environment variable "
-            "COTERIE_CACHE.",
+            NO_SPACE,
         ) from error
     return path

@@ -1,9 +1,9 @@
-"""Text as token ids: what a document begins with, and control tokens that people write as text.
+"""Text as token ids: the tokens that begin a document, and control tokens in people's text.
 
 A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. In people's text
-it stays text: their texts are encoded by a copy of the tokenizer that knows control tokens by other
-names, which no text can hold, since they are random and new in every process. So the ids are those
-of the text in one piece, with offsets, which encoding it in parts would not give.
+it stays text: a copy of the tokenizer encodes it, in which control tokens have random names, new in
+every process, that no text can contain. So texts are encoded in one piece, with offsets: encoding
+them in parts would give other ids.
 """
 
 import json
@@ -30,7 +30,8 @@ def _nonce() -> str:
     return "".join(chr(_PLANE + secrets.randbelow(_LETTERS)) for _ in range(6))
 
 
-_NAME, _BREAK = _nonce(), _nonce()  # of a control token; within one that is text
+_NAME = _nonce()  # begins the private name of a control token
+_BREAK = _nonce()  # within a control token that is text
 _BEGUN = f"{_NAME}{chr(_PLANE + _LETTERS)}"  # before marked text that begins as its template says
 
 
@@ -60,7 +61,7 @@ class TextEncoder:
 
     @cached_property
     def begin(self) -> list[int]:
-        """The ids that the tokenizer puts before a text; none for most byte-level tokenizers."""
+        """The ids that the tokenizer puts before a text; empty for most byte-level tokenizers."""
         return self._around[0]
 
     @cached_property
@@ -74,7 +75,7 @@ class TextEncoder:
 
     @property
     def end(self) -> list[int]:
-        """The id of the tokenizer's end token; none where it has no such token."""
+        """The id of the tokenizer's end token; empty if it has none."""
         end = self.tokenizer.eos_token_id
         return [] if end is None else [int(end)]
 
@@ -82,7 +83,7 @@ class TextEncoder:
         """Return the ids of each text, people's or marked, without what begins and ends a document.
 
         Raises:
-            DataError: A text has control tokens, which are to be refused.
+            DataError: A text has control tokens, and these are refused.
         """
         self.check(list(texts))
         marked = any(_NAME in text for text in texts)
@@ -95,42 +96,35 @@ class TextEncoder:
         return [self._ids(encoding) for encoding in self._encodings(texts)]
 
     def prompt(self, text: str) -> list[int]:
-        """Return the ids of a document that begins with a text and goes on; of an empty one, the
-        token that a document begins with, or else the end of the one before it. Marked text
-        begins as `begun` says.
+        """Return the ids of a document to continue; of an empty one, the token that begins a
+        document, or else the end of the one before it. Marked text begins as `begun` says.
         """
         if text.startswith(_BEGUN):
             return self.encode([text.removeprefix(_BEGUN)])[0]
         return [*self.begin, *self.encode([text])[0]] or self.end
 
     def whole(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Return the ids of each text between what the tokenizer puts before and behind it, as
-        classifiers read it, at most `length`: the end of a longer text is cut off.
+        """Return the ids of each text for a classifier, with the tokenizer's ids before and behind
+        it, at most `length`: the end of a longer text is cut off.
         """
         before, behind = self._around
         room = max(length - len(before) - len(behind), 0)
         return [[*before, *ids[:room], *behind] for ids in self.encode(texts)]
 
     def controls_in(self, text: str) -> list[str]:
-        """Return the control tokens that stand in a text, in its order."""
+        """Return the control tokens in a text, in order."""
         return self._pattern.findall(text)
 
     def count(self, value: Any) -> int:
-        """Return how many control tokens stand in all texts of a value."""
+        """Return the number of control tokens in all texts of a value."""
         return sum(len(self.controls_in(text)) for text in _texts(value))
 
     def last_control(self, marked: str, end: int) -> int:
-        """Return where the last control token begins in marked text before a place; 0 if none
-        does.
-        """
+        """Return the start of the last control token in marked text before a place; 0 if none."""
         return max(marked.rfind(_NAME, 0, end), 0)
 
     def check(self, value: Any) -> None:
-        """Refuse control tokens in a text or in all texts of a message, if they are to be refused.
-
-        Raises:
-            DataError: Naming those that are there.
-        """
+        """Raise a DataError for control tokens in any text of a value, if they are refused."""
         if self.control_tokens != "refuse":
             return
         tokens = Counter(token for text in _texts(value) for token in self.controls_in(text))
@@ -146,9 +140,9 @@ class TextEncoder:
         """Return a message, or any part of one, in which a template cannot write control tokens.
 
         Args:
-            value: Text, or lists and mappings that hold text.
-            spoken: Whether a model has written it, whose thoughts and calls may be added tokens:
-                then special tokens alone are text.
+            value: Text, or lists and mappings of text.
+            spoken: Whether a model has written it: its thoughts and calls may be added tokens, so
+                only special tokens become text.
         """
         if isinstance(value, str):
             pattern = self._special if spoken else self._pattern
@@ -160,8 +154,8 @@ class TextEncoder:
         return value
 
     def marked(self, rendered: str) -> str:
-        """Return what a template has written of shielded messages, its control tokens under their
-        private names, for `encode_marked`.
+        """Return shielded messages that a template has rendered, with private names for its control
+        tokens, for `encode_marked`.
         """
         return self._pattern.sub(lambda match: self._names[match[0]], rendered).replace(_BREAK, "")
 
@@ -238,8 +232,8 @@ class TextEncoder:
 
     @cached_property
     def _own_ids(self) -> dict[int, int]:
-        """The ids of control tokens by those that the renamed tokenizer gives them, if others:
-        it numbers added tokens anew where the ids of the original have gaps.
+        """The ids of control tokens by their different ids in the renamed tokenizer, which
+        renumbers added tokens if the original ids have gaps.
         """
         renamed = {
             self._renamed.token_to_id(self._names.get(token.content, token.content)): int(i)
@@ -259,13 +253,13 @@ REMEDY = (
 
 
 def missing_row(tokenizer: Any, id: int, rows: int) -> str:
-    """Return that a base with so many rows in its embedding lacks a token, in words."""
+    """Return the problem of a token without a row in the base's embedding."""
     token = tokenizer.convert_ids_to_tokens(id)
     return f"the tokenizer has token {id} {token!r}, the base has {rows} rows"
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return what matches any of some texts, the longest first."""
+    """Return a pattern that matches any of some texts, the longest first."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 

@@ -144,7 +144,7 @@ class YahooAnswers(LabelledTexts):
     """Yahoo! Answers (Zhang et al., 2015): questions on ten topics, title and content without the
     answers.
 
-    As in DDOME, Section 5, so many are drawn that there are as many as images in CIFAR.
+    As in DDOME, Section 5, as many are drawn as CIFAR has images.
     """
 
     kind: Literal["yahoo-answers"] = "yahoo-answers"

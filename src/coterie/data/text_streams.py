@@ -1,9 +1,9 @@
 """Texts as streams of token ids: running text, or documents that begin as the base's texts begin.
 
-Where a base's tokenizer puts a token before texts, a window that starts within a document begins as
-nothing that the base has read, and the end token may be one that it never predicted. There every
-document is read by itself: it begins with that token, which never counts, and the end token counts
-in training alone, so that a score is that of the text.
+If a base's tokenizer puts a token before texts, the base has never read a window that starts within
+a document, and may never have predicted the end token. For such a base every document is read by
+itself: it begins with that token, which never counts, and the end token counts in training only, so
+that a score is that of the text.
 """
 
 from abc import ABC, abstractmethod
@@ -31,35 +31,28 @@ _DOCUMENTS = 64  # encoded at a time: enough for the tokenizer's threads, few be
 
 @dataclass(frozen=True)
 class SplitTexts:
-    """The documents of one split of a client.
-
-    Args:
-        client: Its id.
-        name: The split's.
-        documents: Texts.
-        limit: Most tokens; None: all.
-    """
+    """The documents of one split of a client."""
 
     client: ClientId
-    name: str
+    name: str  # of the split
     documents: Sequence[str]
-    limit: int | None = None
+    limit: int | None = None  # most tokens; None: all
 
 
 class StreamEncoder(Protocol):
-    """What makes token ids of a section's documents, and splits of them."""
+    """The interface of encoders of a section's documents."""
 
     @property
     def fingerprint(self) -> Any:
-        """What token ids depend on beside the texts, the fields and the tokenizer, as JSON."""
+        """JSON value on which token ids depend beside the texts, the fields and the tokenizer."""
 
     @property
     def notes(self) -> Iterable[str]:
-        """Sentences about the documents for people, complete when the streams are read."""
+        """Sentences about the documents, complete when the streams are read."""
 
     @property
     def maker(self) -> MakeSplit:
-        """What makes a split of arrays."""
+        """Makes a split of arrays."""
 
     def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
         """Return one split of a client as arrays. Raises DataError."""
@@ -68,12 +61,12 @@ class StreamEncoder(Protocol):
         """Return the arrays of splits as streams of the cache. Raises DataError."""
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return what was made of the documents, in words."""
+        """Return a phrase about the encoded documents."""
 
 
 @dataclass(frozen=True)
 class TextStreams(ABC):
-    """Makes token ids of texts.
+    """The common part of encoders of texts.
 
     Args:
         texts: The base's encoder.
@@ -108,13 +101,11 @@ class TextStreams(ABC):
     def _split(
         self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[str, Iterable[Tokens]]]:
-        """Yield the arrays of a split by their names, each in pieces; the control tokens in its
-        documents are counted.
-        """
+        """Yield the arrays of a split by name, each in pieces; count control tokens."""
 
     def _encoded(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[list[int], bool]]:
         """Yield the ids of documents, long ones in parts, each with whether it ends its document.
-        Documents behind the last that is asked for are not encoded.
+        Encoding is lazy.
         """
         where = f"client {part.client!r}, " * bool(part.client) + f"{part.name}: "
         with Refusals() as refusals, refusals.gather(where):
@@ -146,14 +137,14 @@ class TextStreams(ABC):
 
 
 class RunningText(TextStreams):
-    """Makes running text of documents, the end token behind each."""
+    """An encoder of documents as running text, with the end token behind each."""
 
     @property
     def maker(self) -> MakeSplit:
         return token_split
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return nothing: it is what the word text says."""
+        """Return "": running text needs no explanation."""
         return ""
 
     def _split(
@@ -172,8 +163,8 @@ class RunningText(TextStreams):
 
 
 class SeparateDocuments(TextStreams):
-    """Makes documents that begin with what the tokenizer puts before texts, for `ChatSplit`. One
-    longer than a window is cut into pieces that share one token: every token is predicted once.
+    """An encoder of separate documents, which begin as the base's texts, for `ChatSplit`. One
+    longer than a window is cut into pieces that share one token, so that every token is predicted once.
     """
 
     @property
@@ -181,7 +172,7 @@ class SeparateDocuments(TextStreams):
         return _document_split
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return how documents begin, in words."""
+        """Return a phrase about the beginning of documents."""
         begin = self.texts.tokenizer.decode(self.texts.begin)
         return f"each document begins with {begin}, as the base's texts do, and is read by itself"
 
@@ -196,13 +187,13 @@ class SeparateDocuments(TextStreams):
     def _pieces(
         self, part: SplitTexts, context: int, controls: Controls
     ) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yield the ids of pieces, (P,) each, and which of them count."""
+        """Yield the ids of pieces, (P,) each, and whether each id counts."""
         limit = part.limit
         for ids, counted in self._documents(part, controls):
             for start in range(0, len(ids) - 1, context):
                 place = slice(start, start + context + 1)
                 piece, predicted = ids[place][:limit], counted[place][:limit].copy()
-                predicted[:1] = 0  # nothing is before it, or it was predicted in the piece before
+                predicted[:1] = 0  # the first token of all, or predicted in the previous piece
                 if predicted.any():
                     yield piece, predicted
                     limit = None if limit is None else limit - len(piece)
@@ -210,7 +201,7 @@ class SeparateDocuments(TextStreams):
                 return
 
     def _documents(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yield the ids of whole documents, (T,) each, and which of them count."""
+        """Yield the ids of whole documents, (T,) each, and whether each id counts."""
         begin, end, ids = self.texts.begin, self.texts.end, list[int]()
         for some, last in self._encoded(part, controls):
             ids += some
@@ -222,14 +213,14 @@ class SeparateDocuments(TextStreams):
 
 
 def text_streams(texts: TextEncoder) -> RunningText | SeparateDocuments:
-    """Return what makes token ids of texts for a base: running text, or, where its tokenizer puts a
-    token before texts, separate documents.
+    """Return the encoder for a base: of separate documents if its tokenizer puts a token before
+    texts, else of running text.
     """
     return SeparateDocuments(texts) if texts.begin else RunningText(texts)
 
 
 def _document_split(name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
-    """Return a split of separate documents. Raises DataError without any."""
+    """Return a split of separate documents. Raises DataError if it is empty."""
     if not len(arrays[f"{name}.lengths"]):
         raise DataError(
             f"{name}: no text",
@@ -240,7 +231,7 @@ def _document_split(name: str, arrays: Arrays, context: int, seed: int) -> ChatS
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Parts of documents that are encoded at a time, each with whether it ends its document."""
+    """Yield batches of parts of documents, each with whether it ends its document."""
     batch: list[tuple[str, bool]] = []
     characters = 0
     for part in (part for text in documents for part in _parts(text)):
@@ -254,8 +245,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Return a text in parts of a million characters at most, each but the first one beginning with
-    a space where there is one.
+    """Yield a text in parts of at most a million characters, cut before spaces if possible, each
+    with whether it is the last.
     """
     start = 0
     while len(text) - start > LONGEST:

@@ -1,6 +1,4 @@
-"""What a tokenizer makes of texts, in a few bytes: to tell whether a base still has the tokenizer
-that a model was trained with.
-"""
+"""Digests of tokenizers, to check that a base still has the tokenizer a model was trained with."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,7 +8,7 @@ from typing import Any
 from coterie.data.text_encoding import TextEncoder
 
 # letters, digits, spaces, line ends, signs, other alphabets and an emoji, which tokenizers treat
-# each in a way of its own
+# differently
 PROBE = "The  quick (brown) fox\n\tjumps over 12,345 lazy_dogs: l'été, Straße, Привет, 你好, 🙂!"
 
 
@@ -19,9 +17,9 @@ class TokenizerDigest:
     """A digest of a tokenizer; that of its file would change with the library's versions.
 
     Args:
-        digest: Of the token of each id, and of whether it is special.
-        tokens: How many ids there are.
-        probe: The ids of `PROBE`, as a document begins.
+        digest: The hash of all tokens and of whether they are special.
+        tokens: The number of ids.
+        probe: The ids of `PROBE` at the beginning of a document.
     """
 
     digest: str
@@ -36,7 +34,7 @@ class TokenizerDigest:
         return cls(digest, len(tokens), tuple(TextEncoder(tokenizer).prompt(PROBE)))
 
     def difference(self, tokenizer: Any) -> str:
-        """Return how a tokenizer differs from this, in words; "" if it does not."""
+        """Return a description of how a tokenizer differs; "" if it does not."""
         now = TokenizerDigest.of(tokenizer)
         if self == now:
             return ""

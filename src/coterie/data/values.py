@@ -1,4 +1,4 @@
-"""Single values of tables: which are missing, names of clients, and texts."""
+"""Values of tables: missing values, names of clients, and texts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,9 +10,7 @@ _EXACT = 2**53  # up to which floats hold every integer
 
 
 def plain(value: Any) -> Any:
-    """Return a value of NumPy, pandas or pyarrow as one of Python; a missing one as None, also
-    within lists and objects.
-    """
+    """Return a value of NumPy, pandas or pyarrow as one of Python, with None for missing values."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):
@@ -27,8 +25,8 @@ def plain(value: Any) -> Any:
 
 
 def uncolumned(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar file or table without the nulls that such a form puts into
-    objects: there all objects of a column have all keys that any of them has.
+    """Return a row of a columnar table without the nulls that it adds to objects: there all objects
+    of a column have the same keys.
     """
     return {name: _without_nulls(value) for name, value in row.items()}
 
@@ -40,7 +38,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value of Python stands for none: None, NaN, or pandas' NaT and NA."""
+    """Whether a value is missing: None, NaN, or pandas' NaT and NA."""
     try:
         return value is None or not bool(value == value)  # noqa: PLR0124 - as NaN and NaT are
     except TypeError:  # of pandas' NA, which is neither equal nor unequal to itself
@@ -52,7 +50,7 @@ def client_name(value: Any, where: str, column: str) -> str | None:
     form C; None where it is missing.
 
     Raises:
-        DataError: It is no text and no number, or a number that is not exact.
+        DataError: It is neither text nor number, or a number that is not exact.
     """
     if isinstance(value, list | Mapping | bytes):
         kind = type(value).__name__
@@ -84,7 +82,7 @@ def text_of(value: Any, where: str, column: str) -> str | None:
 
 
 def text_mistake(text: str) -> str:
-    """Return why a string is no text; "" if it is."""
+    """Return why a string is not valid text; "" if it is."""
     if "\0" in text:
         return "is not text: it has NUL characters"
     try:
@@ -95,8 +93,8 @@ def text_mistake(text: str) -> str:
 
 
 def class_names(rows: Iterable[Mapping[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of `datasets` with the names of class labels for their numbers; None for -1,
-    which stands for none by convention.
+    """Yield rows of `datasets` with the names of class labels for their numbers; None for -1, the
+    conventional missing label.
     """
     named = {
         name: feature.int2str for name, feature in features.items() if hasattr(feature, "int2str")
