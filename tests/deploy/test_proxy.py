@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from coterie.core.errors import Refused
 from coterie.deploy import keys
-from coterie.deploy.connection import Limits
+from coterie.deploy.callers import Limits
 from coterie.deploy.link import Link, free_port, listening
 from coterie.deploy.proxy import Proxy, open_proxy
 
@@ -573,7 +573,7 @@ def test_devices_are_heard_while_strangers_keep_the_superlink_busy(
         answer(handler)
 
     monkeypatch.setattr(Behind, "do_POST", slow)
-    with opened(folder, Limits(asked=2)) as (port, _), ExitStack() as stack:
+    with opened(folder, Limits(at_once=2)) as (port, _), ExitStack() as stack:
         for _ in range(12):
             link = stack.enter_context(tls(port, folder))
             link.sendall(b"POST /v1/fleet/hello HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")

@@ -71,7 +71,7 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
 
     Args:
         grid: Flower's.
-        config: `recipe`, a name, a path on this machine, or the whole of it as JSON; `set`,
+        config: `recipe`, a name, a path on this machine, or a complete recipe as JSON; `set`,
             KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on
             this machine; `resume` and `changed`, see `run`; `clients`, how many to wait for;
             `patience`, seconds to do so; `track`, trackers of this machine with ; between them.
@@ -111,9 +111,9 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
                 recipe, folder, resume=resume, changed=changed, reporter=reporter, backend=backend
             )
             write_report(folder, results, recipe.description)
-        own = results[-1]
+        last = results[-1]
         where = f"everything is in {folder.resolve()}"
-        print(f"{own.metric.name} {own.mean:.2f}; {where}", flush=True)
+        print(f"{last.metric.name} {last.mean:.2f}; {where}", flush=True)
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr, flush=True)
         raise
@@ -139,18 +139,21 @@ def _recipe(config: Mapping[str, Any]) -> "Recipe":
 
 
 def _parts(value: object) -> list[str]:
-    """Return the texts of a value with ; between them: Flower's configuration has no lists."""
+    """Split a value at semicolons: Flower's configuration has no lists."""
     return [part for part in str(value).split(";") if part.strip()]
 
 
 def default_home() -> Path:
-    """Default folder of a device: $COTERIE_HOME, else
-    $XDG_DATA_HOME/coterie, else ~/.local/share/coterie.
+    """Return a device's default folder: $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else
+    ~/.local/share/coterie.
     """
-    own, data = os.environ.get("COTERIE_HOME"), os.environ.get("XDG_DATA_HOME")
-    return Path(own) if own else (Path(data) if data else Path.home() / ".local/share") / "coterie"
+    if home := os.environ.get("COTERIE_HOME"):
+        return Path(home)
+    data = os.environ.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local/share") / "coterie"
 
 
-wait_briefly()  # these programs are Flower's: no command line of ours came before
+# Flower starts these programs, so no command line of coterie has called this.
+wait_briefly()
 client = client_app(answer)
 server = server_app(serve)

@@ -16,14 +16,12 @@ _COMMAND_S = 120.0  # seconds for a command of Flower's
 
 
 def _toml(values: Mapping[str, Any]) -> list[str]:
-    """Return assignments of texts, numbers and switches, as TOML wants them: JSON, but without
-    escapes for halves of surrogate pairs.
-    """
+    """Return assignments in TOML: JSON values without escapes for halves of surrogate pairs."""
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
 
 
 def configure(link: Link, home: Path) -> None:
-    """Tell Flower's command line how the server is reached."""
+    """Write the server's address for Flower's command line."""
     section = {"address": link.address} | (
         {"insecure": True} if link.ca is None else {"root-certificates": str(link.ca.resolve())}
     )
@@ -33,9 +31,7 @@ def configure(link: Link, home: Path) -> None:
 
 
 def flwr(arguments: Sequence[str], home: Path) -> str:
-    """Return what a command of Flower's command line prints. Raises ClientError with its output if
-    it fails.
-    """
+    """Run a command of Flower's and return its output. Raises ClientError with it on failure."""
     command, what = [program("flwr"), *arguments], f"flwr {' '.join(arguments[:2])}"
     try:
         done = subprocess.run(
@@ -60,22 +56,22 @@ def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
     """Return the JSON output of a command. With JSON, a failing command exits with 0 and reports
     the error in its output. Raises ClientError with it.
     """
-    said = flwr([*arguments, "--format", "json"], home)
+    output = flwr([*arguments, "--format", "json"], home)
     try:
-        found: dict[str, Any] = json.loads(said)
+        answer: dict[str, Any] = json.loads(output)
     except ValueError:
         raise ClientError(
             f"flwr {' '.join(arguments[:2])} answered no JSON:\n"
-            f"{printable(said[-3000:], lines=True)}"
+            f"{printable(output[-3000:], lines=True)}"
         ) from None
-    if not found.get("success", True):
-        problem = printable(str(found.get("error-message", found)), lines=True)
+    if not answer.get("success", True):
+        problem = printable(str(answer.get("error-message", answer)), lines=True)
         raise ClientError(f"flwr {' '.join(arguments[:2])} failed:\n{problem}")
-    return found
+    return answer
 
 
 def register(key: Path, home: Path) -> str:
-    """Make a device's public key known to the server; the number of its node. Raises ClientError:
-    it is not a key, or is registered already.
+    """Register a device's public key with the server; return the number of its node. Raises
+    ClientError if it is not a key, or is registered already.
     """
     return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])

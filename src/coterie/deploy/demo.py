@@ -24,12 +24,12 @@ def demo(
     say: Callable[[str], None],
     resident: bool = True,
 ) -> None:
-    """Start a server and real devices on this machine, encrypted and with keys; run a recipe on
-    them, and nothing is left running.
+    """Start a server and real devices on this machine, encrypted and with keys, run a recipe on
+    them, and stop everything.
 
     Args:
         recipe: Resolved.
-        clients: Of its data, all of which are on this machine.
+        clients: The clients of its data, which is on this machine.
         out: The run's folder; what devices keep goes to `devices/<id>` in it, see `names.encoded`.
         say: Called with a line for each step.
         resident: Whether each device has a process that keeps the base model loaded.
@@ -42,17 +42,24 @@ def demo(
 
     folder = out.resolve()
     with ExitStack() as stack:
-        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coterie-")))
-        keys.make(own, [], clients)
+        key_folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="coterie-")))
+        keys.make(key_folder, [], clients)
         port, runs_port = free_port(), free_port()
-        found = stack.enter_context(server(own, folder / "server", "127.0.0.1", port, runs_port))
+        superlink = stack.enter_context(
+            server(key_folder, folder / "server", "127.0.0.1", port, runs_port)
+        )
         say("A SuperLink is up, with TLS.")
-        for line in found.look():
+        for line in superlink.look():
             say(printable(line))
         for client in clients:
-            home, key = folder / "devices" / names.encoded(client), keys.private(own, client)
+            home, key = folder / "devices" / names.encoded(client), keys.private(key_folder, client)
             node = Node(
-                found.devices, home, client, _data(recipe, client, home), key=key, resident=resident
+                superlink.devices,
+                home,
+                client,
+                _data(recipe, client, home),
+                key=key,
+                resident=resident,
             )
             stack.enter_context(device(node))
         say(
@@ -60,18 +67,16 @@ def demo(
             f"{', each with a process that keeps the base model loaded' * resident}."
         )
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
-        submit(found.runs, folder / "server", config, say)
+        submit(superlink.runs, folder / "server", config, say)
     say("Everything has stopped.")
 
 
 def _data(recipe: "Recipe", client: str, home: Path) -> Path | None:
-    """Where a device of the demonstration finds its data; of folders of clients it has its own
-    alone.
-    """
+    """Return the path of a device's data; of folders of clients, with the client's alone."""
     path: Path | None = getattr(recipe.data, "path", None)
     if getattr(recipe.data, "kind", None) != "folders" or path is None:
         return path or getattr(recipe.data, "root", None)
     (home / "data").mkdir(parents=True, exist_ok=True)
-    own = next(folder for folder in path.iterdir() if names.normal(folder.name) == client)
-    (home / "data" / own.name).symlink_to(own.resolve())
+    client_folder = next(folder for folder in path.iterdir() if names.normal(folder.name) == client)
+    (home / "data" / client_folder.name).symlink_to(client_folder.resolve())
     return home / "data"

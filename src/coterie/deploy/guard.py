@@ -19,7 +19,7 @@ _PATIENCE_S = 2.0  # seconds from SIGTERM to SIGKILL
 
 
 def processes(name: str, begins: str) -> list[psutil.Process]:
-    """Return the processes, this one left out, in whose environment a variable begins so."""
+    """Return the other processes in whose environment a variable begins with a text."""
     return [
         process
         for process in psutil.process_iter(["environ"])
@@ -29,7 +29,7 @@ def processes(name: str, begins: str) -> list[psutil.Process]:
 
 
 def end(mark: str, patience: float) -> None:
-    """End the processes whose mark begins so: first with SIGTERM, after `patience` seconds with
+    """End the processes whose mark begins with `mark`, with SIGTERM and, after `patience` seconds,
     SIGKILL.
     """
     deadline = time.monotonic() + patience
@@ -42,7 +42,7 @@ def end(mark: str, patience: float) -> None:
 
 
 def kill(mark: str) -> None:
-    """Kill the processes whose mark begins so, and what they start meanwhile."""
+    """Kill the processes whose mark begins with `mark`, and those that they start meanwhile."""
     while remaining := processes(MARK, mark):
         for process in remaining:
             with suppress(psutil.Error):

@@ -38,8 +38,8 @@ _MOST = 1 << 14  # bytes of a file with a public key; a true one has a few hundr
 
 
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
-    """Make what is missing in a folder: a certificate authority, the server's certificate, and a
-    key pair for each client.
+    """Create the files missing from a folder: a certificate authority, the server's certificate,
+    and a key pair for each client.
 
     Only `ca.crt` and a client's own private key go to its device, after which the latter is not
     needed here: a client whose public key is there has its pair. `ca.key` and `server.key` never
@@ -49,11 +49,11 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
         folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client
             `private(folder, id)` and `public(folder, id)`.
         hosts: Names and addresses by which devices reach the server.
-        clients: Ids.
+        clients: Client ids.
 
     Raises:
-        Refused: An id cannot be one, the folder has a certificate for other hosts already, or is
-            not writable.
+        Refused: An id is invalid, or the folder has a certificate for other hosts, or is not
+            writable.
     """
     for client in clients:
         _check(client)
@@ -77,7 +77,7 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
 
 
 def _check(client: str) -> None:
-    """Refuse an id that is none, or whose private key would look like a public one."""
+    """Refuse an invalid id, or one whose private key would look like a public key."""
     if mistake := names.mistake(client):
         raise Refused(f"--client {client!r}: {mistake}", "Choose another name.")
     if client.endswith(PUBLIC):
@@ -98,9 +98,7 @@ def public(folder: Path, client: str) -> Path:
 
 
 def owner(path: Path) -> str:
-    """Return the client whose key a file is, by its name: also by one that somebody wrote
-    without escapes.
-    """
+    """Return the client of a key file by its name, which may be written without escapes."""
     return names.normal(names.decoded(path.name.removesuffix(PUBLIC)))
 
 
@@ -108,10 +106,10 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
     """Read the public keys of devices in the server's folder of keys.
 
     Returns:
-        The files by their texts, and what is wrong with those that hold no key.
+        The files by their texts, and the problems of those that hold no key.
 
     Raises:
-        Refused: The folder cannot be looked into.
+        Refused: The folder cannot be read.
     """
     try:
         paths = sorted(
@@ -124,20 +122,20 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
             f"cannot read {folder / CLIENTS}: {error.strerror}",
             "Until it can be read, the list of known devices stays as it is.",
         ) from None
-    found, wrong = dict[str, Path](), dict[Path, str]()
+    key_files, problems = dict[str, Path](), dict[Path, str]()
     for path in paths:
         try:
             text = _read(path)
             public_key(text)
-            found[text] = path
+            key_files[text] = path
         except Refused as error:
-            wrong[path] = error.problem
-    return found, wrong
+            problems[path] = error.problem
+    return key_files, problems
 
 
 def _read(path: Path) -> str:
-    """Return the text of a file that is none of the things that cannot be read to their end. Raises
-    Refused.
+    """Return the text of a small regular file. Raises Refused for anything else, such as a pipe,
+    which may have no end.
     """
     try:
         if not path.is_file():
@@ -157,8 +155,8 @@ def _read(path: Path) -> str:
 
 @lru_cache(1 << 14)
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """Return the key in the text of a file. Raises Refused for another kind of key than Flower
-    knows, and for something else.
+    """Return the public key in a text. Raises Refused for a kind of key that Flower does not
+    know, and for other texts.
     """
     try:
         key = load_ssh_public_key(text.encode())
@@ -178,20 +176,20 @@ def shown(key: ec.EllipticCurvePublicKey) -> bytes:
 
 
 def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:
-    authority, own = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    authority, server_key = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
     root = (
         _certificate(_AUTHORITY, authority.public_key(), authority.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_usage(signs=True), critical=True)
     )
     leaf = (
-        _certificate("coterie server", own.public_key(), authority.public_key())
+        _certificate("coterie server", server_key.public_key(), authority.public_key())
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectAlternativeName(list(map(_name, hosts))), critical=False)
     )
-    for key, name in ((authority, CA_KEY), (own, KEY)):
+    for key, name in ((authority, CA_KEY), (server_key, KEY)):
         _write_private(
             folder / name, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         )
@@ -204,7 +202,7 @@ def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:
 def _certificate(
     name: str, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
-    """With the identifiers of keys that RFC 5280 wants, and Python since 3.13 insists on."""
+    """Return a certificate with the key identifiers that RFC 5280 and Python 3.13 demand."""
     now = datetime.now(UTC)
     return (
         x509.CertificateBuilder()
@@ -222,7 +220,7 @@ def _certificate(
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
-    """Return what a key is for: signing certificates, or the server's part of TLS."""
+    """Return the usage of a key: signing certificates, or the server's side of TLS."""
     no = dict.fromkeys(
         (
             "content_commitment",
@@ -256,11 +254,10 @@ def _hosts(path: Path) -> list[str]:
 def _make_pair(path: Path, public: Path) -> None:
     """Make a key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
     key = ec.generate_private_key(ec.SECP384R1())
-    path.unlink(missing_ok=True)  # of a former pair, whose public key was taken away
+    path.unlink(missing_ok=True)  # of a former pair, whose public key was deleted
     _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
-    new = public.with_name(
-        f"{public.name}.new"
-    )  # a server that runs looks for *.pub all the time, and must not find half of one
+    # A running server looks for *.pub all the time, and must not read half of one.
+    new = public.with_name(f"{public.name}.new")
     new.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     new.replace(public)
 

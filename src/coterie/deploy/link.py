@@ -48,13 +48,13 @@ class Link:
             )
 
     def answers(self, api: str) -> bool:
-        """Whether a server answers.
+        """Return whether a server answers.
 
         Args:
-            api: What is wanted of it: `fleet`, by devices, or `control`, by whoever submits runs.
+            api: `fleet`, for devices, or `control`, to submit runs.
 
         Raises:
-            Refused: It is another one than this link describes, or takes no runs here.
+            Refused: The server is not the one that this link describes, or accepts no runs here.
         """
         connection, host = self._connection(), self.address.rpartition(":")[0]
         try:
@@ -112,7 +112,7 @@ def _there(path: Path, what: str, remedy: str) -> None:
 
 
 def listening(address: str) -> bool:
-    """Whether a program listens on host:port."""
+    """Return whether a program listens on host:port."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=2):

@@ -26,8 +26,7 @@ try:
 except ImportError:  # pragma: no cover - it comes with the extra
     raise Refused("psutil is not installed", extra("flower")) from None
 
-# nothing is sent to anybody, nothing is installed, and new messages are looked for ten times a
-# second
+# No telemetry, no installations, and a look for new messages ten times a second.
 _QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -37,13 +36,13 @@ _QUIET = {
 _UP_S = 60.0  # seconds for a program to come up
 _AGAIN_S = 5.0  # seconds before a program that ended is started again
 _IN_USE = "COTERIE_HOME_IN_USE"  # in the environment of the programs that work in a folder
-_COMMAND_LINE = 200  # characters of a command line that are told
+_COMMAND_LINE = 200  # characters of a command line that are shown
 _EXECUTOR = "flower-superexec"  # a program of a SuperLink or SuperNode that starts its tasks
-_TAIL = 1 << 16  # bytes of a log that are looked at
-_TELL_AGAIN_S = 600.0  # seconds until the same thing is told again
+_TAIL = 1 << 16  # bytes at the end of a log that are read
+_TELL_AGAIN_S = 600.0  # seconds until the same message is passed again
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
-_ENDING_S = 10.0  # seconds for what is being ended to be gone
+_ENDING_S = 10.0  # seconds for ending programs to end
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -53,27 +52,31 @@ def posted(home: Path) -> Path:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """Return the environment of Flower's programs, whose own files are below `home`, and which find
-    each other. A guard ends them once we are gone.
+    """Return the environment of Flower's programs, which keep their files below `home`. A guard
+    ends them once this process has ended.
     """
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    own = {"FLWR_HOME": str((home / "flwr").resolve()), "PATH": path, POSTED: str(posted(home))}
-    own[guard.MARK] = _guarded()
-    return os.environ | own | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
+    variables = {
+        "FLWR_HOME": str((home / "flwr").resolve()),
+        "PATH": path,
+        POSTED: str(posted(home)),
+    }
+    variables[guard.MARK] = _guarded()
+    return os.environ | variables | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
 
 
 def program(name: str) -> str:
     """Return the path of one of Flower's programs. Raises Refused where Flower is not installed."""
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.is_file() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.is_file() else shutil.which(name)
+    if path is None:
         raise Refused(f"{name} is not installed", extra("flower"))
-    return found
+    return path
 
 
 def local_program(name: str) -> list[str]:
-    """Return how a command line begins that runs one of Flower's programs, whose port answers under
-    this machine's names only. Raises Refused where Flower is not installed.
+    """Return the beginning of a command line that runs one of Flower's programs, with a port that
+    answers only under this machine's names. Raises Refused where Flower is not installed.
     """
     wrapper = Path(__file__).with_name("local_program.py")
     return [sys.executable, "-P", str(wrapper), program(name)]
@@ -81,8 +84,8 @@ def local_program(name: str) -> list[str]:
 
 @cache
 def _guarded() -> str:
-    """Return the mark of all processes that we start. A guard ends them once we are gone: it waits
-    until the pipe is closed whose end we keep.
+    """Return the mark of all processes that this one starts. A guard ends them once this process
+    has ended: it waits until the pipe is closed whose end is held here.
     """
     mark = uuid4().hex
     waiting, _ = os.pipe()
@@ -98,10 +101,10 @@ def _guarded() -> str:
 
 
 class Program(subprocess.Popen[bytes]):
-    """A program in a group of its own that ends when we do, its output going to a file.
+    """A program in a separate process group that ends with this process and logs to a file.
 
-    Flower's programs start others, in groups of their own. All of them have the program's mark in
-    their environment.
+    Flower's programs start others, in further groups. All of them have the program's mark in their
+    environment.
     """
 
     def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
@@ -120,8 +123,8 @@ class Program(subprocess.Popen[bytes]):
             )
 
     def ended(self) -> bool:
-        """Whether it has ended, or the process with which it starts tasks: Flower does not start
-        that again.
+        """Return whether it has ended, or the process by which it starts tasks, which Flower does
+        not restart.
         """
         has_executor = any(
             _EXECUTOR in word
@@ -132,7 +135,7 @@ class Program(subprocess.Popen[bytes]):
         return self.poll() is not None or (self._had_executor and not has_executor)
 
     def stop(self, patience: float = 10.0) -> None:
-        """End it and what it started: first with SIGTERM, after so many seconds with SIGKILL."""
+        """End it and what it started, with SIGTERM and, after `patience` seconds, SIGKILL."""
         try:
             guard.end(self._mark, patience)
         finally:  # the wait may have been interrupted
@@ -147,10 +150,8 @@ def _with_us() -> None:
 
 
 def check_unused(home: Path) -> None:
-    """Check that no program uses a folder any more; those that are just being ended are waited for.
-
-    Raises:
-        Refused: Some do. They are named: those of another server or device, or left over from one.
+    """Wait for programs that are ending; raise Refused, naming the programs, if some still use a
+    folder: those of another server or device, or left over from one.
     """
     deadline = time.monotonic() + _ENDING_S
     while programs := guard.processes(_IN_USE, str(home.resolve())):
@@ -165,8 +166,8 @@ def check_unused(home: Path) -> None:
 
 
 def holder(port: int) -> str:
-    """Return a sentence that names the program that listens to a port of this machine; nothing
-    where the system does not tell.
+    """Return a sentence that names the program that listens on a port of this machine, or "" if the
+    system does not tell.
     """
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -179,7 +180,7 @@ def holder(port: int) -> str:
 
 
 def _words(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; nothing once it has ended."""
+    """Return the command line of a process; an empty one once it has ended."""
     try:
         words: list[str] = process.cmdline()
     except psutil.Error:
@@ -188,7 +189,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def _described(process: psutil.Process) -> str:
-    """Return the id, start and command line of a process, as they can be printed."""
+    """Return the id, start and command line of a process, printable."""
     with suppress(psutil.Error):
         started = datetime.fromtimestamp(process.create_time())
         words = printable(" ".join(_words(process)))[:_COMMAND_LINE]
@@ -197,20 +198,20 @@ def _described(process: psutil.Process) -> str:
 
 
 class _RateLimit:
-    """A filter of repeated messages: each is passed once in ten minutes, for some come every few
-    seconds.
-    """
+    """A filter that passes each message once in ten minutes, since some come every few seconds."""
 
     def __init__(self) -> None:
         self._when: dict[str, float] = {}
 
     def new(self, lines: Iterable[str]) -> Iterator[str]:
-        """Return the lines that were not passed recently, made printable."""
+        """Yield the lines that were not passed recently, made printable."""
         for line in lines:
             now = time.monotonic()
             if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
                 self._when = {
-                    said: when for said, when in self._when.items() if now - when < _TELL_AGAIN_S
+                    message: when
+                    for message, when in self._when.items()
+                    if now - when < _TELL_AGAIN_S
                 } | {line: now}
                 yield printable(line)
 
@@ -227,7 +228,7 @@ def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Return the last lines of a log, as they can be printed."""
+    """Return the last lines of a log, printable."""
     with open(log, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
         text = file.read(_TAIL).decode(errors="replace")

@@ -19,7 +19,7 @@ from coterie.core.errors import Refused, TensorError
 from coterie.core.foreign import read_bytes
 
 SOCKET = "resident.sock"
-_KEY = "resident.key"  # who can read it may ask
+_KEY = "resident.key"  # whoever can read it may send requests
 _LONGEST = 100  # bytes of the path of a socket; Linux takes 107, macOS 103
 _MOST = 1 << 20  # bytes of a request or reply without its tensors
 
@@ -30,12 +30,12 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     """Answer requests one after the other, for as long as the process lives.
 
     Args:
-        home: The device's folder; gets the socket, and the key that who asks must know.
-        answer: What a device does.
-        ready: Is called once requests can come.
+        home: The device's folder, in which the socket and the key for callers are created.
+        answer: Returns the reply to a request.
+        ready: Called once requests are accepted.
 
     Raises:
-        Refused: Another process serves this folder already, or the folder cannot be had.
+        Refused: Another process serves this folder, or it cannot be made private.
     """
     private(home)
     if _alive(home):
@@ -51,12 +51,8 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
         while True:
             try:
                 connection = listener.accept()
-            except (
-                OSError,
-                EOFError,
-                AuthenticationError,
-            ):  # whoever it was did not know the key, or went away
-                continue
+            except (OSError, EOFError, AuthenticationError):
+                continue  # the caller did not know the key, or has hung up
             with connection:
                 _serve_one(connection, answer)
 
@@ -85,8 +81,8 @@ def private(home: Path) -> None:
 
 
 def _serve_one(connection: Connection, answer: Answer) -> None:
-    """One request. Who asked may be gone by then: its SuperNode was killed, say; the state is on
-    disk all the same.
+    """Answer one request. The caller may have hung up by then, for instance if its SuperNode was
+    killed; the state is on disk nevertheless.
     """
     try:
         text, body = connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
@@ -97,11 +93,8 @@ def _serve_one(connection: Connection, answer: Answer) -> None:
 
 
 def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
-    """Hand a request on, and wait for the reply.
-
-    Raises:
-        TensorError: No process serves there, it ended while it worked, or it was just started again
-            with another key.
+    """Hand a request on, and return the reply. Raises TensorError if no process serves this
+    folder, it ended meanwhile, or it was just restarted with another key.
     """
     try:
         with (
@@ -120,7 +113,7 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
 
 @contextmanager
 def _address(home: Path) -> Iterator[str]:
-    """Yield the path of the socket; by a detour where systems would find it too long."""
+    """Yield the path of the socket, through a symbolic link if it is too long for the system."""
     if len(os.fsencode(home / SOCKET)) <= _LONGEST:
         yield str(home / SOCKET)
         return
@@ -130,7 +123,7 @@ def _address(home: Path) -> Iterator[str]:
 
 
 def _alive(home: Path) -> bool:
-    """Whether a process listens."""
+    """Return whether a process listens."""
     with _address(home) as address, socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(address)

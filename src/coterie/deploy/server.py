@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 LOG, DATABASE, NODES = "superlink.log", "flwr.db", "nodes.json"
 _LOOK_S = 2.0  # seconds between looks at what runs
 LARGEST = 256 << 20  # bytes that a device may send at once
-_AGAIN_MOST_S = 60.0  # seconds before one that ends again and again is
+_AGAIN_MOST_S = 60.0  # most seconds before a SuperLink that keeps ending is restarted
 
 
 @dataclass
@@ -46,12 +46,12 @@ class Server:
 
     Args:
         devices: How devices on this machine reach it; others by its name, at the same port.
-        runs: How runs are given to it, from this machine alone.
-        keys: The folder with its keys; None: without.
-        home: For its database, logs and runs.
+        runs: Where runs are submitted to it, from this machine only.
+        keys: The folder with its keys; None: no keys.
+        home: The folder of its database, logs and runs.
         process: The SuperLink.
-        nodes: Devices that it knows: client and number of the node, by their public keys.
-        command: That starts the SuperLink.
+        nodes: Registered devices: client and number of the node, by their public keys.
+        command: The command line that starts the SuperLink.
         proxy: The reverse proxy through which devices connect.
     """
 
@@ -69,34 +69,34 @@ class Server:
     _started: float = field(default_factory=time.monotonic)
 
     def look(self) -> Iterator[str]:
-        """Make devices known whose public keys have come, and forget those whose keys have gone;
-        yields what is to be told.
+        """Register devices with new public keys, and remove those whose keys were deleted; yield
+        messages for the user.
         """
         if self.keys is None:
             return
         from coterie.deploy import keys
 
         try:
-            found, wrong = keys.public_keys(self.keys)
+            key_files, problems = keys.public_keys(self.keys)
         except Refused as error:
             yield f"{error.problem}. {error.remedy}"
             return
-        yield from (f"{path} was refused. {problem}" for path, problem in wrong.items())
-        for key, path in found.items():
+        yield from (f"{path} was refused. {problem}" for path, problem in problems.items())
+        for key, path in key_files.items():
             if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
                 yield self._register(key, path)
-        unclear = {keys.owner(path) for path in wrong}  # whose file is there all the same
-        gone = [
+        unclear = {keys.owner(path) for path in problems}  # whose file is there all the same
+        removed = [
             key
             for key, (client, _) in self.nodes.items()
-            if key not in found and client not in unclear
+            if key not in key_files and client not in unclear
         ]
-        self._open(gone)
-        for key in gone:
+        self._open(removed)
+        for key in removed:
             yield self._unregister(key)
 
     def _register(self, key: str, path: Path) -> str:
-        """Register a device; returns a message."""
+        """Register a device; return a message."""
         from coterie.deploy import keys
 
         client = keys.owner(path)
@@ -109,7 +109,7 @@ class Server:
         return f"The device of {client} is registered."
 
     def _unregister(self, key: str) -> str:
-        """Remove a device; returns a message."""
+        """Remove a device; return a message."""
         client, node = self.nodes[key]
         try:
             flwr(["supernode", "unregister", node, NAME], self.home)
@@ -119,13 +119,13 @@ class Server:
         self._write()
         return f"The device of {client} is removed: its public key no longer exists."
 
-    def _open(self, gone: Sequence[str] = ()) -> None:
-        """Tell the proxy the keys of the known devices, without those in `gone`."""
+    def _open(self, removed: Sequence[str] = ()) -> None:
+        """Give the proxy the keys of the known devices, without those in `removed`."""
         if self.proxy is None or self.keys is None:
             return
         from coterie.deploy import keys
 
-        known = [keys.public_key(key) for key in self.nodes if key not in gone]
+        known = [keys.public_key(key) for key in self.nodes if key not in removed]
         self.proxy.keys = {keys.shown(key): key for key in known}
 
     def _write(self) -> None:
@@ -134,20 +134,20 @@ class Server:
         new.replace(self.home / NODES)
 
     def stop(self) -> None:
-        """End the SuperLink, and all that it has started."""
+        """End the SuperLink, and the programs that it has started."""
         self.process.stop()
 
     def watch(self) -> Iterator[str]:
-        """Look again and again, and start the SuperLink again whenever it ends, whatever
-        happens; yields what is to be told.
+        """Look again and again, and restart the SuperLink whenever it ends; yield messages for the
+        user.
         """
-        told = _RateLimit()
+        new_messages = _RateLimit()
         while True:
-            yield from told.new(self._outlived())
+            yield from new_messages.new(self._outlived())
             time.sleep(_LOOK_S)
 
     def _outlived(self) -> Iterator[str]:
-        """Check everything once; no error in it ends the server."""
+        """Check everything once; errors become messages."""
         try:
             yield from self._proxy_problems()
             if self.process.ended():
@@ -188,10 +188,10 @@ def server(
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
-        home: For its database, logs and runs.
-        host: Address that devices connect to; 0.0.0.0 for all addresses of this machine.
-        port: That devices connect to.
-        runs_port: For whoever submits runs, on this machine.
+        home: The folder for its database, logs and runs.
+        host: The address that devices connect to; 0.0.0.0 for all addresses of this machine.
+        port: The port that devices connect to.
+        runs_port: The port for submitting runs, on this machine.
         largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but
             for those of secure aggregation.
 
@@ -199,7 +199,7 @@ def server(
         Refused: Keys are missing, a port is taken, or `home` cannot be had.
         ClientError: It did not come up.
     """
-    from coterie.deploy.connection import Limits
+    from coterie.deploy.callers import Limits
     from coterie.deploy.keys import CA, CERTIFICATE, KEY
     from coterie.deploy.proxy import open_proxy
 
@@ -228,16 +228,16 @@ def server(
         if listening(link.address):
             raise Refused(f"port {number} is in use", f"Choose another {option}.{holder(number)}")
     command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
-    found = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
+    superlink = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
     with ExitStack() as stack:
-        stack.callback(found.stop)
-        found.nodes = {} if keys is None else _nodes(home)
-        _wait_for(lambda: listening(runs.address), found.process, log)
+        stack.callback(superlink.stop)
+        superlink.nodes = {} if keys is None else _nodes(home)
+        _wait_for(lambda: listening(runs.address), superlink.process, log)
         configure(runs, home)
         try:
             limits = Limits(body=largest)
             behind = "127.0.0.1", runs_port
-            found.proxy = stack.enter_context(
+            superlink.proxy = stack.enter_context(
                 open_proxy((host, port), behind, certificate, key, ca, limits, posted(home))
             )
         except OSError as error:
@@ -245,25 +245,23 @@ def server(
                 f"cannot listen on {host}:{port}: {error.strerror}",
                 "Choose another --host or --port.",
             ) from None
-        found._open()
-        yield found
+        superlink._open()
+        yield superlink
 
 
 def _nodes(home: Path) -> dict[str, tuple[str, str]]:
-    """Return the devices that a server knew when it ended. Raises Refused where that cannot be
-    told.
-    """
+    """Return the devices that a server knew when it ended. Raises Refused for a damaged file."""
     from coterie.deploy import keys
 
     path = home / NODES
     if not path.exists() or not (home / DATABASE).exists():
         return {}
     try:
-        found = {
+        nodes = {
             str(key): (str(client), str(node))
             for key, (client, node) in json_of(read_bytes(path)).items()
         }
-        for key in found:
+        for key in nodes:
             keys.public_key(key)
     except (OSError, ValueError, AttributeError, TypeError, Refused) as error:
         remedy = (
@@ -271,7 +269,7 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
             f"again."
         )
         raise Refused(f"{path} is damaged: {error}", remedy) from None
-    return found
+    return nodes
 
 
 def _superlink(

@@ -1,4 +1,4 @@
-"""The submission of a run to a server, and what happens there."""
+"""Submission of a run to a server, and its output."""
 
 import re
 import subprocess
@@ -94,7 +94,7 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
 
 
 def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
-    """Say what a run prints, until it ends or nothing more is heard of it."""
+    """Pass on a run's output until it ends or the connection is lost."""
     arguments, env = (
         [program("flwr"), "log", run, NAME, "--stream"],
         environment(home) | {"PYTHONUNBUFFERED": "1"},
@@ -112,10 +112,8 @@ def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
             for line in log.stdout or ():
                 plain = _COLOUR.sub("", line.rstrip())
                 failed = failed or plain.startswith("coterie: ")
-                if failed and _ERROR.match(
-                    plain
-                ):  # the same again, with the way that it took through Flower
-                    return
+                if failed and _ERROR.match(plain):
+                    return  # the same error again, with Flower's traceback
                 if not _CHATTER.match(plain):
                     say(printable(plain))
         finally:
@@ -123,14 +121,14 @@ def _follow(run: str, home: Path, say: Callable[[str], None]) -> None:
 
 
 def _status(run: str, home: Path) -> str:
-    """Where a run stands: `running`, `finished:completed`, `finished:failed`, ..."""
+    """Return a run's status: `running`, `finished:completed`, `finished:failed`, ..."""
     return str(_flwr_json(["list", NAME, "--run-id", run], home)["runs"][0]["status"])
 
 
 def _finish(run: str, home: Path) -> None:
     """Wait until a run has ended. Raises ClientError if it failed."""
-    while not (found := _status(run, home)).startswith("finished"):
+    while not (status := _status(run, home)).startswith("finished"):
         time.sleep(1.0)
-    if found != "finished:completed":
+    if status != "finished:completed":
         remedy = f"Its output: FLWR_HOME={home / 'flwr'} flwr log {run} {NAME} --show"
-        raise ClientError(f"the run ended as {found.removeprefix('finished:')}", remedy)
+        raise ClientError(f"the run ended as {status.removeprefix('finished:')}", remedy)

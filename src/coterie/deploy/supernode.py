@@ -35,7 +35,7 @@ class Node:
         client: Its client id; None: the only client of its data.
         data: Path of its data.
         base: Path or Hub id of the base model.
-        key: Its private key; None: without.
+        key: The file of its private key; None: no keys.
         resident: Whether a process keeps the base loaded between messages.
         secure: Whether trained values are sent by secure aggregation only.
         limits: The owner's file of limits, see `coterie.runs.device.limits`; None: without.
@@ -52,7 +52,7 @@ class Node:
     limits: Path | None = None
 
     def check(self) -> None:
-        """Refuse what cannot work. Raises Refused."""
+        """Raise Refused for settings that cannot work."""
         self.link.check()
         if self.client is not None and (mistake := names.mistake(self.client)):
             raise Refused(
@@ -76,14 +76,18 @@ class Node:
     def configuration(self) -> dict[str, Any]:
         """The configuration of the node for the programs that Flower starts."""
         places = {"home": self.home, "data": self.data, "limits": self.limits}
-        found = {key: path and str(path.resolve()) for key, path in places.items()} | {
+        settings = {key: path and str(path.resolve()) for key, path in places.items()} | {
             "client": self.client,
             "base": self.base,
         }
         switches = {"resident": self.resident, "secure": self.secure}
-        return {k: v for k, v in found.items() if v is not None} | {
+        return {k: v for k, v in settings.items() if v is not None} | {
             k: True for k, on in switches.items() if on
         }
+
+    def resident_command(self) -> list[str]:
+        """Return the command line of its resident process."""
+        return [sys.executable, "-m", "coterie", "resident", json.dumps(self.configuration)]
 
     def supernode(self) -> list[str]:
         """Return the command line of its SuperNode."""
@@ -105,7 +109,7 @@ class Node:
 
 @contextmanager
 def device(node: Node) -> Iterator["Supervisor"]:
-    """Run a SuperNode and, if wanted, its resident process, started again whenever they end."""
+    """Run a SuperNode and, if requested, its resident process; restart them whenever they end."""
     node.check()
     private(node.home)
     check_unused(node.home)
@@ -126,7 +130,7 @@ class Supervisor:
     processes: dict[str, Program]
 
     def look(self) -> list[str]:
-        """Start what does not run; returns what that was."""
+        """Start the programs that do not run; return their names."""
         ended = [
             name
             for name in self._names
@@ -135,8 +139,7 @@ class Supervisor:
         for name in ended:
             if name in self.processes:
                 self.processes[name].stop()  # what it had started itself
-            own = [sys.executable, "-m", "coterie", "resident", json.dumps(self.node.configuration)]
-            command = own if name == "resident" else self.node.supernode()
+            command = self.node.resident_command() if name == "resident" else self.node.supernode()
             self.processes[name] = Program(command, self.node.home, self.node.home / f"{name}.log")
         return ended
 
@@ -145,14 +148,14 @@ class Supervisor:
         return ["resident", "supernode"] if self.node.resident else ["supernode"]
 
     def watch(self) -> Iterator[str]:
-        """Look again and again, whatever happens; yields what is to be told."""
-        told = _RateLimit()
+        """Look again and again, whatever happens; yield messages for the user."""
+        new_messages = _RateLimit()
         while True:
             time.sleep(_AGAIN_S)
-            yield from told.new(self._outlived())
+            yield from new_messages.new(self._outlived())
 
     def _outlived(self) -> Iterator[str]:
-        """Check everything once; no error in it ends the device."""
+        """Check everything once; errors become messages."""
         try:
             yield from map(self._why, self.look())
         except (OSError, CoterieError) as error:
