@@ -1,14 +1,17 @@
 """A right method passes; one that breaks the contract is refused, and the clause named."""
 
 import itertools
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
 
+from coterie import testing
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.core.errors import Refused
@@ -262,3 +265,9 @@ def test_it_needs_no_pytest() -> None:
     code = "import sys; sys.modules['pytest'] = None; from coterie.testing import check_method; "
     code += "check_method('pretrained')"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_suite_imports_no_shipped_method() -> None:
+    for file in Path(testing.__file__).parent.glob("*.py"):
+        imports = re.findall(r"^\s*(?:from|import) (coterie\.methods\.\w+)", file.read_text(), re.M)
+        assert not imports, f"{file.name} imports {imports}"
