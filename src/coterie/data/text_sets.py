@@ -13,40 +13,54 @@ from coterie.data.partition_fields import Positive
 from coterie.data.splits import Numbers
 
 DOMAINS = {
-    "auto_and_commute": "current_location directions distance gas gas_type jump_start "
-    "last_maintenance mpg oil_change_how oil_change_when"
-    " schedule_maintenance tire_change tire_pressure traffic uber",
-    "banking": "account_blocked balance bill_balance bill_due freeze_account interest_rate "
-    "min_payment order_checks pay_bill pin_change"
-    " report_fraud routing spending_history transactions transfer",
-    "credit_cards": "application_status apr card_declined credit_limit credit_limit_change "
-    "credit_score damaged_card expiration_date"
-    " improve_credit_score international_fees new_card redeem_rewards replacement_card_duration "
-    "report_lost_card rewards_balance",
-    "home": "calendar calendar_update next_song order order_status play_music reminder "
-    "reminder_update shopping_list shopping_list_update"
-    " smart_home todo_list todo_list_update update_playlist what_song",
-    "kitchen_and_dining": "accept_reservations calories cancel_reservation confirm_reservation "
-    "cook_time food_last how_busy"
-    " ingredient_substitution ingredients_list meal_suggestion nutrition_info recipe "
-    "restaurant_reservation restaurant_reviews"
-    " restaurant_suggestion",
-    "meta": "cancel change_accent change_ai_name change_language change_speed change_user_name "
-    "change_volume maybe no repeat"
-    " reset_settings sync_device user_name whisper_mode yes",
-    "small_talk": "are_you_a_bot do_you_have_pets fun_fact goodbye greeting how_old_are_you "
-    "meaning_of_life tell_joke thank_you"
-    " what_are_your_hobbies what_can_i_ask_you what_is_your_name where_are_you_from "
-    "who_do_you_work_for who_made_you",
-    "travel": "book_flight book_hotel car_rental carry_on exchange_rate flight_status "
-    "international_visa lost_luggage plug_type timezone"
-    " translate travel_alert travel_notification travel_suggestion vaccines",
-    "utility": "alarm calculator date definition find_phone flip_coin make_call "
-    "measurement_conversion roll_dice share_location spelling"
-    " text time timer weather",
-    "work": "direct_deposit income insurance insurance_change meeting_schedule next_holiday "
-    "payday pto_balance pto_request"
-    " pto_request_status pto_used rollover_401k schedule_meeting taxes w2",
+    "auto_and_commute": (
+        "current_location directions distance gas gas_type jump_start last_maintenance mpg "
+        "oil_change_how oil_change_when schedule_maintenance tire_change tire_pressure traffic "
+        "uber"
+    ),
+    "banking": (
+        "account_blocked balance bill_balance bill_due freeze_account interest_rate min_payment "
+        "order_checks pay_bill pin_change report_fraud routing spending_history transactions "
+        "transfer"
+    ),
+    "credit_cards": (
+        "application_status apr card_declined credit_limit credit_limit_change credit_score "
+        "damaged_card expiration_date improve_credit_score international_fees new_card "
+        "redeem_rewards replacement_card_duration report_lost_card rewards_balance"
+    ),
+    "home": (
+        "calendar calendar_update next_song order order_status play_music reminder "
+        "reminder_update shopping_list shopping_list_update smart_home todo_list todo_list_update "
+        "update_playlist what_song"
+    ),
+    "kitchen_and_dining": (
+        "accept_reservations calories cancel_reservation confirm_reservation cook_time food_last "
+        "how_busy ingredient_substitution ingredients_list meal_suggestion nutrition_info recipe "
+        "restaurant_reservation restaurant_reviews restaurant_suggestion"
+    ),
+    "meta": (
+        "cancel change_accent change_ai_name change_language change_speed change_user_name "
+        "change_volume maybe no repeat reset_settings sync_device user_name whisper_mode yes"
+    ),
+    "small_talk": (
+        "are_you_a_bot do_you_have_pets fun_fact goodbye greeting how_old_are_you meaning_of_life "
+        "tell_joke thank_you what_are_your_hobbies what_can_i_ask_you what_is_your_name "
+        "where_are_you_from who_do_you_work_for who_made_you"
+    ),
+    "travel": (
+        "book_flight book_hotel car_rental carry_on exchange_rate flight_status "
+        "international_visa lost_luggage plug_type timezone translate travel_alert "
+        "travel_notification travel_suggestion vaccines"
+    ),
+    "utility": (
+        "alarm calculator date definition find_phone flip_coin make_call measurement_conversion "
+        "roll_dice share_location spelling text time timer weather"
+    ),
+    "work": (
+        "direct_deposit income insurance insurance_change meeting_schedule next_holiday payday "
+        "pto_balance pto_request pto_request_status pto_used rollover_401k schedule_meeting taxes "
+        "w2"
+    ),
 }
 _DOMAIN = {
     intent: domain
@@ -122,18 +136,12 @@ class DBpedia14(LabelledTexts):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return (
-            *(
-                "company",
-                "educational institution",
-                "artist",
-                "athlete",
-                "office holder",
-                "mean of transportation",
-                "building",
-            ),
-            *("natural place", "village", "animal", "plant", "album", "film", "written work"),
+        names = (
+            "company, educational institution, artist, athlete, office holder, "
+            "mean of transportation, building, natural place, village, animal, plant, album, film, "
+            "written work"
         )
+        return tuple(names.split(", "))
 
     def from_hub(self, data: Any) -> Rows:
         rows: Rows = data.rename_column("content", "text")
@@ -171,22 +179,12 @@ class YahooAnswers(LabelledTexts):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return (
-            *(
-                "Society & Culture",
-                "Science & Mathematics",
-                "Health",
-                "Education & Reference",
-                "Computers & Internet",
-                "Sports",
-            ),
-            *(
-                "Business & Finance",
-                "Entertainment & Music",
-                "Family & Relationships",
-                "Politics & Government",
-            ),
+        names = (
+            "Society & Culture, Science & Mathematics, Health, Education & Reference, "
+            "Computers & Internet, Sports, Business & Finance, Entertainment & Music, "
+            "Family & Relationships, Politics & Government"
         )
+        return tuple(names.split(", "))
 
     def text(self, row: Mapping[str, Any]) -> str:
         return " ".join(part for part in (row["question_title"], row["question_content"]) if part)

@@ -164,7 +164,7 @@ class RunningText(TextStreams):
 
 class SeparateDocuments(TextStreams):
     """An encoder of separate documents, which begin as the base's texts, for `ChatSplit`. One
-    longer than a window is cut into pieces that share one token, so that every token is predicted once.
+    longer than a window is cut into pieces that share one token: every token is predicted once.
     """
 
     @property
