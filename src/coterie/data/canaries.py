@@ -71,20 +71,12 @@ class Audit(BaseModel):
 
 @dataclass(frozen=True)
 class Canaries:
-    """The candidates of one client.
+    """The candidates of one client."""
 
-    Args:
-        prefix: (p,) token ids.
-        tokens: (n, k) token ids: the random part of each.
-        planted: (n,) the coin flips.
-        windows: (planted ones x repeats,) the numbers of the client's training windows that hold
-            one.
-    """
-
-    prefix: Ids
-    tokens: Ids
-    planted: npt.NDArray[np.bool_]
-    windows: Numbers
+    prefix: Ids  # (p,) token ids
+    tokens: Ids  # (n, k) token ids: the random part of each
+    planted: npt.NDArray[np.bool_]  # (n,) the coin flips
+    windows: Numbers  # (planted ones x repeats,) the training windows that hold one
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidates as JSON values, for `from_json`."""
@@ -109,15 +101,10 @@ class Canaries:
 
 @dataclass(frozen=True)
 class PlantedCanaries:
-    """The canaries that `plant` drew for a run.
-
-    Args:
-        canaries: The candidates of each client.
-        references: (references, k) random parts that no client has.
-    """
+    """The canaries that `plant` drew for a run."""
 
     canaries: Mapping[ClientId, Canaries]
-    references: Ids
+    references: Ids  # (references, k) random parts that no client has
 
     def to_json(self) -> dict[str, Any]:
         """Return what is in the run's `canaries.json`."""

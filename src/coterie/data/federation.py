@@ -44,21 +44,13 @@ class ClientData:
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """The facts about one client that a data section knows without its data.
+    """The facts about one client that a data section knows without its data."""
 
-    Args:
-        position: Its place among all clients, unseen ones last; None if it depends on the data.
-        group: Its group of unseen clients; empty for one that trains.
-        cluster: Its true cluster; None without clusters.
-        anchor: The expert that it is tied to; None for other clients.
-        classes: The number of classes; None without labels.
-    """
-
-    position: int | None = None
-    group: str = ""
-    cluster: int | None = None
-    anchor: int | None = None
-    classes: int | None = None
+    position: int | None = None  # among all clients, unseen ones last; None if data decide it
+    group: str = ""  # of unseen clients; empty for a client that trains
+    cluster: int | None = None  # the true one; None without clusters
+    anchor: int | None = None  # the expert that it is tied to; None for other clients
+    classes: int | None = None  # number of classes; None without labels
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,9 @@ BUILD = "scripts/build_corpora.py"
 
 
 class Origin(NamedTuple):
-    """A source of text.
+    """A source of text."""
 
-    Attributes:
-        of: The languages or the topic from this source.
-        what: A short description.
-        address: The public address.
-        licence: The licence of the text.
-    """
-
-    of: tuple[str, ...]
+    of: tuple[str, ...]  # the languages or the topic from this source
     what: str
     address: str
     licence: str

@@ -15,20 +15,13 @@ _SHOWN = 3  # sentences about clients, or about splits
 
 @dataclass
 class Overlaps:
-    """Counts of equal documents.
-
-    Args:
-        documents: Documents of each client.
-        different: Different documents of each client.
-        shared: Documents of each client that other clients have, too.
-        crossing: Documents of each client that are in another split of any client, too.
-        owners: Number of different documents by the splits that have them.
-    """
+    """Counts of equal documents, by client."""
 
     documents: Counter[ClientId] = field(default_factory=Counter)
     different: Counter[ClientId] = field(default_factory=Counter)
-    shared: Counter[ClientId] = field(default_factory=Counter)
-    crossing: Counter[ClientId] = field(default_factory=Counter)
+    shared: Counter[ClientId] = field(default_factory=Counter)  # with other clients
+    crossing: Counter[ClientId] = field(default_factory=Counter)  # also in another split of anyone
+    # different documents by the splits that have them
     owners: Counter[tuple[ClientSplit, ...]] = field(default_factory=Counter)
 
     @classmethod

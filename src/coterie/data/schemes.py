@@ -21,23 +21,14 @@ _HAD = 0.1  # of dirichlet: a client has the classes that make up such a share o
 
 @dataclass(frozen=True)
 class ClientShare:
-    """The examples of one client.
-
-    Args:
-        id: The client's id.
-        train: Rows of the training examples, for training and validation, in random order.
-        test: Rows of the test examples.
-        labels: The client's classes.
-        cluster: Its true cluster, if there are clusters.
-        dialect: The number of its permutation of the labels.
-    """
+    """The examples of one client."""
 
     id: ClientId
-    train: Numbers
-    test: Numbers
+    train: Numbers  # rows for training and validation, in random order
+    test: Numbers  # rows of the test examples
     labels: Labels
-    cluster: int | None = None
-    dialect: int = 0
+    cluster: int | None = None  # the true one, if there are clusters
+    dialect: int = 0  # the number of its permutation of the labels
 
 
 @dataclass(frozen=True)

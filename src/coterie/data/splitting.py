@@ -41,17 +41,11 @@ def where_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is to be split.
+    """A text that is to be split."""
 
-    Args:
-        text: The text, or a conversation as JSON.
-        key: The work that it belongs to, which is never in two splits and fixes the order.
-        content: The part that is compared, if not the key; see `conversation_content`.
-    """
-
-    text: str
-    key: str
-    content: str = ""
+    text: str  # or a conversation as JSON
+    key: str  # of the work that it belongs to, which is never in two splits; fixes the order
+    content: str = ""  # the part that is compared, if not the key; see `conversation_content`
 
     @property
     def digest(self) -> Digest:

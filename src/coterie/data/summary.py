@@ -54,33 +54,21 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """The texts of one client.
-
-    Args:
-        splits: The splits by name.
-        repeated: Repetitions of documents.
-        shared: Documents that other clients have, too.
-        crossing: Documents that are in another split of any client, too.
-        near: Documents that are nearly equal to another one of any client.
-        near_crossing: Documents that are nearly equal to one in another split.
-        not_read: Numbers of files that are not read, by ending.
-        odd: Numbers of odd characters, by what they are.
-        scripts: Shares of letters by script, the largest ones.
-        examples: The first rows of its training split, as the model sees them.
-        files: The splits of each file or row.
+    """The texts of one client. A document may be shared with, cross to or be near to those of any
+    client.
     """
 
     splits: Mapping[str, SplitSummary]
-    repeated: int
-    shared: int
-    crossing: int
-    near: int
-    near_crossing: int
-    not_read: Mapping[str, int]
-    odd: Mapping[str, int]
-    scripts: Mapping[str, float]
-    examples: Sequence[Sequence[Token]] = ()
-    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    repeated: int  # repetitions of documents
+    shared: int  # documents that other clients have, too
+    crossing: int  # documents that are in another split, too
+    near: int  # documents that are nearly equal to another one
+    near_crossing: int  # documents that are nearly equal to one in another split
+    not_read: Mapping[str, int]  # numbers of files, by ending
+    odd: Mapping[str, int]  # numbers of odd characters, by kind
+    scripts: Mapping[str, float]  # shares of letters, the largest ones
+    examples: Sequence[Sequence[Token]] = ()  # the first training rows, as the model sees them
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)  # splits of each file or row
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,11 @@ PROBE = "The  quick (brown) fox\n\tjumps over 12,345 lazy_dogs: l'été, Straße
 
 @dataclass(frozen=True)
 class TokenizerDigest:
-    """A digest of a tokenizer; that of its file would change with the library's versions.
+    """A digest of a tokenizer; that of its file would change with the library's versions."""
 
-    Args:
-        digest: The hash of all tokens and of whether they are special.
-        tokens: The number of ids.
-        probe: The ids of `PROBE` at the beginning of a document.
-    """
-
-    digest: str
-    tokens: int
-    probe: tuple[int, ...]
+    digest: str  # of all tokens and of whether they are special
+    tokens: int  # number of ids
+    probe: tuple[int, ...]  # the ids of `PROBE` at the beginning of a document
 
     @classmethod
     def of(cls, tokenizer: Any) -> "TokenizerDigest":
