@@ -74,20 +74,20 @@ class HetLoRA(Ranked):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        loras, kept = client.loras, dict(zip(modules(theta), ranks(theta), strict=True))
-        fewer = {module: max(int(self.prune * rank), 1) for module, rank in kept.items()}
+        loras, current = client.loras, dict(zip(modules(theta), ranks(theta), strict=True))
+        fewer = {module: max(int(self.prune * rank), 1) for module, rank in current.items()}
         client.load(own_factors(loras, theta))
         before = tail_norm(loras, fewer)
         penalty = partial(self.penalty_gradient, loras, fewer)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train, extra=penalty)
             # Pruned ranks stay zero, whatever the old moments of the optimiser say.
-            zero_beyond(loras, kept)
+            zero_beyond(loras, current)
         # self-pruning: a tail that shrank in this round is given up
         if tail_norm(loras, fewer) < before:
-            kept = fewer
-            zero_beyond(loras, kept)
-        return truncated(read_factors(loras), kept.values())
+            current = fewer
+            zero_beyond(loras, current)
+        return truncated(read_factors(loras), current.values())
 
     def penalty_gradient(self, loras: Mapping[str, LoRA], fewer: Ranks) -> Tensors:
         """Return the gradient of lambda sum ||B_tail||_F ||A_tail||_F."""

@@ -93,11 +93,11 @@ def rejoined(
     # if all are new, the mean is of the models that are left
     stayed = [i for i in members if i in order] or members
     mean = torch.stack([state[of_client(i)] for i in stayed]).mean(dim=0)
-    kept = {name: t for name, t in state.items() if client_of(name) in (None, *order)}
+    tensors = {name: t for name, t in state.items() if client_of(name) in (None, *order)}
     for i in sorted(set(order) - set(members)):
-        kept[of_client(i)] = mean.clone()
+        tensors[of_client(i)] = mean.clone()
     places = [members.index(i) if i in members else None for i in order]
-    return kept | {"weights": rearranged(state["weights"], places, start, row_stochastic)}
+    return tensors | {"weights": rearranged(state["weights"], places, start, row_stochastic)}
 
 
 def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> None:
@@ -129,5 +129,5 @@ def drawn_output(
     """
     drawn = float(torch.rand((), generator=rng)) < 1 / (t + 1)
     before = {i: None if drawn else state.get(of_client(i, "output")) for i in x}
-    kept = {i: x[i].clone() if old is None else old for i, old in before.items()}
-    return by_client(kept, "output")
+    outputs = {i: x[i].clone() if old is None else old for i, old in before.items()}
+    return by_client(outputs, "output")

@@ -177,5 +177,5 @@ def masked_replies_are_updates(method: Method, world: World) -> None:
         out = leaves(replace(SECURE, masked=True), method, message)
         if out is not None and not few(out):
             numbers = [key for key, t in out.items() if t.is_floating_point()]
-            other = [key for key in numbers if key not in sent or out[key].shape != sent[key].shape]
-            require(not other, f"{other[:5]} of the reply to {name} are masked but are not updates")
+            bad = [key for key in numbers if key not in sent or out[key].shape != sent[key].shape]
+            require(not bad, f"{bad[:5]} of the reply to {name} are masked but are not updates")

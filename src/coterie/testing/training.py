@@ -100,12 +100,14 @@ def training_changes_the_clients(method: Method, world: World) -> None:
         problem = f"client {i!r} did {client.iteration} local iterations instead of {due}"
         require(client.iteration == due, problem)
         if method.stateless:
-            kept = run.engine.states()[i].keys() - _STATELESS
-            require(not kept, f"client {i!r} kept {sorted(kept)[:5]}, though `stateless`")
+            remembered = run.engine.states()[i].keys() - _STATELESS
+            require(
+                not remembered, f"client {i!r} kept {sorted(remembered)[:5]}, though `stateless`"
+            )
             continue
         before = run.site.client(i, {}).read(*OWNED)
-        now = run.client(i).read(*OWNED)
-        changed = [name for name, t in now.items() if not torch.equal(t, before[name])]
+        after = run.client(i).read(*OWNED)
+        changed = [name for name, t in after.items() if not torch.equal(t, before[name])]
         moved = any(name.endswith(("B", "weight")) for name in changed)
         require(moved, f"no weight of client {i!r} changed in {method.rounds} rounds")
     if method.stateless:
