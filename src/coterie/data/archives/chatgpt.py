@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coterie.data.archives.conversations import Chat, Post, damaged, member
-from coterie.data.archives.json_files import load
+from coterie.data.archives.conversations import Chat, Post, damaged, load, member
 
 TITLE = "ChatGPT's export"
 BEGINNING = re.compile(r'\s*\[\s*\{(?s:.*)"mapping"\s*:\s*\{')

@@ -1,14 +1,17 @@
-"""What the forms of archives have in common: posts of people, which become conversations."""
+"""Posts of people, the common form of archives, and the conversations made of them."""
 
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from coterie.core import names
 from coterie.core.errors import DataError
+from coterie.core.foreign import json_of
+from coterie.data.plain_text import read_text
 
 SILENCE = 8 * 3600  # seconds without a post that end a conversation: a night
 # characters after which a conversation ends as if by silence, at the next post of somebody else:
@@ -28,12 +31,12 @@ class Post:
     """Something that somebody wrote.
 
     Args:
-        where: Its place, for messages.
-        speaker: Whose it is, as `data.me` names people.
-        text: What was written.
-        time: When, in seconds; None: nobody knows.
-        shown: What others call the speaker; "": as `speaker`.
-        forwarded: Whether the words are of somebody else.
+        where: Its place, for error messages.
+        speaker: Its author, as `data.me` names people.
+        text: Its text.
+        time: Its time in seconds; None: unknown.
+        shown: The author's name in conversations; "": as `speaker`.
+        forwarded: Whether the words are somebody else's.
     """
 
     where: str
@@ -49,8 +52,8 @@ class Chat:
     """Posts that belong together, the oldest first.
 
     Args:
-        posts: Those of all people.
-        whole: Whether they are one conversation, however long they take.
+        posts: The posts of all people.
+        whole: Whether they are one conversation, however long it lasts.
     """
 
     posts: Sequence[Post]
@@ -63,12 +66,12 @@ def plain_name(name: str) -> str:
 
 
 def name_keys(people: Iterable[str]) -> set[str]:
-    """Return keys that are equal for names that people would call the same."""
+    """Return keys that are equal for names that differ in case, spaces or marks alone."""
     return {names.folded(plain_name(name)) for name in people}
 
 
 def told_apart(people: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of people by id, with the id behind those that several have."""
+    """Return the names of people by id, with the id added to names that several people have."""
     keys = {id: names.folded(plain_name(name)) for id, name in people.items()}
     counts = Counter(keys.values())
     return {id: f"{name} ({id})" if counts[keys[id]] > 1 else name for id, name in people.items()}
@@ -91,6 +94,14 @@ def seconds(value: Any, where: str) -> float:
 def damaged(where: str, problem: str) -> DataError:
     """Return the refusal of an archive."""
     return DataError(f"{where}: {problem}", "Export the archive again, or leave it out.")
+
+
+def load(path: Path) -> Any:
+    """Return the content of an archive's JSON file. Raises DataError if it is not readable JSON."""
+    try:
+        return json_of(read_text(path))
+    except ValueError as error:
+        raise damaged(str(path), f"not JSON ({error})") from None
 
 
 def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:

@@ -23,7 +23,7 @@ _FORMS = {"chatgpt": chatgpt, "telegram": telegram, "whatsapp": whatsapp, "slack
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Return the form of an archive, told by its beginning; None for what is none.
+    """Return the form of an archive, known by its beginning; None for other files.
 
     Args:
         path: A file or folder.

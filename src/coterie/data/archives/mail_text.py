@@ -1,4 +1,4 @@
-"""What the sender of a mail wrote in it, without what is quoted, forwarded or signed."""
+"""The sender's text in a mail, without quotations, forwarded mails and signatures."""
 
 import re
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _YEAR_OR_ADDRESS = re.compile(r"(?:19|20)\d\d|@")
 
 
 def written_here(text: str) -> str:
-    """Return the lines of a mail that are its sender's own."""
+    """Return the lines of a mail that its sender wrote."""
     lines = re.sub("(?m)^>From ", "From ", text).split("\n")  # as mbox files escape it
     kept: list[str] = []
     number = 0

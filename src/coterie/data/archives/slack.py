@@ -10,12 +10,12 @@ from coterie.data.archives.conversations import (
     Chat,
     Post,
     damaged,
+    load,
     member,
     plain_name,
     seconds,
     told_apart,
 )
-from coterie.data.archives.json_files import load
 
 TITLE = "Slack's export"
 USERS = "users.json"

@@ -9,12 +9,12 @@ from coterie.data.archives.conversations import (
     Chat,
     Post,
     damaged,
+    load,
     member,
     plain_name,
     seconds,
     told_apart,
 )
-from coterie.data.archives.json_files import load
 
 TITLE = "Telegram's export"
 _CHAT = r'"type"\s*:\s*"(?:personal_chat|saved_messages|bot_chat|(?:private|public)_\w{1,20})"'

@@ -30,8 +30,8 @@ class Rendered:
     Args:
         ids: (T,).
         counted: (T,) which of them the loss counts; never the first.
-        cut: Whether something of the conversation was left out.
-        without_tools: Whether the template does not write the descriptions of its tools.
+        cut: Whether a part of the conversation was left out.
+        without_tools: Whether the template leaves out the descriptions of its tools.
     """
 
     ids: Ids
@@ -41,7 +41,7 @@ class Rendered:
 
     @property
     def ends(self) -> Ids:
-        """The last ids of the answers."""
+        """The last id of each answer."""
         behind: Flags = np.append(self.counted[1:], False)
         ends: Ids = self.ids[self.counted & ~behind]
         return ends
@@ -51,10 +51,10 @@ def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> 
     """Return a marked span without the end of the answer's prompt, if that is marked, too.
 
     Args:
-        text: All of it.
-        span: What the template marks.
-        starts: The first characters of answers, as far as they can be told, in their order.
-        header: What a prompt adds to the messages before it.
+        text: The whole text.
+        span: The span that the template marks.
+        starts: The known first characters of answers, in order.
+        header: The text that a prompt adds to the messages before it.
     """
     start, end = span
     place = bisect_left(starts, start)
@@ -66,13 +66,12 @@ def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> 
 def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
     """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
 
-    Where the ids of an answer's prompt are others than those of the text up to the answer, as where
-    a token would begin before the answer and end in it, prompt and answer are encoded apart: so
-    does whoever answers that prompt.
+    Prompt and answer are encoded apart if a token would begin before the answer and end in it:
+    a model that answers the prompt sees the ids of the prompt alone.
 
     Args:
         texts: The encoder.
-        text: All of it.
+        text: The whole text.
         starts: The first characters of answers.
     """
     ids, offsets = texts.encode_marked(text)
@@ -90,8 +89,8 @@ def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[I
 
 
 def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
-    """Whether the ids up to a place are those of the text that ends there. It is enough to look
-    from the last control token on, since tokens do not cross it.
+    """Return whether the ids up to `start` are those of the text that ends there. The text from
+    the last control token on decides, since tokens do not cross it.
     """
     first = texts.last_control(text, start)
     alone, _ = texts.encode_marked(text[first:start])
@@ -103,8 +102,8 @@ def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: 
 
 
 def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
-    """Return the ids and offsets of a piece of text; of one that follows others, without what the
-    tokenizer would put before a text that begins.
+    """Return the ids and offsets of a piece of text; of one that follows others, without the
+    prefix that the tokenizer puts before a text.
     """
     ids, offsets = texts.encode_marked(text)
     if not follows or texts.tokenizer.decode(ids) == texts.unmarked(text):
@@ -117,8 +116,8 @@ def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
 def counted(
     text: str, ids: Ids, offsets: Ids, spans: Sequence[Span], special: Collection[int]
 ) -> Flags:
-    """Return which tokens are of answers, each up to the special token that ends it; none of an
-    answer that is nothing but special tokens. Raises DataError where none ends one.
+    """Return which tokens are of answers, each up to the special token that ends it; an answer of
+    special tokens alone has none. Raises DataError for an answer without an end.
     """
     flags: Flags = np.zeros(len(ids), dtype=bool)
     is_special = np.isin(ids, list(special))
@@ -152,7 +151,7 @@ def _tokens_in(offsets: Ids, start: int, end: int) -> slice:
 
 
 def ending(ids: Ids, flags: Flags) -> Rendered:
-    """Return what there is up to the last token that counts; the first has nothing before it."""
+    """Return the tokens up to the last one that counts; the first never does."""
     flags[:1] = False
     end = int(np.flatnonzero(flags)[-1]) + 1 if flags.any() else 0
     return Rendered(ids[:end], flags[:end])

@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ChatBatch:
-    """One batch. A row holds one or several conversations, one behind the other.
+    """One batch, whose rows hold one or several conversations each, one behind the other.
 
     Args:
         ids: (B, C + 1) int64 token ids; 0 behind the end of a row.
@@ -30,7 +30,7 @@ class ChatBatch:
         return ChatBatch(self.ids[rows], self.counted[rows], self.positions[rows])
 
     def split(self, rows: int) -> "list[ChatBatch]":
-        """In order, at most `rows` rows each."""
+        """Return batches of at most `rows` rows each, in order."""
         return [self.at(slice(start, start + rows)) for start in range(0, len(self), rows)]
 
     @property
@@ -45,7 +45,7 @@ class ChatBatch:
 
     @classmethod
     def joined(cls, batches: Sequence["ChatBatch"]) -> "ChatBatch":
-        """Return the rows of several batches, one behind the other, all as wide as the widest."""
+        """Return the rows of several batches, padded to the widest."""
         width = max(batch.ids.shape[1] for batch in batches)
 
         def wide(values: Tensor, behind: int) -> Tensor:

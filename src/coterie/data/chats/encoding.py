@@ -37,11 +37,11 @@ _UNANSWERED = (
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes token ids of conversations.
+    """An encoder of conversations as token ids.
 
     Args:
-        template: The base's.
-        loss: What is counted.
+        template: The base's chat template.
+        loss: Which tokens are counted.
         packing: Whether rows hold several conversations.
         leaves_out: Whether conversations without an answer are left out, otherwise refused.
         notes: Sentences about them for people, beside what is `said`.
@@ -65,10 +65,10 @@ class Encoder:
         """Return one split of a client as arrays, see `ChatSplit`, and notes for `said`.
 
         Args:
-            documents: Of `Conversation.document`.
-            name: The split's.
+            documents: Results of `Conversation.document`.
+            name: The name of the split.
             context: C: a conversation has C + 1 tokens at most.
-            limit: Most tokens: those from the first conversation on that goes beyond are left out.
+            limit: Most tokens; the first conversation beyond it and all later ones are left out.
 
         Raises:
             DataError: Conversations that cannot be rendered, or have no answer.
@@ -105,14 +105,8 @@ class Encoder:
     def streams(
         self, parts: Iterable[SplitTexts], context: int
     ) -> list[tuple[ClientId, str, list[Tokens]]]:
-        """Return the arrays of splits as streams of the cache.
-
-        Args:
-            parts: The documents of splits.
-            context: C.
-
-        Raises:
-            DataError: As `arrays`, of all of them.
+        """Return the arrays of splits, see `arrays`, as streams of the cache. Raises DataError for
+        all refused conversations at once.
         """
         streams: list[tuple[ClientId, str, list[Tokens]]] = []
         parts = list(parts)
@@ -129,7 +123,7 @@ class Encoder:
 
     @property
     def maker(self) -> MakeSplit:
-        """What makes a split of arrays."""
+        """The function that makes a split of arrays."""
         return partial(_split, self.packing)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
@@ -177,7 +171,7 @@ def _joined(parts: Sequence[Any]) -> Tokens:
 
 
 def _written(notes: Mapping[str, Any]) -> Tokens:
-    """Return notes as what the cache holds."""
+    """Return notes in the form that the cache holds."""
     return np.frombuffer(json.dumps(notes).encode(), dtype=np.uint8).astype(np.uint32)
 
 

@@ -87,7 +87,7 @@ class ChatFields(Section):
         return self
 
     def encoder(self, tokenizer: Tokenizer) -> StreamEncoder:
-        """Return what makes token ids of texts or conversations. Raises DataError."""
+        """Return the encoder of texts or conversations. Raises DataError."""
         if self.content == "text":
             return super().encoder(tokenizer)
         template = ChatTemplate(tokenizer, self.chat_template, self.control_tokens)
@@ -102,15 +102,13 @@ class ChatFields(Section):
         return conversation_content(conversation.messages, conversation.text)
 
     def of_client(self, id: str) -> Self:
-        """Return the section with `me` of one client alone, unless it is that of all."""
+        """Return the section with `me` of one client alone, unless all clients share it."""
         if isinstance(self.me, tuple):
             return self
         return self.model_copy(update={"me": {id: (self.me or {}).get(id, ())}})
 
     def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:
-        """Return the conversations of rows, each given with where it stands, as documents. Raises
-        DataError.
-        """
+        """Return the conversations of rows with their places as documents. Raises DataError."""
         return [
             conversation.document() for conversation in read_conversations(rows, self.chat_column)
         ]

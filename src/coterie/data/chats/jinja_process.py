@@ -18,17 +18,17 @@ from coterie.core.errors import DataError
 from coterie.data.chats.messages import Message, leading
 from coterie.data.chats.rendering import Excerpt
 
-SECONDS = 10.0  # for what is asked at once
+SECONDS = 10.0  # for one request
 CHARACTERS = 1 << 24  # of a text
 _REMEDY = "Use another base, or name a file with another template: data.chat_template."
 _WORKER = Path(__file__).with_name("jinja_worker.py")
 
 
 class JinjaProcess:
-    """The process that writes; it is started when it is needed. From any thread.
+    """The process that renders templates, started on first use. Calls may come from any thread.
 
     Args:
-        seconds: Until it is ended, for what is asked at once.
+        seconds: Most seconds for one request.
         characters: Most characters of a text.
     """
 
@@ -47,13 +47,13 @@ class JinjaProcess:
         variables: Mapping[str, Any],
         excerpts: Sequence[Excerpt],
     ) -> list[str | DataError]:
-        """Return what a template writes of each part of messages, or how it refuses it.
+        """Return the text of each excerpt of messages, or the template's refusal of it.
 
         Args:
             template: Jinja.
-            messages: What it gets.
-            tools: What it gets as `tools`.
-            variables: What it gets beside.
+            messages: The messages for the template.
+            tools: The template's variable `tools`.
+            variables: Its other variables.
             excerpts: The parts of the messages.
 
         Raises:
@@ -76,7 +76,7 @@ class JinjaProcess:
         return [text if isinstance(text, str) else _refusal(*text) for text in answer["texts"]]
 
     def end(self) -> None:
-        """End the process: who waits for it gets a DataError. The next request starts another."""
+        """End the process: a waiting caller gets a DataError. The next request starts another."""
         if (process := self._process) is not None and self._owner == os.getpid():
             process.kill()
             process.wait()
@@ -106,8 +106,8 @@ class JinjaProcess:
         return {"exceeded": "was ended while it ran"}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Return the process, a new one if there is none or it is another process's. Raises
-        DataError where it cannot be started.
+        """Return the process, a new one if there is none or this process was forked since. Raises
+        DataError if it cannot be started.
         """
         process = self._process if self._owner == os.getpid() else None
         if process is not None and process.poll() is None:

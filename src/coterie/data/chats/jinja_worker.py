@@ -1,4 +1,4 @@
-"""A process that writes what chat templates make of messages, for `jinja_process`.
+"""A process that renders chat templates, for `jinja_process`.
 
 It is started by its path, so that it loads transformers' function and nothing of coterie's. Each
 line of its input is a request in JSON, each of its output an answer.
@@ -16,7 +16,7 @@ _MEMORY = 1 << 29  # bytes that a template may take beside what Python itself do
 def main() -> None:
     """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # whatever else is written is no answer
+    os.dup2(2, 1)  # other output must not be read as an answer
     ready: dict[str, Any] = {"ready": True}
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def _texts(render: Any, request: dict[str, Any]) -> list[Any]:
-    """Return the text of each wanted part of the messages, or in a list why it has none."""
+    """Return the text of each excerpt of the messages, or a list with the reason of a refusal."""
     texts = list[Any]()
     messages, kept = request["messages"], request["kept"]
     for begin, end, prompt in request["wanted"]:
@@ -73,7 +73,7 @@ def _bound_memory() -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Have the system end this process, whatever it does then; 0: no more."""
+    """Have the system end this process after so many seconds; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

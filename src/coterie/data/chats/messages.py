@@ -32,7 +32,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Mistake(DataError):
-    """The reason why a value is no message, or a row no conversation."""
+    """The error of an invalid message, or of a row without a conversation."""
 
 
 def user(text: str) -> Message:
@@ -41,13 +41,13 @@ def user(text: str) -> Message:
 
 
 def is_answer(message: Message) -> bool:
-    """Whether a message is an assistant's and not empty."""
+    """Return whether a message is an assistant's and not empty."""
     parts = (str(message.get("content") or "").strip(), message.get("tool_calls"))
     return message["role"] == ASSISTANT and any(parts)
 
 
 def is_trained(message: Message) -> bool:
-    """Whether a message is an answer that may be trained."""
+    """Return whether a message is an answer that may be trained."""
     return is_answer(message) and message.get(WEIGHT) != 0
 
 
@@ -61,10 +61,10 @@ def normal_messages(value: Any, name: str = "messages") -> list[Message]:
 
     Args:
         value: A list of messages, or JSON text of it.
-        name: What it is called in messages about mistakes.
+        name: Its name in error messages.
 
     Raises:
-        Mistake: They are none, or say something that cannot be read.
+        Mistake: They are not messages, or a part of them cannot be read.
     """
     value = parsed(value, name)
     if not isinstance(value, Sequence) or not value:
@@ -81,7 +81,7 @@ def normal_tools(value: Any) -> list[Any] | None:
         value: A list of descriptions, or JSON text of it or of each.
 
     Raises:
-        Mistake: It is no such list.
+        Mistake: It is not such a list.
     """
     value = parsed(value, "tools")
     if not value:
@@ -173,9 +173,7 @@ def _call(value: Any, name: str) -> Message:
 
 
 def _weight(fields: Message, name: str) -> Message:
-    """Take what says whether a message is trained out of its fields; return a weight of 0 if it is
-    not.
-    """
+    """Take the weight out of a message's fields; return a weight of 0 if it is not trained."""
     weights = [(key, fields.pop(key)) for key in _WEIGHTS if key in fields]
     for key, weight in weights:
         if weight not in (0, 1):

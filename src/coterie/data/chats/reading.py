@@ -1,4 +1,4 @@
-"""Conversations in the forms that others write: `messages`, ShareGPT, prompts and completions."""
+"""Conversations from rows: `messages`, ShareGPT's form, or prompts and completions."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Conversation:
     """One conversation.
 
     Args:
-        where: File and row, for messages.
+        where: File and row, for error messages.
         messages: In normal form, see `coterie.data.chats.messages`.
         given: How many of the first messages are a prompt, of which no answer is trained.
         tools: Descriptions of tools for the template.
@@ -59,7 +59,7 @@ class Conversation:
         return bool(self.trained if self.text is None else self.text[1].strip())
 
     def document(self) -> Document:
-        """Return it as JSON, keyed by what is said, so that equal ones are in one split."""
+        """Return it as JSON, keyed by its content, so that equal ones stay in one split."""
         content = [self.messages, self.given, self.tools, self.text]
         key = json.dumps(content, ensure_ascii=False, sort_keys=True)
         text = json.dumps([self.where, *content], ensure_ascii=False)
@@ -67,7 +67,7 @@ class Conversation:
 
     @classmethod
     def of_document(cls, text: str) -> "Conversation":
-        """Return what `document` made JSON of."""
+        """Return the inverse of `document`."""
         where, messages, given, tools, pair = json.loads(text)
         return cls(where, messages, given, tools, None if pair is None else tuple(pair))
 
@@ -78,11 +78,11 @@ def read_conversations(
     """Return the conversations of rows.
 
     Args:
-        rows: Each with where it is from.
+        rows: Rows with their places.
         column: The column that has a conversation; None: the usual ones.
 
     Raises:
-        DataError: Rows that hold no conversation, by file and row.
+        DataError: Rows hold no conversation; they are named by file and row.
     """
     conversations, mistakes = list[Conversation](), list[str]()
     for where, row in rows:
@@ -121,7 +121,7 @@ def _conversation(where: str, row: Mapping[str, Any], column: str | None) -> Con
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value of a prompt or completion is plain text, not messages as JSON text."""
+    """Return whether a prompt or completion is plain text, not messages as JSON text."""
     if not isinstance(value, str):
         return False
     try:
@@ -144,7 +144,7 @@ def _pair(where: str, prompt: str, completion: str, fields: Mapping[str, Any]) -
 
 
 def _with_system(messages: list[Message], system: Any) -> tuple[list[Message], int]:
-    """Return messages with that of a column in front, and how many that added."""
+    """Return messages with a column's system message in front, and how many were added."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages, 0
     (message,) = normal_messages([{"role": "system", "content": system}], "system")

@@ -1,4 +1,4 @@
-"""What a chat template writes of a conversation, and what it leaves out."""
+"""The text that a chat template renders of a conversation, and the parts that it leaves out."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _OPENS, _CLOSES = (f"\U000f0000{secrets.token_hex(8)}{sign}" for sign in "<>")
 
 
 def with_marks(template: str) -> str:
-    """Return a template that writes where its `{% generation %}` marks are, for `spans_of`."""
+    """Return a template that writes out its `{% generation %}` marks, for `spans_of`."""
 
     def tag(match: re.Match[str]) -> str:
         left, closes, right = match.groups()
@@ -37,9 +37,7 @@ def with_marks(template: str) -> str:
 
 
 def spans_of(text: str) -> tuple[str, list[Span]]:
-    """Return what a template with marks has written without them, and the characters between
-    them.
-    """
+    """Return a text of a template with marks, without them, and the spans between them."""
     spans, pieces, length = list[Span](), list[str](), 0
     for i, piece in enumerate(re.split(f"{_OPENS}|{_CLOSES}", text)):
         if i % 2:
@@ -65,8 +63,8 @@ class Renders:
     """The texts of a conversation and of its parts, each written once.
 
     Args:
-        write: What writes parts of messages.
-        messages: All of them.
+        write: Renders parts of messages.
+        messages: All messages.
         tools: Descriptions of tools.
     """
 

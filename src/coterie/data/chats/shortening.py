@@ -30,9 +30,9 @@ def longest_that(
     than what is returned.
 
     Args:
-        fits: Whether a conversation does; if one does, so does each with fewer turns.
-        conversation: Any.
-        guess: How many turns may fit.
+        fits: Returns whether a conversation fits; if so, one with fewer turns fits, too.
+        conversation: The conversation to shorten.
+        guess: The number of turns to try first.
     """
     turns = _turns(conversation)[::-1]  # the last one first
     most, least, step = 0, len(turns) + 1, 1  # of turns that fit; of those that do not

@@ -1,6 +1,4 @@
-"""A split of a client's conversations, or of documents that are read by themselves, several to a
-row.
-"""
+"""Splits of a client's conversations, or of separate documents, several to a row."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -107,14 +105,14 @@ class ChatSplit(SplitBase):
         return ChatBatch.joined(batches).at(torch.from_numpy(order))
 
     def digest(self) -> str:
-        """SHA-256 of the tokens, of what is counted of them, and of where conversations end."""
+        """Return the SHA-256 of the tokens, of which are counted, and of the lengths."""
         digest = hashlib.sha256()
         for values in (self.tokens, self.counted, self.lengths):
             digest.update(np.ascontiguousarray(values, dtype=np.uint32))
         return digest.hexdigest()
 
     def scoring(self, rows: int) -> Iterator[ChatBatch]:
-        """All rows once, in order: every counted token is a target exactly once."""
+        """Yield all rows once, in order: every counted token is a target exactly once."""
         for start in range(0, self.windows, rows):
             yield self.take(np.arange(start, min(start + rows, self.windows)))
 

@@ -66,7 +66,7 @@ class TooLong(DataError):
     """Messages are longer than they may be.
 
     Args:
-        tokens: How many they have at least.
+        tokens: The number of their tokens, or a lower bound.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says by `{% generation %}` what the assistant writes."""
+        """Whether the template marks answers by `{% generation %}`."""
         return self.template is not None and with_marks(self.template) != self.template
 
     @cached_property
@@ -106,8 +106,8 @@ class ChatTemplate:
         """How answers are found, in words.
 
         Raises:
-            DataError: It cannot be found out exactly which tokens are the assistant's, or nothing
-                ends its answers.
+            DataError: The assistant's tokens cannot be identified exactly, or its answers have no
+                end.
         """
         return self._checked() if self.template is not None else "completions"
 
@@ -145,11 +145,11 @@ class ChatTemplate:
         Args:
             messages: In any form that `normal_messages` takes.
             tools: Descriptions of tools.
-            most: Tokens; messages of more are refused as soon as that is told.
+            most: Most tokens; longer messages are refused early.
 
         Raises:
-            DataError: They are no messages, or the template refuses them or leaves out a part.
-            TooLong: They have more tokens.
+            DataError: They are not messages, or the template refuses them or leaves out a part.
+            TooLong: They have more than `most` tokens.
         """
         renders, text = self._asked(messages, tools, most)
         ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()

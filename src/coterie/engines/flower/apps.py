@@ -1,4 +1,4 @@
-"""The two programs of Flower's: of a device and of a server."""
+"""Flower's two programs: a device's and a server's."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ Handle = Callable[
     [Mapping[str, Any], str, bytes], tuple[str, bytes]
 ]  # (node's configuration, request, tensors) -> (reply, tensors)
 Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
-QUERY = "query.coterie"  # one kind of message: what is asked is in the request
+QUERY = "query.coterie"  # the one kind of message; the action is in the request
 
 
 def client_app(handle: Handle) -> ClientApp:

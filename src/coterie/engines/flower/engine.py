@@ -1,6 +1,4 @@
-"""Clients on the nodes of a grid of Flower's, under its simulation or on a SuperLink with
-SuperNodes.
-"""
+"""Clients on the nodes of a Flower grid: its simulation, or a SuperLink with SuperNodes."""
 
 import json
 import time
@@ -38,19 +36,18 @@ def _listener() -> "Listener":
 
 @dataclass
 class Flower:
-    """Clients on the nodes of a grid. A client is known by its own id, which its node says when it
+    """Clients on the nodes of a grid. A client is known by its id, which its node states when it
     is asked for the first time.
 
     Args:
-        grid: Flower's, of one run.
-        run: The run's own name, under which devices keep their states; a run that is resumed has
-            its former one.
+        grid: The Flower grid of one run.
+        run: The run's name, under which devices keep their states; a resumed run keeps its name.
         recipe: The resolved recipe, JSON values.
         deadline: Seconds for the replies of one exchange.
         kept: Returns, for a number of completed rounds, the round from which the server may resume.
-        positions: Of clients in the federation; whoever comes later is behind them.
-        threads: With how many devices compute; None: as many as suit them.
-        folder: Of a simulated run: where devices keep everything.
+        positions: Positions of clients in the federation; later clients are behind them.
+        threads: Number of threads that devices compute with; None: each device's choice.
+        folder: In a simulated run, the folder in which devices keep everything.
         secure: Whether the server sees only the sum of the updates.
         journal: The file that records each masked exchange before it begins; None: no record.
         check: Raises Refused for a client whose device reports something impossible.
@@ -69,13 +66,11 @@ class Flower:
     journal: Path | None = None
     listener: "Listener" = field(default_factory=_listener)
     check: Callable[[Member], None] = lambda member: None
-    traffic: list[int] = field(
-        default_factory=lambda: [0, 0]
-    )  # bytes to devices and from them, whatever they hold
+    # bytes to devices and from them, of all kinds
+    traffic: list[int] = field(default_factory=lambda: [0, 0])
     positions: "dict[ClientId, int]" = field(default_factory=dict)
-    turns: "dict[ClientId, tuple[int, int]]" = field(
-        default_factory=dict
-    )  # of the last reply of each client
+    # round and exchange of the last reply of each client
+    turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._transport = Transport(self.grid, self.traffic)
@@ -88,13 +83,11 @@ class Flower:
         self._suspects, self.spoilt = Suspects(), False
 
     def members(self) -> list[Member]:
-        """Who has come since this was asked last, see `Nodes.members`."""
+        """Return the clients that have joined since the last call, see `Nodes.members`."""
         return self._nodes.members()
 
     def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
-        """Wait up to this many seconds for these clients to identify themselves; the others count
-        as not connected.
-        """
+        """Wait up to `patience` seconds for these clients to identify themselves."""
         self._nodes.await_clients(clients, patience)
 
     def present(self) -> "set[ClientId]":
@@ -139,19 +132,19 @@ class Flower:
         return [i for i in ask.to if i in here]
 
     def _heard(self, client: "ClientId", reply: Reply, round: int) -> None:
-        """Take note of what a client said beside its tensors."""
+        """Record the parts of a client's reply beside its tensors."""
         self.turns[client], self._state_bytes[client] = (round, self._number), reply.state_bytes
         if reply.note:
             self.listener.noted(client, printable(reply.note))
         self.listener.measured(client, dict(reply.metrics))
 
     def _summed(self, ask: "Ask", round: int, phase: int) -> "Replies":
-        """Return an exchange of which only the sum is seen: the replies of all that are in it are
-        their mean.
+        """Do an exchange of which only the sum is seen; every client in it gets the mean as its
+        reply.
 
         Raises:
-            TensorError: It has no sum: clients are sent unlike tensors, or others are expected
-                back. Nobody was asked.
+            TensorError: Clients would be sent different tensors, or would return tensors of
+                another form, so that there is no sum. No client was asked.
         """
         from coterie.aggregation import secure
         from coterie.engines.flower.secagg_server import summed
@@ -187,8 +180,8 @@ class Flower:
         )
 
     def _trusted(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
-        """Select the clients to ask in an exchange under masks: all but some that may have spoilt
-        an earlier one; these are lost.
+        """Select the clients to ask in a masked exchange; some that may have spoilt an earlier one
+        are left out, and reported as lost.
         """
         here = self._reachable(ask, round, phase)
         left_out = self._suspects.left_out(here)
@@ -198,16 +191,16 @@ class Flower:
         return [i for i in here if i not in left_out]
 
     def _search(self, spoilt: "Collection[ClientId]") -> None:
-        """Take note of who was in a sum that was spoilt; `spoilt` is then whether further exchanges
-        can do without half of them.
+        """Record the clients in a spoilt sum, and whether further exchanges can do without half of
+        them, in `spoilt`.
         """
         if spoilt:
             self._suspects.learn(spoilt)
         self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
 
     def _begin(self, round: int) -> None:
-        """Write down that an exchange under masks begins. Raises SaveError: then nobody is
-        asked.
+        """Record in the journal that a masked exchange begins. Raises SaveError, before any client
+        is asked.
         """
         from coterie.core.files import write_atomically
 
@@ -223,7 +216,7 @@ class Flower:
         return list(journal["begun"]) if journal is not None and journal["run"] == self.run else []
 
     def _written(self) -> dict[str, Any] | None:
-        """Return what the journal says. Raises CheckpointError where it is damaged."""
+        """Return the journal's content. Raises CheckpointError if it is damaged."""
         if self.journal is None or not self.journal.exists():
             return None
         try:
@@ -239,9 +232,8 @@ class Flower:
         these again.
         """
         journal = self._written()
-        if (
-            journal is not None and not self.turns
-        ):  # nothing was saved before: it is the same run for its devices all the same
+        # Without a checkpoint the devices still know this run by the name in the journal.
+        if journal is not None and not self.turns:
             self.run = journal["run"]
         return [then for then in self._begun() if then >= round]
 
@@ -275,7 +267,7 @@ class Flower:
             return reply, from_bytes(body, what, MOST_OF_ONE) if body else {}
         except TensorError:
             raise
-        except Exception as error:  # a dtype that PyTorch does not know, say
+        except Exception as error:  # for instance a dtype that PyTorch does not know
             raise TensorError(
                 f"unreadable tensors: {type(error).__name__}: {error}"[:2000], ""
             ) from None
@@ -324,16 +316,16 @@ class Flower:
         self.run, self.traffic[:] = memo.get("run", self.run), memo.get("traffic", self.traffic)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
         self._suspects.names = list(memo.get("suspects", ()))
-        if (
-            (last := memo.get("last")) is not None
-        ):  # numbers go on, so that an evaluation before the checkpoint is not taken for the future
+        # Numbers go on, so that devices do not take an evaluation before the checkpoint for a
+        # later one.
+        if (last := memo.get("last")) is not None:
             self._asked_last, self._number = (last[0], last[1], last[2]), memo["number"]
 
     def state_bytes(self) -> "Mapping[ClientId, int]":
         return self._state_bytes
 
     def close(self) -> None:
-        """Leave the devices as they are: what they keep is theirs."""
+        """Do nothing: devices keep their states."""
 
 
 def gathered(
@@ -347,9 +339,8 @@ def gathered(
     known: dict[ClientId, Member] = {}
     end = time.monotonic() + patience
     while True:
-        known |= {
-            member.client: member for member in engine.members()
-        }  # a device that was started again counts once
+        # By client: a device that was restarted counts once.
+        known |= {member.client: member for member in engine.members()}
         if enough(members := list(known.values())):
             return members
         if time.monotonic() > end:

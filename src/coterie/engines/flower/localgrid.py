@@ -1,9 +1,6 @@
-"""A grid whose nodes are in this process: real messages, without Flower's machinery.
+"""A grid whose nodes are in this process, for tests: real messages, answered at once."""
 
-For tests of what goes over a network: nothing is started, and every request is answered at once.
-"""
-
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +11,14 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.task_identity import TaskIdentity
 
-from coterie.engines.flower.apps import client_app
+from coterie.engines.flower.apps import Handle, client_app
 
-Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
+__all__ = ["Handle", "LocalGrid", "LocalNode", "delivered"]
 
 
 def delivered(message: Message) -> Message:
-    """Return a message as it comes out at the other end.
-
-    The objects that it is made of travel one by one, its envelope by protobuf.
+    """Return a message as its receiver gets it: its objects travel one by one, its envelope by
+    protobuf.
     """
     contents = {id: part.deflate() for id, part in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(message.object_id, contents)
@@ -36,18 +32,13 @@ def delivered(message: Message) -> Message:
 
 @dataclass
 class LocalNode:
-    """A node of a local grid.
-
-    Args:
-        config: Its own configuration.
-        handle: What it does.
-    """
+    """A node of a local grid, with its configuration and its function."""
 
     config: dict[str, Any]
     handle: Handle
 
     def reply(self, arrived: Message) -> Message | None:
-        """Return what it answers to a message; None: nothing ever arrives."""
+        """Return the reply to a message; None: no reply ever arrives."""
         context = Context(1, arrived.metadata.dst_node_id, dict(self.config), RecordDict(), {})
         answer: Message | None = client_app(self.handle)(arrived, context)
         return answer
@@ -58,15 +49,13 @@ class LocalGrid(Grid):
     """A grid of nodes that answer at once."""
 
     nodes: dict[int, Any] = field(default_factory=dict)
-    waiting: dict[str, Message] = field(
-        default_factory=dict
-    )  # replies by the id of what they answer
+    # replies, by the id of the message that they answer
+    waiting: dict[str, Message] = field(default_factory=dict)
     sent: int = 0
 
     def __post_init__(self) -> None:
-        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = (
-            1  # of whoever makes a message
-        )
+        # the identity of the sender of every message
+        TaskIdentity.task_id = TaskIdentity.run_id = TaskIdentity.node_id = 1
 
     def put(self, node: LocalNode) -> int:
         """Add a node; return its id."""
@@ -98,7 +87,7 @@ class LocalGrid(Grid):
         return list(self.nodes)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Send messages; what they are answered waits to be pulled. Returns their ids."""
+        """Send messages, keep the replies until they are pulled, and return the messages' ids."""
         message_ids = []
         for message in messages:
             self.sent += 1
@@ -115,8 +104,8 @@ class LocalGrid(Grid):
         return message_ids
 
     def asked(self, message: Message, node: Any) -> None:
-        """Look at a message that is on its way to a node."""
+        """See a message on its way to a node; for subclasses."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return replies, not in the order asked."""
+        """Return replies, in another order than the ids."""
         return [self.waiting.pop(id) for id in list(message_ids)[::-1] if id in self.waiting]

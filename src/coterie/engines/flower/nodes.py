@@ -28,11 +28,11 @@ class Nodes:
     """The nodes of a grid, and the clients that they are.
 
     Args:
-        transport: The way to them.
-        hello: Makes the request that asks a node who it is.
+        transport: Sends messages to nodes.
+        hello: Returns the request that asks a node for its client.
         check: Raises Refused for a client whose device reports something impossible.
         listener: Receives an event for each node whose answer is refused.
-        positions: Of clients in the federation; whoever comes later is put behind them.
+        positions: Positions of clients in the federation; later clients are put behind them.
         by_client: The node of each client that is known.
     """
 
@@ -45,9 +45,8 @@ class Nodes:
 
     def __post_init__(self) -> None:
         self._came: list[Member] = []  # since `members` was asked last
-        self._greeted: dict[
-            str, tuple[int, float]
-        ] = {}  # hellos without an answer, and until when one is waited for
+        # nodes of unanswered hellos, with their deadlines
+        self._greeted: dict[str, tuple[int, float]] = {}
         self._strangers: dict[int, _RejectedNode] = {}
 
     def members(self) -> list[Member]:
@@ -78,8 +77,8 @@ class Nodes:
         return {client for client, node in self.by_client.items() if node in alive}
 
     def _meet(self) -> set[str]:
-        """Ask new nodes who they are, and hear those that have answered; nobody is waited for.
-        The hellos to nodes never seen before.
+        """Ask new nodes for their clients and record the answers, without waiting; return the
+        hellos to nodes never seen before.
         """
         alive, now = self.transport.nodes(), time.monotonic()
         waiting = {node for node, _ in self._greeted.values()}
@@ -91,9 +90,8 @@ class Nodes:
         sent = self.transport.send(dict.fromkeys(new, self.hello()), {}, HELLO_S)
         self._greeted |= {id: (node, now + HELLO_S) for id, node in sent.items()}
         arrived = self.transport.arrived(self._greeted)
-        for id in sorted(
-            arrived, key=self._greeted.__getitem__
-        ):  # by node: who is before whom must not depend on the network
+        # By node: the order of clients must not depend on the network.
+        for id in sorted(arrived, key=self._greeted.__getitem__):
             self._introduce(self._greeted.pop(id)[0], arrived[id], alive)
         for id, (node, end) in list(self._greeted.items()):
             if end <= time.monotonic():
@@ -150,10 +148,10 @@ class _RejectedNode:
     """A node that gave no valid name.
 
     Args:
-        problem: Why.
+        problem: Why its answer was rejected.
         until: When it is asked again, on the clock of `time.monotonic`.
-        holder: The node that has the name which it claims; it is asked again as soon as that one
-            has gone.
+        holder: The node that has the name which it claims; it is asked again as soon as that node
+            has left.
     """
 
     problem: str
@@ -161,7 +159,7 @@ class _RejectedNode:
     holder: int | None
 
     def due(self, now: float, alive: Collection[int]) -> bool:
-        """Whether it may be asked again now."""
+        """Return whether it may be asked again now."""
         return now >= self.until or (self.holder is not None and self.holder not in alive)
 
 
@@ -177,6 +175,6 @@ class _NameTaken(TensorError):
 
 
 def told(error: TensorError) -> str:
-    """Return what is told of an error, most of which a device may have written."""
+    """Return an error as printable text, since a device may have written most of it."""
     problem, remedy = printable(error.problem), printable(error.remedy)
     return f"{problem}\n  {remedy}" if remedy else problem

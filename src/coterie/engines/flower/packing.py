@@ -58,7 +58,7 @@ def _unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]
 
 
 def _size(content: RecordDict) -> int:
-    """Bytes of the values of a message."""
+    """Return the bytes of the values of a message."""
     arrays = sum(
         len(array.data) for record in content.array_records.values() for array in record.values()
     )
@@ -70,7 +70,7 @@ def _size(content: RecordDict) -> int:
 def _bodies(
     ask: "Ask", clients: "Iterable[ClientId]", nodes: "Mapping[ClientId, int]"
 ) -> dict[int, bytes]:
-    """Return the tensors of an Ask as bytes, by node; what goes to everybody is encoded once."""
+    """Return the tensors of an Ask as bytes, by node; shared tensors are encoded once."""
     from coterie.core.tensors import to_bytes
 
     encoded: dict[int, bytes] = {}

@@ -49,14 +49,14 @@ from coterie.engines.messages import Reply, Request
 
 @dataclass
 class Sum:
-    """The result of one exchange under masks.
+    """The result of one masked exchange.
 
     Args:
-        mean: Of the updates, (d,) float64; None where there is none.
-        replies: What those said beside it that are in the sum, by node.
-        problems: Why the others are not, by node; and of one that is, what it did wrong afterwards.
-        spoilt: Whose masked updates came to no sum of updates: one of them sent something else, and
-            nothing tells which.
+        mean: The mean of the updates, (d,) float64; None if there is none.
+        replies: The replies of the nodes in the sum, without their updates.
+        problems: Why other nodes are not in the sum, and what nodes in it did wrong afterwards.
+        spoilt: The nodes of a sum that is out of range: one of them sent something else than a
+            masked update, and the sum does not tell which.
     """
 
     mean: np.ndarray | None = None
@@ -68,20 +68,20 @@ class Sum:
 def summed(
     carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int
 ) -> Sum:
-    """One exchange by SecAgg+.
+    """Do one exchange by SecAgg+.
 
     Args:
-        carry: Brings the messages of one stage to nodes, and back what they answered in time.
-        requests: By node; their replies are to be masked.
-        bodies: The tensors that go with them, by node.
-        size: d, values of an update.
+        carry: Sends the messages of one stage to nodes, and returns the replies that came in time.
+        requests: The requests by node; the replies are masked.
+        bodies: The tensors of the requests, by node.
+        size: d, the number of values of an update.
 
     Returns:
-        The mean of those that sent a masked update; without a mean, `problems` has everybody.
+        The mean of the masked updates; without a mean, `problems` names every node.
 
     Raises:
-        TensorError: They would be asked for unlike exchanges, or sent unlike tensors. Nobody was
-            asked.
+        TensorError: Nodes would be asked for different exchanges, or sent different tensors. No
+            node was asked.
     """
     if (
         len({exchange_name(request) for request in requests.values()}) > 1
@@ -168,7 +168,7 @@ class _Exchange:
         return cast(np.ndarray, sum(vector for _, vector in sent.values()))
 
     def _masked(self, node: int, content: RecordDict) -> tuple[Reply, np.ndarray]:
-        """Return what a client says beside its update, and this, masked, (d,) int64."""
+        """Return a client's reply and its masked update, (d,) int64."""
         configs = content.config_records[RECORD_KEY_CONFIGS]
         reply = described(self.requests[node], content)
         parts = cast(list[bytes], listed(configs, {}, (Key.MASKED_PARAMETERS,)).popitem()[1])
@@ -193,14 +193,18 @@ class _Exchange:
 
         Args:
             total: The sum.
-            dealers: Whose masks of pairs are in it; of those that sent nothing they stay in it.
+            dealers: The nodes whose pairwise masks are in it; those shared with nodes that sent
+                nothing do not cancel.
         """
         active = set(self.result.replies)
         shares = self._shares(active, dealers - active)
         with binding(self._bound()):
+            # A client that sent has added its own mask, PRG(seed): take it away.
             for node in active:
                 seed = combined(shares[node]) % (1 << 8 * SEED)
                 total = total - self._mask(seed.to_bytes(SEED))
+            # A client that did not send leaves its pairwise masks in the others' updates; the
+            # sign of a pair's mask follows the order of the two nodes, as Flower adds it.
             for node in dealers - active:
                 private = private_key(combined(shares[node]))
                 for other in active:
@@ -215,12 +219,12 @@ class _Exchange:
         return mean
 
     def _mask(self, seed: bytes) -> np.ndarray:
-        """Return a mask, (d,) int64, without the one of the weight, which has none."""
+        """Return a mask of an update, (d,) int64; the first value of the stream is the weight's."""
         return expanded(seed, MODULUS, [(1,), (self.size,)])[1]
 
     def _shares(self, active: Collection[int], dead: Collection[int]) -> dict[int, list[Share]]:
-        """Return as many shares as are needed of the seeds of clients that sent, and of the keys of
-        clients that did not, by client.
+        """Return as many shares as are needed, by client: of the seeds of clients that sent an
+        update, and of the keys of clients that did not.
         """
         lists = {Key.ACTIVE_NODE_ID_LIST: list(active), Key.DEAD_NODE_ID_LIST: list(dead)}
         contents = {node: content_with(configs_of(Stage.UNMASK, **lists)) for node in active}
@@ -236,8 +240,8 @@ class _Exchange:
     def _given(
         self, node: int, content: RecordDict, active: Collection[int], dead: Collection[int]
     ) -> dict[int, Share]:
-        """Return the shares that a client gives, by whose secret it is; each is the one that was
-        dealt to it.
+        """Return the shares that a client reveals, by owner of the secret, checked against the
+        owners' proofs.
         """
         configs = values_of(content, {}, (Key.NODE_ID_LIST, Key.SHARE_LIST))
         owners = cast(list[int], configs[Key.NODE_ID_LIST])

@@ -1,14 +1,14 @@
-"""Who spoilt a sum under masks: found by halves, from one exchange to the next.
+"""The search for a client that spoils masked sums, by halves, from one exchange to the next.
 
-A sum that is no sum of updates has been spoilt by one of the clients in it, and nothing in it tells
-which. So the following exchanges leave out one half of the suspects, and then the other. Each
-further sum that is spoilt clears those that were left out; one that is not clears nobody, since who
-lies can be quiet for a while, and have others blamed by that. After some quiet exchanges all take
-part again; if they are then spoilt again, twice as many follow. So of R exchanges with n clients
-one client spoils about log2(n) + log2(R), and one that always does so is found after 2 log2(n).
+An out-of-range sum has been spoilt by one of the clients in it, and it does not tell which. So the
+following exchanges leave out one half of the suspects, and then the other. Each further spoilt sum
+clears those that were left out; a good one clears nobody, since a liar can be quiet for a while, to
+have others blamed. After some quiet exchanges all take part again; if they are then spoilt again,
+twice as many follow. So of R exchanges with n clients one client spoils about log2(n) + log2(R),
+and one that always does so is found after 2 log2(n).
 
-The same update is in no second sum: devices refuse that, as the difference of two sums is the sum
-of those in one of them alone. For the same reason groups of at least `FEWEST` are left out, not
+No update is in two sums: devices refuse that, as the difference of two sums is the sum of the
+clients in one of them alone. For the same reason groups of at least `FEWEST` are left out, not
 single clients.
 """
 
@@ -23,9 +23,9 @@ class Suspects:
     """Clients of which one spoilt all the sums that were spoilt so far.
 
     Args:
-        names: Sorted; none: no sum was spoilt.
-        turn: Exchanges since the last one that was.
-        patience: How many of these leave out suspects.
+        names: The suspects, sorted; empty: no sum was spoilt.
+        turn: Exchanges since the last spoilt one.
+        patience: Exchanges after a spoilt one that leave out suspects.
     """
 
     names: list[str] = field(default_factory=list)
@@ -33,16 +33,15 @@ class Suspects:
     patience: int = 2
 
     def learn(self, spoilt: Collection[str]) -> None:
-        """Take note of the clients in a sum that was spoilt."""
+        """Record the clients in a spoilt sum."""
         before, self.turn = self.names, 0
         self.names = sorted(set(before) & set(spoilt) or spoilt)
         if self.names == before:
             self.patience *= 2
 
     def left_out(self, clients: Sequence[str]) -> list[str]:
-        """Select clients to leave out of an exchange with these: the one that is found, or half of
-        the suspects and, where these are few, others. None: that would leave, or leave out, too
-        few.
+        """Select clients to leave out of an exchange: the culprit, or half of the suspects and, if
+        these are few, others; none if too few would stay, or be left out.
         """
         here = [name for name in self.names if name in clients]
         if len(self.names) == 1:

@@ -22,7 +22,7 @@ ANSWER_S = 10.0  # seconds for a Ray cluster to answer
 
 @dataclass(frozen=True)
 class _Simulation:
-    """A simulation that goes on in a thread of its own."""
+    """A simulation that runs in a separate thread."""
 
     about: tuple[int, int, Handle, int]
     grid: Grid
@@ -33,14 +33,14 @@ _going_on: list[_Simulation] = []  # at most one: Ray is started once in a proce
 
 
 def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0) -> Grid:
-    """Return the grid of a simulation with so many nodes; that of the last call if it was for the
-    same. It ends with the process, or the next one.
+    """Return the grid of a simulation: that of the last call if the arguments are the same. It
+    ends with the process, or when another simulation starts.
 
     Args:
-        clients: Nodes; the i-th has `partition-id` i.
+        clients: Number of nodes; the i-th has `partition-id` i.
         threads: Cores for each program; as many run at once as the cluster has cores for.
-        handle: What each does; must be picklable.
-        accelerators: For each program, which sees no other; as many run at once as the cluster has.
+        handle: The function of each node; must be picklable.
+        accelerators: Accelerators for each program, which sees no other.
 
     Raises:
         ClientError: Flower's simulation could not be started.

@@ -1,4 +1,4 @@
-"""Messages to the nodes of a grid of Flower's, and what the nodes answer."""
+"""Messages to the nodes of a Flower grid, and their replies."""
 
 import os
 import time
@@ -38,8 +38,8 @@ class Transport:
         return set(self.grid.get_node_ids())
 
     def collected(self, sent: dict[str, int], seconds: float) -> dict[int, Message]:
-        """Wait until all messages are answered, or for so many seconds. What each node
-        answered.
+        """Wait until all messages are answered, or the seconds have passed; return the reply of
+        each node.
         """
         end, pause = time.monotonic() + seconds, QUICK_S
         replies: dict[int, Message] = {}
@@ -56,9 +56,7 @@ class Transport:
     def send(
         self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
     ) -> dict[str, int]:
-        """Send requests, and their tensors, to nodes. The node of each message; of one that
-        Flower does not take there is none.
-        """
+        """Send requests with their tensors; return the node of each accepted message."""
         packed = {
             node: _packed(request.model_dump_json(), bodies.get(node, b""))
             for node, request in requests.items()
@@ -68,9 +66,7 @@ class Transport:
         )
 
     def post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
-        """Send messages to nodes. The node of each; of one that Flower does not take there is
-        none.
-        """
+        """Send messages to nodes; return the node of each accepted message."""
         sent: dict[str, int] = {}
         for node, message in messages.items():
             message.metadata.ttl = seconds + _LATE_S
@@ -81,7 +77,7 @@ class Transport:
         return sent
 
     def arrived(self, sent: Collection[str]) -> dict[str, Message]:
-        """Return what has arrived in answer to these messages, by their ids."""
+        """Return the replies that have arrived, by the ids of the messages."""
         pulled = list(self.grid.pull_messages(list(sent))) if sent else []
         replies = {
             id: message
@@ -95,8 +91,8 @@ class Transport:
 
 
 def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
-    """Return a reply and its tensors. Raises TensorError for a node that is lost, a program
-    that died, and something that is no reply.
+    """Return a reply and its tensors. Raises TensorError for a lost node, a program that died, and
+    a message that is not a reply.
     """
     if message.has_error():
         reason = message.error.reason or "no reason"
