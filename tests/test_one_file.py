@@ -40,6 +40,15 @@ def test_cobo(tmp_path: Path) -> None:
     assert torch.allclose(weights, expected, atol=1e-4)
 
 
+def test_ddome(tmp_path: Path) -> None:
+    import ddome_in_one_file
+
+    accuracies = ddome_in_one_file.ddome(rounds=20)
+    result = scores("ddome-digits", 20, tmp_path)
+    assert len(result.clients) == 20
+    assert accuracies == pytest.approx({i: c.test for i, c in result.clients.items()}, abs=1e-4)
+
+
 @pytest.mark.parametrize("page", sorted(EXAMPLES.glob("*_in_one_file.py")), ids=lambda p: p.stem)
 def test_a_page_is_short_and_takes_only_data_from_the_library(page: Path) -> None:
     source = page.read_text(encoding="utf-8")
