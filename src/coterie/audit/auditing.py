@@ -81,22 +81,19 @@ def audit(
         settings: How much is measured.
         say: Called with each progress message.
 
-    Returns:
-        What is in `audit.json`.
-
     Raises:
         Refused: There is no run, or no checkpoint in it; it shares nothing; what it shares is no
             model; or there is no such client.
         SaveError: The result could not be written.
     """
     require("coterie audit", "scipy")
-    found = _Auditor(run, settings or Settings(), say).measured()
-    write_json(run / AUDITED, found.to_json())
+    result = _Auditor(run, settings or Settings(), say).measured()
+    write_json(run / AUDITED, result.to_json())
     if (run / RESULT).exists():
         rows = [*(run / "baselines" / name for name in recipes.resolve(run).compare_with), run]
         results = [Result.read(row) for row in rows if (row / RESULT).exists()]
         write_report(run, results, recipes.resolve(run).description)
-    return found
+    return result
 
 
 class _Auditor:
@@ -166,7 +163,7 @@ class _Auditor:
                 i: View([pair for e in exchanges if (pair := self._pair(e, i)) is not None])
                 for i in self.clients
             }
-        if not all(view.pairs for own in views.values() for view in own.values()):
+        if not all(view.pairs for of_observer in views.values() for view in of_observer.values()):
             raise Refused(
                 f"audit: nothing was received from some clients in the last {len(exchanges)} "
                 f"exchanges",
@@ -180,12 +177,12 @@ class _Auditor:
         """
         if not self.secure:
             return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
-        received = [own for i in self.prepared.clients if (own := exchange.sent(i))]
+        received = [sent for i in self.prepared.clients if (sent := exchange.sent(i))]
         floating = [
-            {name: t for name, t in own.items() if t.is_floating_point()} for own in received
+            {name: t for name, t in sent.items() if t.is_floating_point()} for sent in received
         ]
         return (
-            (weighted_sum([(1 / len(floating), own) for own in floating]), exchange.to(client))
+            (weighted_sum([(1 / len(floating), sent) for sent in floating]), exchange.to(client))
             if exchange.to(client)
             else None
         )
@@ -260,10 +257,10 @@ class _Auditor:
         audit = self.recipe.audit
         if self.planted is None or audit is None:
             return None
-        own = [self.planted.canaries[i] for i in self.clients]
+        canaries = [self.planted.canaries[i] for i in self.clients]
         return CanarySetup(
-            candidates=sum(len(c.planted) for c in own),
-            planted=sum(int(c.planted.sum()) for c in own),
+            candidates=sum(len(c.planted) for c in canaries),
+            planted=sum(int(c.planted.sum()) for c in canaries),
             repeats=audit.repeats,
             prefix=audit.prefix,
             length=audit.length,
@@ -272,7 +269,7 @@ class _Auditor:
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
         """Return what one observer can infer."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
-        told = {
+        details = {
             i: self._told(
                 self.models[i],
                 rows,
@@ -291,7 +288,7 @@ class _Auditor:
         seed = self.settings.seed
         return ObserverResult(
             exchanges=max(len(view.pairs) for view in views.values()),
-            membership=membership.measured(told, seed, "rows"),
+            membership=membership.measured(details, seed, "rows"),
             min_k=membership.measured(min_k, seed, "rows") if texts else None,
             canaries=self._found_canaries(texts, views) if texts else None,
         )
@@ -348,12 +345,12 @@ class _Auditor:
         problem = self.prepared.problem
         backbone = problem.backbone
         search = Words(backbone, TextEncoder(backbone.tokenizer, problem.control_tokens))
-        own = modalities.load(
-            self.recipe.model_copy(update={"audit": None})
-        ).federation.clients  # without canaries, which are no words
+        # loaded again without canaries, which are no words
+        plain = self.recipe.model_copy(update={"audit": None})
+        clients = modalities.load(plain).federation.clients
         texts = {
             i: {split.name: words.documents(backbone.tokenizer, split) for split in data.splits}
-            for i, data in own.items()
+            for i, data in clients.items()
         }
         cases, control = words.rare(
             texts,
@@ -363,32 +360,32 @@ class _Auditor:
         cases, control = (
             [case for case in some if case.owner in self.clients] for some in (cases, control)
         )
-        found = personal.load_all(self.run, list(self.prepared.clients), backbone=backbone)
+        models = personal.load_all(self.run, list(self.prepared.clients), backbone=backbone)
         first = self.models[self.prepared.clients[0]]
         assert isinstance(first, SharedText)
-        base = _personal(first, found)
+        base = _personal(first, models)
         first.load(self.views[OTHERS][self.clients[0]].pairs[0][0])
-        everybodys = _personal(first, found)
+        everybodys = _personal(first, models)
 
         def suggest(model: PersonalModel) -> words.Suggest:
             return lambda prompts: [
                 [w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)
             ]
 
-        models = {
-            i: suggest(model) for i, model in found.items() if isinstance(model, PersonalModel)
+        suggests = {
+            i: suggest(model) for i, model in models.items() if isinstance(model, PersonalModel)
         }
         return words.measured(
-            cases, control, suggest(base), suggest(everybodys), models, self.settings.seed
+            cases, control, suggest(base), suggest(everybodys), suggests, self.settings.seed
         )
 
 
 def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
     """Return a model as one that is used, with the values that it has now."""
-    about = next(own.about for own in like.values() if isinstance(own, PersonalModel))
-    found = PersonalModel(model.language, replace(about, layout=model.language.layout))
-    found.fast  # noqa: B018 - a copy of the values is made when it is asked for first
-    return found
+    about = next(m.about for m in like.values() if isinstance(m, PersonalModel))
+    personal_model = PersonalModel(model.language, replace(about, layout=model.language.layout))
+    personal_model.fast  # noqa: B018 - a copy of the values is made when it is asked for first
+    return personal_model
 
 
 def _recipe(run: Path) -> recipes.Recipe:

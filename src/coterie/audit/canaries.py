@@ -40,16 +40,18 @@ class CanaryScores:
         """
         others = np.concatenate([self.candidates[~self.planted], self.references])
         ranks = 1 + (others[None] >= self.candidates[self.planted][:, None]).sum(axis=1)
-        found: Values = np.log2(len(others) + 1) - np.log2(ranks)
-        return found
+        bits: Values = np.log2(len(others) + 1) - np.log2(ranks)
+        return bits
 
     @property
     def standardised(self) -> Values:
         """(n,) the candidates in standard deviations of the references: so those of different
         clients can be compared.
         """
-        found: Values = (self.candidates - self.references.mean()) / (self.references.std() + 1e-12)
-        return found
+        deviations: Values = (self.candidates - self.references.mean()) / (
+            self.references.std() + 1e-12
+        )
+        return deviations
 
     @property
     def ranked_among(self) -> int:
@@ -80,27 +82,27 @@ def scored(
     start = tokens.new_tensor(before).expand(len(tokens), -1)
     rows = torch.cat([start, tokens], dim=1)
     length = min(length, rows.shape[1] - 1)
-    found = calibrated(model, view, lambda shared: model.of_ends(rows, length))
-    return CanaryScores(found[:count], canaries.planted, found[count:])
+    scores = calibrated(model, view, lambda shared: model.of_ends(rows, length))
+    return CanaryScores(scores[:count], canaries.planted, scores[count:])
 
 
 def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> CanaryResult:
     """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over
     the canaries of all clients.
     """
-    found = list(clients.values())
-    exposures = [own.exposures for own in found if own.planted.any()]
+    all_scores = list(clients.values())
+    exposures = [scores.exposures for scores in all_scores if scores.planted.any()]
     groups = []
-    for own in found:
-        parts = own.standardised[own.planted], own.standardised[~own.planted]
+    for scores in all_scores:
+        parts = scores.standardised[scores.planted], scores.standardised[~scores.planted]
         groups += [part for part in parts if len(part)]
-    split = [own.planted.any() and (~own.planted).any() for own in found]
+    split = [scores.planted.any() and (~scores.planted).any() for scores in all_scores]
     bound = audited(
-        np.concatenate([own.standardised for own in found]),
-        np.concatenate([own.planted for own in found]),
+        np.concatenate([scores.standardised for scores in all_scores]),
+        np.concatenate([scores.planted for scores in all_scores]),
         delta,
     )
-    among = round(float(np.mean([own.ranked_among for own in found])))
+    among = round(float(np.mean([scores.ranked_among for scores in all_scores])))
 
     def mean(groups: Sequence[Values]) -> float:
         return float(np.concatenate(groups).mean())

@@ -70,19 +70,19 @@ def measured(
     """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
     for all clients.
     """
-    centred = [own.centred for own in clients.values()]
-    groups = [part for own in centred for part in (own.members, own.others)]
+    centred = [scores.centred for scores in clients.values()]
+    groups = [part for scores in centred for part in (scores.members, scores.others)]
 
     def area(groups: Sequence[Values]) -> float:
         return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
-    def found(groups: Sequence[Values]) -> float:
+    def detected(groups: Sequence[Values]) -> float:
         return tpr_at(RATE, np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
     return MembershipResult(
         auc=bootstrapped(groups, area, seed, what),
-        tpr=TruePositiveRate(**vars(bootstrapped(groups, found, seed, what)), fpr=RATE),
-        clients={i: auc(own.members, own.others) for i, own in clients.items()},
-        members=sum(len(own.members) for own in clients.values()),
-        others=sum(len(own.others) for own in clients.values()),
+        tpr=TruePositiveRate(**vars(bootstrapped(groups, detected, seed, what)), fpr=RATE),
+        clients={i: auc(scores.members, scores.others) for i, scores in clients.items()},
+        members=sum(len(scores.members) for scores in clients.values()),
+        others=sum(len(scores.others) for scores in clients.values()),
     )

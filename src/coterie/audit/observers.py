@@ -43,12 +43,14 @@ class Shared(ABC):
         """Load the tensors of a message that belong to the model. Raises Refused if they are not a
         complete model.
         """
-        own = self.client.read(GENERALIST).keys()
-        found = {name: t for name, t in tensors.items() if name in own or name == GENERALIST}
-        if not found or (GENERALIST not in found and found.keys() != own):
+        names = self.client.read(GENERALIST).keys()
+        model_tensors = {
+            name: t for name, t in tensors.items() if name in names or name == GENERALIST
+        }
+        if not model_tensors or (GENERALIST not in model_tensors and model_tensors.keys() != names):
             raise Refused("audit: what this method sends is not a complete model", ABLE)
         try:
-            self.client.load(found)
+            self.client.load(model_tensors)
         except TensorError as error:
             raise Refused(
                 f"audit: what this method sends is not a complete model ({error.problem})", ABLE
@@ -101,7 +103,7 @@ class SharedText(Shared):
         A token's is (log p - mu) / sigma, with mu and sigma those of log p of a token drawn from
         the model's own prediction.
         """
-        found = []
+        scores = []
         for nll, logits in self._scored(rows):
             log_p = logits.log_softmax(dim=-1)
             mean = (log_p.exp() * log_p).sum(dim=-1)
@@ -110,14 +112,14 @@ class SharedText(Shared):
             )
             standardised = (-nll - mean) / deviation
             count = max(int(LOWEST * standardised.shape[1]), 1)
-            found.append(
+            scores.append(
                 standardised.topk(count, dim=1, largest=False)
                 .values.mean(dim=1)
                 .double()
                 .cpu()
                 .numpy()
             )
-        return np.concatenate(found)
+        return np.concatenate(scores)
 
     @torch.no_grad()
     def _scored(self, rows: TextBatch) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,13 +150,13 @@ class SharedClassifier(Shared):
 
     @torch.no_grad()
     def likelihoods(self, rows: Batch) -> Values:
-        found = []
+        scores = []
         for part in rows.split(256):
             x, y = self.model.checked(part)
-            found.append(
+            scores.append(
                 -cross_entropy(self.model(x).float(), y, reduction="none").cpu().double().numpy()
             )
-        return np.concatenate(found)
+        return np.concatenate(scores)
 
 
 def shared(prepared: Prepared, client: ClientId) -> Shared:

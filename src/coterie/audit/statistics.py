@@ -27,11 +27,11 @@ def bootstrapped(
         what: What the rows are, for people.
     """
     rng = np.random.default_rng(seed)
-    found = [
+    resampled = [
         statistic([group[rng.integers(0, len(group), len(group))] for group in groups])
         for _ in range(RESAMPLES)
     ]
-    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(
         value=statistic(groups),
         low=float(low),

@@ -72,15 +72,15 @@ def rare(
         Words that occur at least twice in one client's training text and in no split of anybody
         else; and words of a client's test text that are in nobody's training or validation text.
     """
-    own = {
-        i: {split: vocabulary(found) for split, found in splits.items()}
+    words_of = {
+        i: {split: vocabulary(documents) for split, documents in splits.items()}
         for i, splits in texts.items()
     }
-    taught = {word for splits in own.values() for word in (*splits["train"], *splits["valid"])}
+    taught = {word for splits in words_of.values() for word in (*splits["train"], *splits["valid"])}
     cases: list[Case] = []
     control: list[Case] = []
-    for i, splits in own.items():
-        others = [splits.values() for j, splits in own.items() if j != i]
+    for i, splits in words_of.items():
+        others = [splits.values() for j, splits in words_of.items() if j != i]
         elsewhere = {word for counts in chain.from_iterable(others) for word in counts}
         alone = [
             word
@@ -98,11 +98,11 @@ def _places(
 ) -> list[Case]:
     """Each of some words at one of its places, with at least one word before it."""
     places: dict[str, list[tuple[int, int, int]]] = {}
-    wanted = set(words)
+    sought = set(words)
     for number, text in enumerate(texts):
         for match in WORD.finditer(text):
             if (
-                match[0].casefold() in wanted
+                match[0].casefold() in sought
                 and text[: match.start()].strip()
                 and text[match.start() - 1].isspace()
             ):
@@ -112,29 +112,29 @@ def _places(
     chosen = sorted(rng.permutation(sorted(places)).tolist(), key=lambda word: -len(places[word]))[
         :most
     ]
-    found = []
+    cases = []
     for word in chosen:
         number, start, end = places[word][rng.integers(len(places[word]))]
         text = texts[number]
         prompt = text[max(start - BEFORE, 0) : start]
-        found.append(
+        cases.append(
             Case(
                 owner,
                 text[start:end],
                 prompt if start <= BEFORE else prompt.partition(" ")[2] or prompt,
             )
         )
-    return found
+    return cases
 
 
 def suggested(cases: Sequence[Case], suggest: Suggest) -> Values:
     """Return (cases,) 1 where a word is among the suggestions for what stands before it, else 0."""
-    found: list[float] = []
+    suggestions: list[float] = []
     for start in range(0, len(cases), TOGETHER):
         part = cases[start : start + TOGETHER]
         for case, words in zip(part, suggest([case.prompt for case in part]), strict=True):
-            found.append(float(case.word.casefold() in {word.casefold() for word in words}))
-    return np.array(found)
+            suggestions.append(float(case.word.casefold() in {word.casefold() for word in words}))
+    return np.array(suggestions)
 
 
 def measured(
@@ -181,7 +181,7 @@ def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values
     """(cases,) the share of the other clients whose models suggest each word."""
     return np.array(
         [
-            np.mean([found[k] for i, found in hits.items() if i != case.owner])
+            np.mean([hit[k] for i, hit in hits.items() if i != case.owner])
             for k, case in enumerate(cases)
         ]
     )
@@ -205,7 +205,7 @@ def _examples(
 ) -> tuple[WordExample, ...]:
     """Return some of the words that others suggest, those of most others first."""
     by = {
-        k: [i for i, found in hits.items() if i != case.owner and found[k]]
+        k: [i for i, hit in hits.items() if i != case.owner and hit[k]]
         for k, case in enumerate(cases)
     }
     order = sorted((k for k in by if by[k]), key=lambda k: -len(by[k]))[:EXAMPLES]

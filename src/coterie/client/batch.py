@@ -25,9 +25,7 @@ _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}"
 
 
 class PerClientTensors(Tensors):
-    """Tensors of a batch whose clients name some of them differently: each under
-    `<client>/<name>`.
-    """
+    """Tensors whose names differ between the clients of a batch: each under `<client>/<name>`."""
 
 
 @dataclass
@@ -37,8 +35,8 @@ class ClientBatch:
 
     Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running
     statistics those of others. The rows are the tensors of the clients' states, so that nothing is
-    copied between a batch and its clients one by one. Tensors that come and go have the clients as
-    their first dimension, or are `PerClientTensors`.
+    copied between a batch and its clients one by one. Tensors that are received and sent have the
+    clients as their first dimension, or are `PerClientTensors`.
 
     Args:
         site: What the process needs to be these clients.
@@ -76,11 +74,9 @@ class ClientBatch:
         if len(states) < 2 or site.sanitizes:
             return None
         first, *others = [site.model(i) for i in states]
-        if (
-            not isinstance(first, Classifier)
-            or not first.stacks
-            or any(model is not first for model in others)
-        ):
+        if any(model is not first for model in others):
+            return None
+        if not isinstance(first, Classifier) or not first.stacks:
             return None
         rows, at_once = site.training.batch_size, site.training.micro_batch
         if (at_once or rows) < rows or not first.gains(rows):
@@ -113,13 +109,8 @@ class ClientBatch:
             tuple((name, t.shape) for name, t in tensors.items()) for tensors in received.values()
         }
         if len(forms) > 1:
-            return PerClientTensors(
-                {
-                    f"{i}/{name}": t.to(device)
-                    for i, tensors in received.items()
-                    for name, t in tensors.items()
-                }
-            )
+            named = ((i, *item) for i, tensors in received.items() for item in tensors.items())
+            return PerClientTensors({f"{i}/{name}": t.to(device) for i, name, t in named})
         if all(tensors is first for tensors in received.values()):
             return {name: t.to(device).expand(len(received), *t.shape) for name, t in first.items()}
         return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}

@@ -27,14 +27,14 @@ class Entry:
         title: In tables and figures.
         paper: Where it comes from.
         fixed: Fields that the name fixes.
-        elastic: The method that lets each client choose how much of this one it shares, if any.
+        of_own_shares: The method in which each client chooses how much of this one it shares.
     """
 
     home: str
     title: str
     paper: str
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    elastic: str | None = None
+    of_own_shares: str | None = None
 
     @cached_property
     def method(self) -> "type[Method]":
@@ -72,61 +72,61 @@ _SHIPPED: Mapping[str, Entry] = {
         "comigs.CoMiGS",
         "CoMiGS",
         f"{_COMIGS}: any number of generalists and specialists",
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-1g1s": Entry(
         "comigs.CoMiGS",
         "CoMiGS-1G1S",
         f"{_COMIGS}: one of each",
         {"generalists": 1, "specialists": 1},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-2g": Entry(
         "comigs.CoMiGS",
         "CoMiGS-2G",
         f"{_COMIGS}: two generalists",
         {"generalists": 2, "specialists": 0},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-2s": Entry(
         "comigs.CoMiGS",
         "CoMiGS-2S",
         f"{_COMIGS}: two specialists",
         {"generalists": 0, "specialists": 2},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-2s-alone": Entry(
         "comigs_alone.CoMiGSAlone",
         "CoMiGS-2S, alone",
         f"{_COMIGS}: two specialists, nothing shared, as in the authors' code",
         {"generalists": 0, "specialists": 2, "aggregation": {"rule": "mean"}},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-published": Entry(
         "comigs_published.CoMiGSPublished",
         "CoMiGS with its published code's gradient leak",
         f"{_COMIGS}: as its published code runs it, for reproductions",
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-1gxs": Entry(
         "comigs.CoMiGS",
         "CoMiGS-1GXS",
         f"{_COMIGS}: one generalist, a list of specialists",
         {"generalists": 1},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-tr": Entry(
         "comigs.CoMiGS",
         "CoMiGS-tr",
         f"{_COMIGS}: routers on fresh training batches",
         {"generalists": 1, "specialists": 1, "router_data": "train"},
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-cobo": Entry(
         "comigs_cobo.CoMiGSCoBo",
         "CoMiGS with CoBo's weights",
         "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "comigs-elastic": Entry(
         "comigs_elastic.CoMiGSElastic",
@@ -139,7 +139,7 @@ _SHIPPED: Mapping[str, Entry] = {
         "CoMiGS with a pool",
         "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for "
         "each client",
-        elastic=_ELASTIC,
+        of_own_shares=_ELASTIC,
     ),
     "pcl": Entry(
         "pcl.PCL",

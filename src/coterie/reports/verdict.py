@@ -117,11 +117,11 @@ def _advice_lost(rival: Row) -> str:
 def _either(mine: Row) -> str:
     """Name the method whose clients take, each on its validation data, what is best for them."""
     entry = METHODS.get(mine.method)
-    if entry is None or entry.elastic is None:
+    if entry is None or entry.of_own_shares is None:
         return ""
     return (
         " Or let each client choose how much to share, in 1.5 times the time: "
-        f"`--set method.name={entry.elastic}`."
+        f"`--set method.name={entry.of_own_shares}`."
     )
 
 
