@@ -69,8 +69,8 @@ class Ledger:
         if math.isinf(self.mu):
             return math.inf
         drawn = any(rate < 1 for _, rate, _ in self.entries)
-        found = min(self._of_all(delta), self._of_drawn(delta)) if drawn else self._of_all(delta)
-        return max(found, 0.0) if found <= MOST else math.inf
+        epsilon = min(self._of_all(delta), self._of_drawn(delta)) if drawn else self._of_all(delta)
+        return max(epsilon, 0.0) if epsilon <= MOST else math.inf
 
     def _of_all(self, delta: float) -> float:
         """As if nobody had been drawn: exact (Balle and Wang, 2018; Dong, Roth and Su, 2022, on

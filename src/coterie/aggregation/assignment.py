@@ -42,7 +42,7 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
         np.repeat(np.eye(n), m, axis=1),
     )  # which of the N M variables count for whom
     limit = math.ceil(load * n * count / m)
-    found = linprog(
+    solution = linprog(
         -scores.flatten().numpy(),
         members,
         [limit] * m,
@@ -52,5 +52,5 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
         method="highs-ds",
     )
     return largest(
-        torch.from_numpy(found.x).view(n, m), count
+        torch.from_numpy(solution.x).view(n, m), count
     )  # corners of this programme are whole: 0 or 1 each

@@ -21,12 +21,12 @@ def threshold_centre(
     `threshold_clustering`.
     """
     order, vectors = list(points), list(points.values())
-    found = threshold_clustering(vectors, order.index(start), size, rounds).tolist()
+    weights = threshold_clustering(vectors, order.index(start), size, rounds).tolist()
     v = torch.zeros_like(vectors[0])
-    for weight, vector in zip(found, vectors, strict=True):
+    for weight, vector in zip(weights, vectors, strict=True):
         if weight:
             v.add_(vector, alpha=weight)
-    return v, dict(zip(order, found, strict=True))
+    return v, dict(zip(order, weights, strict=True))
 
 
 def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:

@@ -39,8 +39,8 @@ def ascend_box(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
     """W <- clip(W + gamma scores, 0, 1) with a diagonal of 0 (CoBo, eq. 4). Symmetric where W
     and the scores are.
     """
-    found = (weights + gamma * scores).clamp(0, 1)
-    return found.fill_diagonal_(0)
+    ascended = (weights + gamma * scores).clamp(0, 1)
+    return ascended.fill_diagonal_(0)
 
 
 def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
@@ -56,12 +56,12 @@ def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[
     """Return what each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that
     it is paired with.
     """
-    found: dict[ClientId, Tensors] = {}
+    points: dict[ClientId, Tensors] = {}
     for i, j in pairs:
         z = torch.lerp(models[i], models[j], 0.5)
-        found.setdefault(i, {})[j] = z
-        found.setdefault(j, {})[i] = z
-    return dict(sorted(found.items()))
+        points.setdefault(i, {})[j] = z
+        points.setdefault(j, {})[i] = z
+    return dict(sorted(points.items()))
 
 
 def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
@@ -102,11 +102,11 @@ def weighted_differences(
         laplacian = laplacian[torch.tensor(rows, dtype=torch.int64)]
     if len(models[0]) <= CHUNK:
         return laplacian @ _centred(models)
-    found = models[0].new_empty(len(laplacian), len(models[0]))
+    differences = models[0].new_empty(len(laplacian), len(models[0]))
     parts = zip(*(torch.split(x, CHUNK) for x in models), strict=True)
-    for out, part in zip(torch.split(found, CHUNK, dim=1), parts, strict=True):
+    for out, part in zip(torch.split(differences, CHUNK, dim=1), parts, strict=True):
         torch.mm(laplacian, _centred(part), out=out)
-    return found
+    return differences
 
 
 def weighted_differences_on(
@@ -114,13 +114,15 @@ def weighted_differences_on(
 ) -> dict[ClientId, Tensor]:
     """Return sum_k w_ik (x_i - x_k), (d,), of each of these clients; `models` are all, in order."""
     order = list(models)
-    found = weighted_differences(list(models.values()), weights, [order.index(i) for i in clients])
-    return dict(zip(clients, found, strict=True))
+    differences = weighted_differences(
+        list(models.values()), weights, [order.index(i) for i in clients]
+    )
+    return dict(zip(clients, differences, strict=True))
 
 
 def _centred(rows: Sequence[Tensor]) -> Tensor:
-    found = torch.stack(list(rows))
-    return found.sub_(found.mean(dim=0))
+    stack = torch.stack(list(rows))
+    return stack.sub_(stack.mean(dim=0))
 
 
 def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
@@ -150,11 +152,11 @@ def rearranged(
     """
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)
-    own = weights[before.clamp(min=0)][:, before.clamp(min=0)]
+    carried = weights[before.clamp(min=0)][:, before.clamp(min=0)]
     if not row_stochastic:
-        return torch.where(kept, own, start)
+        return torch.where(kept, carried, start)
     new = torch.where(kept, 0.0, start)
-    held = torch.where(kept, own, 0.0)
+    held = torch.where(kept, carried, 0.0)
     total = held.sum(dim=1, keepdim=True)
     return torch.where(
         total > 0, held / total.clamp(min=1e-12) * (1 - new.sum(dim=1, keepdim=True)) + new, start

@@ -137,9 +137,13 @@ def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
     _, rdp = library()
     orders = np.where(ORDERS < _EXACT, ORDERS, np.ceil(ORDERS))
     known = orders <= _HIGHEST
-    found = np.full(ORDERS.shape, math.inf)
-    found[known] = rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders[known])
-    return np.where(np.isfinite(found), found, ORDERS / (2 * noise**2))  # sampling never hurts
+    divergences = np.full(ORDERS.shape, math.inf)
+    divergences[known] = rdp.compute_rdp(
+        q=rate, noise_multiplier=noise, steps=1, orders=orders[known]
+    )
+    return np.where(
+        np.isfinite(divergences), divergences, ORDERS / (2 * noise**2)
+    )  # sampling never hurts
 
 
 def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:

@@ -37,5 +37,5 @@ def fusion_weights(
 
     start = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     options = {"initial_simplex": start, "maxfev": steps, "xatol": 1e-2, "fatol": 1e-4}
-    found = minimize(objective, start[0], method="Nelder-Mead", options=options)
-    return float(found.x[0]), float(found.x[1])
+    minimum = minimize(objective, start[0], method="Nelder-Mead", options=options)
+    return float(minimum.x[0]), float(minimum.x[1])

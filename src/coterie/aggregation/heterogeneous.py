@@ -34,7 +34,7 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
 
     Updates that are all zero count alike.
     """
-    found: Tensors = {}
+    averaged: Tensors = {}
     order = sorted(replies)
     for module in modules(replies[order[0]]) if order else ():
         rank = state[f"{module}/A"].shape[1]
@@ -46,8 +46,8 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
             for A, B in (factors(module, replies[i]) for i in order)
         ]
         mean = weighted_sum(zip(shares, padded, strict=True))
-        found |= {f"{module}/A": mean["A"], f"{module}/B": mean["B"]}
-    return found
+        averaged |= {f"{module}/A": mean["A"], f"{module}/B": mean["B"]}
+    return averaged
 
 
 def tail_norm(loras: Mapping[str, LoRA], fewer: Ranks) -> float:
@@ -60,15 +60,15 @@ def tail_norm(loras: Mapping[str, LoRA], fewer: Ranks) -> float:
 
 def tail_gradient(loras: Mapping[str, LoRA], fewer: Ranks, weight: float) -> Tensors:
     """Return the gradient of `weight` times `tail_norm`, by the parameters' names."""
-    found: Tensors = {}
+    gradient: Tensors = {}
     for module, lora in loras.items():
         A, B = (torch.zeros_like(matrix.data) for matrix in (lora.A, lora.B))
         A_tail, B_tail = lora.A.data[:, fewer[module] :], lora.B.data[..., fewer[module] :]
         a, b = A_tail.norm(), B_tail.norm()
         A[:, fewer[module] :] = A_tail * (weight * b / a.clamp(min=1e-12))
         B[..., fewer[module] :] = B_tail * (weight * a / b.clamp(min=1e-12))
-        found |= {f"{module}.A": A, f"{module}.B": B}
-    return found
+        gradient |= {f"{module}.A": A, f"{module}.B": B}
+    return gradient
 
 
 def zero_beyond(loras: Mapping[str, LoRA], kept: Ranks) -> None:

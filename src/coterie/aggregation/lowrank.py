@@ -19,27 +19,27 @@ Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
 
 def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
     """Return copies of all updates in their common form."""
-    found: Tensors = {}
+    pairs: Tensors = {}
     for module, lora in loras.items():
-        found |= {
+        pairs |= {
             f"{module}/A": lora.A.detach().clone(),
             f"{module}/B": lora.B.detach() * lora.gamma,
         }
-    return found
+    return pairs
 
 
 def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
     """Return the inverse of `read_factors`: a client's parameters by their own names; ranks that
     the message lacks are zero.
     """
-    found: Tensors = {}
+    parameters: Tensors = {}
     for module, lora in loras.items():
         A, B = factors(module, tensors)
-        found |= {
+        parameters |= {
             f"{module}.A": resized(A, lora.A.shape[1], 1),
             f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma,
         }
-    return found
+    return parameters
 
 
 def modules(tensors: Named) -> list[str]:
@@ -69,11 +69,11 @@ def ranks(tensors: Named) -> list[int]:
 
 def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
     """Return the first ranks of each pair, as many as `ranks` says, module by module."""
-    found: Tensors = {}
+    pairs: Tensors = {}
     for module, rank in zip(modules(tensors), ranks, strict=True):
         A, B = factors(module, tensors)
-        found |= {f"{module}/A": A[:, :rank].clone(), f"{module}/B": B[..., :rank].clone()}
-    return found
+        pairs |= {f"{module}/A": A[:, :rank].clone(), f"{module}/B": B[..., :rank].clone()}
+    return pairs
 
 
 def product_norm(A: Tensor, B: Tensor) -> float:
@@ -91,12 +91,12 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     decomposition of each only a small matrix is left to decompose. Computed in float64, returned in
     the dtype of the terms.
     """
-    found = [(weight, devices.exact(A), devices.exact(B), A[:0]) for weight, (A, B) in terms]
-    left = torch.cat([weight * B for weight, _, B, _ in found], dim=2)
-    right = torch.cat([A for _, A, _, _ in found], dim=1)
+    exact = [(weight, devices.exact(A), devices.exact(B), A[:0]) for weight, (A, B) in terms]
+    left = torch.cat([weight * B for weight, _, B, _ in exact], dim=2)
+    right = torch.cat([A for _, A, _, _ in exact], dim=1)
     Q1, R1 = torch.linalg.qr(left)
     Q2, R2 = torch.linalg.qr(right.mT)
     U, S, Vh = torch.linalg.svd(R1 @ R2.mT, full_matrices=False)
     A, B = Vh @ Q2.mT, (Q1 @ U) * S[:, None, :]
-    like = found[0][3]
+    like = exact[0][3]
     return resized(A, rank, 1).to(like), resized(B, rank, 2).to(like)

@@ -117,15 +117,15 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
         TensorError: The clients' tensors differ in names, shapes or dtypes.
         ValueError: No replies.
     """
-    found = {
+    models = {
         i: {name: tensor for name, tensor in replies[i].items() if name != SAMPLES}
         for i in sorted(replies)
     }
-    if not found:
+    if not models:
         raise ValueError("no replies: there is nothing to combine")
-    for i, tensors in found.items():
-        check_alike(next(iter(found.values())), tensors, f"tensors of client {i!r}")
-    return found
+    for i, tensors in models.items():
+        check_alike(next(iter(models.values())), tensors, f"tensors of client {i!r}")
+    return models
 
 
 def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
@@ -142,11 +142,11 @@ def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
     names_sent.pop(SAMPLES, None)
     for name in names_sent:
         groups.setdefault(tuple(i for i in replies if name in replies[i]), []).append(name)
-    found: Tensors = {}
+    combined: Tensors = {}
     for holders, names in groups.items():
         held = {
             i: {name: replies[i][name] for name in (*names, SAMPLES) if name in replies[i]}
             for i in holders
         }
-        found |= rule.combine(held, around)
-    return found
+        combined |= rule.combine(held, around)
+    return combined

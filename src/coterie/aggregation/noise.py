@@ -163,13 +163,13 @@ class Source:
         """
         if not 0 < deviation <= MOST_STEPS:
             raise ValueError(f"a deviation of {deviation} steps, expected one in (0, 2^32]")
-        drawn, found = self.integers(size), np.empty(size, np.int64)
+        drawn, numbers = self.integers(size), np.empty(size, np.int64)
         for start in range(0, size, _PART):
             part = slice(start, start + _PART)
-            self._fill(found[part], drawn[part], deviation)
-        return found
+            self._fill(numbers[part], drawn[part], deviation)
+        return numbers
 
-    def _fill(self, found: np.ndarray, drawn: np.ndarray, deviation: float) -> None:
+    def _fill(self, out: np.ndarray, drawn: np.ndarray, deviation: float) -> None:
         """Make integers of 64 bits each."""
         from scipy.special import ndtri
 
@@ -182,7 +182,7 @@ class Source:
         for k in np.flatnonzero((np.abs(steps) >= 0.5 - deviation * _LIKELY) | (bits < _FEW)):
             if not _decided(int(bits[k]), steps[k], size[k], deviation):
                 size[k] = self._settled(int(bits[k]), deviation)
-        found[:] = np.where(drawn & np.uint64(1), -size, size)
+        out[:] = np.where(drawn & np.uint64(1), -size, size)
 
     def _settled(self, bits: int, deviation: float) -> int:
         """Return the number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the

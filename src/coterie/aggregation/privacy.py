@@ -232,14 +232,14 @@ def central(
     """
     deviation = privacy.update_noise * clip
     if deviation and replies:
-        found, within = _noisy_mean(replies, to, clip, deviation, source)
+        protected_replies, within = _noisy_mean(replies, to, clip, deviation, source)
     else:
         cut = {i: clipped(reply, to[i], clip) for i, reply in replies.items()}
-        found, within = (
+        protected_replies, within = (
             {i: reply for i, (reply, _) in cut.items()},
             sum(not beyond for _, beyond in cut.values()),
         )
-    return found, _next_clip(within, len(replies), privacy.adaptive, clip, source)
+    return protected_replies, _next_clip(within, len(replies), privacy.adaptive, clip, source)
 
 
 def _noisy_mean(
@@ -280,13 +280,13 @@ def _update(reply: Named, sent: Named) -> tuple[np.ndarray, Tensors]:
 
 def _moved(origin: Named, update: np.ndarray) -> Tensors:
     """Tensors plus an update, (d,) in the order of their names, rounded to their own precision."""
-    found, vector, start = {}, torch.from_numpy(update), 0
+    moved, vector, start = {}, torch.from_numpy(update), 0
     for name in sorted(origin):
         form = origin[name]
         part = vector[start : start + form.numel()].view(form.shape)
-        found[name] = (form.detach().cpu().double() + part).to(form.device, form.dtype)
+        moved[name] = (form.detach().cpu().double() + part).to(form.device, form.dtype)
         start += form.numel()
-    return found
+    return moved
 
 
 def _next_clip(

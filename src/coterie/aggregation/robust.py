@@ -35,7 +35,7 @@ class _Trimming(Combining, ABC):
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = list(ordered(replies).values())
         k = self.cut(len(models))
-        found: Tensors = {}
+        combined: Tensors = {}
         for name, first in models[0].items():
             parts = zip(
                 *(torch.split(model[name].flatten(), CHUNK) for model in models), strict=True
@@ -44,8 +44,8 @@ class _Trimming(Combining, ABC):
                 torch.stack(part).sort(dim=0).values[k : len(models) - k].mean(dim=0)
                 for part in parts
             ]
-            found[name] = torch.cat(means).view(first.shape)
-        return found
+            combined[name] = torch.cat(means).view(first.shape)
+        return combined
 
 
 class Median(_Trimming):
@@ -228,14 +228,14 @@ class ClippedMean(Combining):
         norms = _norms(list(models.values()), around)
         limit = statistics.median(norms) if self.norm is None else self.norm
         shares = [min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms]
-        found = weighted_sum(
+        mean = weighted_sum(
             (share / len(models), model)
             for share, model in zip(shares, models.values(), strict=True)
         )
         if rest := 1 - sum(shares) / len(models):
-            for name in found.keys() & around.keys():
-                found[name].add_(around[name].to(found[name].device), alpha=rest)
-        return found
+            for name in mean.keys() & around.keys():
+                mean[name].add_(around[name].to(mean[name].device), alpha=rest)
+        return mean
 
 
 def _most_attackers(n: int) -> int:
@@ -272,10 +272,10 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
     """(n, n) float64: the inner products of the clients' updates, which are as long as the
     distances between them, unlike models.
     """
-    found = torch.zeros(len(models), len(models), dtype=torch.float64)
+    products = torch.zeros(len(models), len(models), dtype=torch.float64)
     for part in _updates(models, around):
-        found += (part @ part.T).cpu()
-    return found
+        products += (part @ part.T).cpu()
+    return products
 
 
 def _neighbourhoods(products: Tensor, count: int) -> Tensor:

@@ -73,14 +73,14 @@ def update(sent: Named, reply: Named) -> Tensor:
         (reply[name].detach().cpu().double() - sent[name].cpu().double()).flatten()
         for name in sorted(sent)
     ]
-    found = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
-    if not bool((found.abs() <= RANGE).all()):  # of NaN: not true
+    vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+    if not bool((vector.abs() <= RANGE).all()):  # of NaN: not true
         raise TensorError(
             f"reply to be masked: an update with values that are not numbers, or beyond "
             f"{RANGE:g}, which secure aggregation carries",
             "Training diverged there: lower the learning rate.",
         )
-    return found
+    return vector
 
 
 def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
@@ -90,12 +90,12 @@ def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
         sent: What each client had got that is in the sum.
         mean: Of their updates, (d,), see `update`.
     """
-    found: Tensors = {}
+    tensors_moved: Tensors = {}
     vector, start = torch.from_numpy(mean), 0
     for name in sorted(sent[0]):
         form = sent[0][name]
         part = vector[start : start + form.numel()].view(form.shape)
         origin = torch.stack([tensors[name].cpu().double() for tensors in sent]).mean(dim=0)
-        found[name] = (origin + part).to(form.device, form.dtype)
+        tensors_moved[name] = (origin + part).to(form.device, form.dtype)
         start += form.numel()
-    return found
+    return tensors_moved

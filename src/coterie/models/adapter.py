@@ -110,10 +110,10 @@ class Adapter(nn.Module):
         are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an
         adapter with more experts of a role starts with the same first experts.
         """
-        own = self.parameters_by_role()[role]
+        parameters = self.parameters_by_role()[role]
         return {
             name: _initial(name, p[:1] if role is EXPERT else p, derive_seed(seed, role, name))
-            for name, p in own.items()
+            for name, p in parameters.items()
         }
 
 

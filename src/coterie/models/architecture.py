@@ -94,15 +94,15 @@ def outline(base: str | Path) -> nn.Module:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     with explained(base), uncollected():
-        own = configuration(base)
-        if type(own) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted():
+        config = configuration(base)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not trusted():
             raise ModelError(
-                f"base {str(base)!r} is a {own.model_type} model, and transformers has no causal "
-                f"language model of that kind",
+                f"base {str(base)!r} is a {config.model_type} model, and transformers has no "
+                f"causal language model of that kind",
                 REMEDY,
             )
         with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(own, trust_remote_code=trusted())
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted())
     return model
 
 
@@ -151,10 +151,10 @@ def _foreign_code(source: str) -> list[str]:
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-    found, _ = PreTrainedConfig.get_config_dict(source)
-    _check_parts(found, source)
-    named = found.get("auto_map")
-    if not isinstance(named, dict) or found.get("model_type") in CONFIG_MAPPING:
+    settings, _ = PreTrainedConfig.get_config_dict(source)
+    _check_parts(settings, source)
+    named = settings.get("auto_map")
+    if not isinstance(named, dict) or settings.get("model_type") in CONFIG_MAPPING:
         return []
     return sorted({str(value) for value in named.values()})
 

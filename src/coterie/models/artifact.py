@@ -81,11 +81,11 @@ class About:
 
 def save(folder: Path, about: About, tensors: Named) -> None:
     """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
-    found = asdict(about)
+    content = asdict(about)
     for name in ("chat_template", "content", "tokenizer"):  # which many are without
-        if found[name] is None:
-            del found[name]
-    write(folder, WEIGHTS, tensors, found)
+        if content[name] is None:
+            del content[name]
+    write(folder, WEIGHTS, tensors, content)
 
 
 def write(folder: Path, weights: str, tensors: Named, content: Mapping[str, Any]) -> None:
@@ -114,22 +114,22 @@ def read_about(folder: Path) -> About:
     Raises:
         CheckpointError: It is missing, damaged, of a newer format, or of a classifier.
     """
-    found = read_about_json(folder)
-    if found.get("kind") == CLASSIFIER:
+    content = read_about_json(folder)
+    if content.get("kind") == CLASSIFIER:
         remedy = (
             f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} "
             f"in it as they are."
         )
         raise CheckpointError(f"{folder} holds a classifier, not a language model", remedy)
-    if isinstance(layout := found.get("layout"), dict):
+    if isinstance(layout := content.get("layout"), dict):
         checked(Layout, layout, folder)
-    about, weights = checked(About, found, folder), folder / WEIGHTS
-    own = about.layout
-    if weights.is_file() and max(own.experts, own.members, own.rank, own.expert_rank) > (
+    about, weights = checked(About, content, folder), folder / WEIGHTS
+    shape = about.layout
+    if weights.is_file() and max(shape.experts, shape.members, shape.rank, shape.expert_rank) > (
         size := weights.stat().st_size
     ):
         raise CheckpointError(
-            f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {own}", FOREIGN
+            f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {shape}", FOREIGN
         )
     return about
 
@@ -163,13 +163,13 @@ def read_about_json(folder: Path) -> dict[str, Any]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    found = read_json(folder / ABOUT)
-    if not isinstance(found, dict) or found.pop("format", None) != FORMAT:
+    content = read_json(folder / ABOUT)
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CheckpointError(
             f"{folder / ABOUT}: not of format {FORMAT}",
             "Another version of coterie wrote it: update coterie.",
         )
-    return found
+    return content
 
 
 def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:

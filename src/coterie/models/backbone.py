@@ -123,23 +123,23 @@ class Backbone:
         # of reading weights into memory; that of a download is another one
         logging.disable_progress_bar()
         with explained(base), uncollected():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, backbone = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=DTYPES[dtype] if quantised is None or dtype != "fp32" else "auto",
                 output_loading_info=True,
                 trust_remote_code=trusted(),
                 weights_only=True,
             )
-        if missing := sorted(found["missing_keys"]):
+        if missing := sorted(backbone["missing_keys"]):
             raise ModelError(
                 f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in "
                 f"all)",
                 "The files are incomplete or belong to another configuration: get the base again.",
             )
-        found = cls(model.to(device), source, quantised, plain)
-        for parameter in found.model.parameters():
+        backbone = cls(model.to(device), source, quantised, plain)
+        for parameter in backbone.model.parameters():
             parameter.data = parameter.data.to(DTYPES[dtype])
-        return found
+        return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
         """Return a twin for another thread: its modules and what is attached to them are its own,
@@ -254,14 +254,14 @@ class Backbone:
                 `check_packing`. None: those of one text a row.
         """
         placed = {} if positions is None else {"position_ids": positions}
-        found: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
-        return found
+        states: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
+        return states
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """(B, C) -> (B, C, V), see `hidden`."""
         placed = {} if positions is None else {"position_ids": positions}
-        found: Tensor = self.model(ids, use_cache=False, **placed).logits
-        return found
+        logits: Tensor = self.model(ids, use_cache=False, **placed).logits
+        return logits
 
     def check_packing(self) -> None:
         """Refuse a base in which texts of one row would see each other.
@@ -288,11 +288,11 @@ class Backbone:
         with torch.no_grad(), self.using(None):
             alone = self.hidden(second.flip(1)).float()
             try:
-                found = self.hidden(both, positions)[:, 5:].float()
+                packed = self.hidden(both, positions)[:, 5:].float()
             except TypeError:  # a base without positions
                 return False
         rounding = 1e-4 if self.dtype == torch.float32 else 3e-2
-        return bool((found - alone).norm() <= rounding * alone.norm())
+        return bool((packed - alone).norm() <= rounding * alone.norm())
 
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:

@@ -197,9 +197,9 @@ class Classifier(Vectorised):
             )
         points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
-        own, names = unflatten(gradients, named), {id(p): name for name, p in named.items()}
-        return [own[names[id(p)]] for p in wrt], {
-            name: found.mean() for name, found in stats.items()
+        by_name, names = unflatten(gradients, named), {id(p): name for name, p in named.items()}
+        return [by_name[names[id(p)]] for p in wrt], {
+            name: values.mean() for name, values in stats.items()
         }
 
     @property
@@ -257,11 +257,11 @@ class Classifier(Vectorised):
         for x, y in zip(xs, ys, strict=True):
             logits = self.network(x)
             loss = cross_entropy(logits, y, reduction="sum")
-            found = torch.autograd.grad(loss / count, wrt, materialize_grads=True)
+            terms = torch.autograd.grad(loss / count, wrt, materialize_grads=True)
             gradients = (
-                [total + term for total, term in zip(gradients, found, strict=True)]
+                [total + term for total, term in zip(gradients, terms, strict=True)]
                 if gradients
-                else list(found)
+                else list(terms)
             )
             losses, correct = losses + loss.detach(), correct + (logits.argmax(dim=1) == y).sum()
         return gradients, losses, correct
@@ -299,20 +299,20 @@ class Classifier(Vectorised):
             ModelError: `wrt` is empty or holds a foreign parameter, or a batch is too small to have
                 statistics.
         """
-        own, asked = list(self.network.parameters()), {id(parameter) for parameter in wrt}
-        if not asked or not asked <= {id(parameter) for parameter in own}:
+        parameters, trained = list(self.network.parameters()), {id(parameter) for parameter in wrt}
+        if not trained or not trained <= {id(parameter) for parameter in parameters}:
             raise ModelError(
                 "gradient: `wrt` is empty or holds a parameter of another model",
                 "Give parameters of this network.",
             )
-        before = [parameter.requires_grad for parameter in own]
+        before = [parameter.requires_grad for parameter in parameters]
         try:
-            for parameter in own:
-                parameter.requires_grad_(id(parameter) in asked)
+            for parameter in parameters:
+                parameter.requires_grad_(id(parameter) in trained)
             with self.batch_statistics():
                 yield
         finally:
-            for parameter, required in zip(own, before, strict=True):
+            for parameter, required in zip(parameters, before, strict=True):
                 parameter.requires_grad_(required)
 
     @contextmanager

@@ -151,7 +151,7 @@ def save_classifier(
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = known_shape(common.shape) if common else None
-        given, wanted = (common.data, common.own) if common else (None, None)
+        data_norm, expert_norm = (common.data, common.own) if common else (None, None)
         share = Share(
             layout.pool,
             tuple(present_experts(model)),
@@ -159,8 +159,8 @@ def save_classifier(
             layout.answer,
             network,
             width,
-            given,
-            wanted,
+            data_norm,
+            expert_norm,
         )
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))
@@ -176,12 +176,12 @@ def read_classifier(folder: Path) -> AboutClassifier:
     Raises:
         CheckpointError: It is missing, damaged, of a newer format, or of a language model.
     """
-    found = read_about_json(folder)
-    if found.pop("kind", None) != CLASSIFIER:
+    content = read_about_json(folder)
+    if content.pop("kind", None) != CLASSIFIER:
         raise CheckpointError(
             f"{folder} holds a language model, not a classifier", "See `coterie predict --text`."
         )
-    return checked(AboutClassifier, found, folder)
+    return checked(AboutClassifier, content, folder)
 
 
 def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
@@ -190,10 +190,10 @@ def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
     """
     if isinstance(model, Classifier):
         return _values(model)
-    found = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}
+    tensors = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}
     for number, expert in zip(present_experts(model), model.experts, strict=False):
-        found |= prefixed(f"{EXPERT}/{number}", _values(expert))
-    return found
+        tensors |= prefixed(f"{EXPERT}/{number}", _values(expert))
+    return tensors
 
 
 def present_experts(model: PoolClassifier) -> list[int]:

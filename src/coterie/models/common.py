@@ -222,10 +222,10 @@ def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraini
         public.std,
         public.classes,
     ]
-    found = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
+    digest = blake2b(json.dumps(about, sort_keys=True).encode(), digest_size=16)
     for values in (inputs, labels, *(tensor.numpy() for tensor in start.values())):
-        found.update(values.tobytes())
-    return found.hexdigest()
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 def _train(

@@ -225,8 +225,8 @@ def family_of(model: nn.Module) -> Family:
         raise ModelError(f"{type(model).__name__} has neither {paths}", REMEDY)
     blocks = {family.name: list(_blocks(model, family)) for family in known}
     for family in known:
-        found = blocks[family.name]
-        if found and not lacking(family, found[0]):
+        layers = blocks[family.name]
+        if layers and not lacking(family, layers[0]):
             return family
     first = known[0]
     if not blocks[first.name]:
@@ -240,16 +240,16 @@ def family_of(model: nn.Module) -> Family:
 def find(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a path; None where there is none."""
     for name in path.split("."):
-        found = getattr(module, name, None)
-        if not isinstance(found, nn.Module):
+        child = getattr(module, name, None)
+        if not isinstance(child, nn.Module):
             return None
-        module = found
+        module = child
     return module
 
 
 def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
     """Return the shapes of a model's blocks. Raises ModelError where one lacks a layer."""
-    found = []
+    shapes = []
     for index, block in enumerate(_blocks(model, family)):
         if lacking(family, block):
             raise ModelError(_problem(family, block, index), REMEDY)
@@ -265,8 +265,8 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
                 for x in mlp
             )
         kind: Literal["plain", "gated"] = "gated" if "gate" in family.mlp else "plain"
-        found.append(BlockShape(attention, MLPShape(kind, mlp)))
-    return tuple(found)
+        shapes.append(BlockShape(attention, MLPShape(kind, mlp)))
+    return tuple(shapes)
 
 
 def lacking(family: Family, block: nn.Module) -> tuple[str, str] | None:

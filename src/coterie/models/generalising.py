@@ -113,8 +113,8 @@ class ExtendedClassifier(Classifier, ABC):
             fresh |= self._started(
                 {f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()}
             )
-        found = {name: fresh[name] for name in self.parameters_by_role()[role]}
-        return found | (self.initial_buffers() if role is self.statistics else {})
+        values = {name: fresh[name] for name in self.parameters_by_role()[role]}
+        return values | (self.initial_buffers() if role is self.statistics else {})
 
     @property
     def trainable_parameters(self) -> int:
@@ -144,13 +144,16 @@ class ExtendedClassifier(Classifier, ABC):
         for x, y in zip(xs, ys, strict=True):
             logits, objectives = self.objectives(x, y, set(wrt))
             for objective, followers in objectives:
-                own = [parameter for parameter in wrt if parameter in followers]
-                if not own:
+                followed = [parameter for parameter in wrt if parameter in followers]
+                if not followed:
                     continue
-                found = torch.autograd.grad(
-                    objective * (len(y) / count), own, retain_graph=True, materialize_grads=True
+                gradients = torch.autograd.grad(
+                    objective * (len(y) / count),
+                    followed,
+                    retain_graph=True,
+                    materialize_grads=True,
                 )
-                for parameter, gradient in zip(own, found, strict=True):
+                for parameter, gradient in zip(followed, gradients, strict=True):
                     totals[parameter] += gradient
             losses = losses + cross_entropy(logits.detach(), y, reduction="sum")
             correct = correct + (logits.argmax(dim=1) == y).sum()

@@ -33,8 +33,8 @@ class Extended(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """(B, e) -> (B, classes)."""
-        found: nn.Linear = self.outer if hasattr(self, "outer") else self.base.head
-        return found
+        head: nn.Linear = self.outer if hasattr(self, "outer") else self.base.head
+        return head
 
     @property
     def beside(self) -> nn.ModuleDict:
@@ -55,8 +55,8 @@ class Extended(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return inputs -> (B, e)."""
-        found: Tensor = self.base.features(x)
-        return found
+        features: Tensor = self.base.features(x)
+        return features
 
     def forward(self, x: Tensor) -> Tensor:
         """Return inputs -> (B, classes)."""

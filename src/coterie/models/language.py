@@ -97,8 +97,8 @@ class LanguageModel:
         of the pool.
         """
         assert self.adapter.gate is not None
-        found: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
-        return found
+        scores: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
+        return scores
 
     def towards(self) -> Tensors:
         """Return the gradient, by name, of the gate's cross-entropy towards the members that are
@@ -123,9 +123,9 @@ class LanguageModel:
         with torch.no_grad():
             bias = self._bias()
         layout = replace(self.layout, members=0, biased=bias is not None)
-        own = [name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()]
+        names = [name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()]
         return layout, {
-            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in own
+            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in names
         }
 
     def _bias(self) -> Tensor | None:
@@ -277,11 +277,11 @@ class LanguageModel:
                     not objective.requires_grad
                 ):  # a gate that chose a single expert: nothing is weighed
                     return [torch.zeros_like(p) for p in wrt], totals.statistics()
-                found = torch.autograd.grad(objective, wrt, materialize_grads=True)
+                terms = torch.autograd.grad(objective, wrt, materialize_grads=True)
                 if not gradients:
-                    gradients = list(found)
+                    gradients = list(terms)
                     continue
-                for total, term in zip(gradients, found, strict=True):
+                for total, term in zip(gradients, terms, strict=True):
                     total.add_(term)
         return gradients, totals.statistics()
 
@@ -352,8 +352,8 @@ class LanguageModel:
 
     def _check_own(self, wrt: Sequence[nn.Parameter]) -> None:
         """Refuse anything but parameters of this adapter, at least one."""
-        asked = {id(parameter) for parameter in wrt}
-        if not asked or not asked <= {id(parameter) for parameter in self.adapter.parameters()}:
+        trained = {id(parameter) for parameter in wrt}
+        if not trained or not trained <= {id(parameter) for parameter in self.adapter.parameters()}:
             raise ModelError(
                 "gradient: `wrt` is empty or holds a parameter of another model",
                 "Give parameters of this adapter.",
@@ -363,14 +363,14 @@ class LanguageModel:
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
         """Within the block only `wrt` requires gradients, and dropout is on."""
         self._check_own(wrt)
-        own, asked = list(self.adapter.parameters()), {id(parameter) for parameter in wrt}
-        before = [parameter.requires_grad for parameter in own]
+        parameters, trained = list(self.adapter.parameters()), {id(parameter) for parameter in wrt}
+        before = [parameter.requires_grad for parameter in parameters]
         self.adapter.train()
         try:
-            for parameter in own:
-                parameter.requires_grad_(id(parameter) in asked)
+            for parameter in parameters:
+                parameter.requires_grad_(id(parameter) in trained)
             yield
         finally:
             self.adapter.eval()
-            for parameter, required in zip(own, before, strict=True):
+            for parameter, required in zip(parameters, before, strict=True):
                 parameter.requires_grad_(required)

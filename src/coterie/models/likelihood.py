@@ -22,8 +22,8 @@ def nll_of(backbone: Backbone, windows: Windows) -> Tensor:
     """(T,) the NLL of each target, at least fp32."""
     head = backbone.head
     if head is None or (torch.is_grad_enabled() and windows.counted is None):
-        found = backbone.logits(windows.inputs, windows.positions).flatten(0, 1)
-        logits = windows.chosen(found)
+        all_logits = backbone.logits(windows.inputs, windows.positions).flatten(0, 1)
+        logits = windows.chosen(all_logits)
     else:
         hidden = backbone.hidden(windows.inputs, windows.positions).flatten(0, 1)
         hidden = windows.chosen(hidden)
@@ -43,6 +43,6 @@ def nll_by_row(backbone: Backbone, windows: Windows) -> tuple[Tensor, Tensor]:
         nll = nll_sum(backbone, windows)
         return nll, nll / windows.ids[:, 1:].shape[1]
     each = nll_of(backbone, windows)
-    counts = torch.tensor([own.predictions for own in windows.rows()])
+    counts = torch.tensor([row.predictions for row in windows.rows()])
     weights = (1 / counts).repeat_interleave(counts).to(each.device, each.dtype)
     return each.sum(), (each * weights).sum()

@@ -69,27 +69,27 @@ def _by_vocabulary(
     target y apart, the gradient is sum_{v != y} p_v W_v - (1 - p_y) W_y, where nothing cancels.
     """
     top = hidden.new_full((len(hidden), 1), torch.finfo(_exact(hidden)).min, dtype=_exact(hidden))
-    others, own = torch.zeros_like(top), torch.zeros_like(top)
+    others, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start, stop in _blocks(hidden, weight):
         rows = weight[start:stop]
         logits = _logits(hidden, rows, None if bias is None else bias[start:stop])
         place = targets[:, None] - start
         here = (place >= 0) & (place < stop - start)
         place = place.clamp(0, stop - start - 1)
-        found = logits.gather(1, place)
-        own = torch.where(here, found, own)
-        logits.scatter_(1, place, found.masked_fill(here, -torch.inf))
+        gathered = logits.gather(1, place)
+        target_logit = torch.where(here, gathered, target_logit)
+        logits.scatter_(1, place, gathered.masked_fill(here, -torch.inf))
         before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True))
         shrunk, shares = (before - top).exp_(), logits.sub_(top).exp_()
         others.mul_(shrunk).add_(shares.sum(dim=1, keepdim=True))
         if gradient is not None:
             _add_product(gradient.mul_(shrunk), shares, rows)
     rest = others.log().add_(top)  # log sum_{v != y} exp(logit_v)
-    total = torch.logaddexp(rest, own)
+    total = torch.logaddexp(rest, target_logit)
     if gradient is not None:
         gradient.mul_((top - total).exp_())
         gradient.addcmul_((rest - total).exp_(), weight[targets].to(gradient.dtype), value=-1)
-    return (total - own)[:, 0]
+    return (total - target_logit)[:, 0]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

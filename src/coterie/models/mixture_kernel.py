@@ -42,24 +42,24 @@ class Activation:
         def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
             with torch.enable_grad():
                 p = p.detach().requires_grad_()
-                (found,) = torch.autograd.grad(module(p), p, grad)
-            return found if out is None else out.copy_(found)
+                (gradient,) = torch.autograd.grad(module(p), p, grad)
+            return gradient if out is None else out.copy_(gradient)
 
         return cls(forward, derive)
 
     @classmethod
     def _fused(cls, forward: Any, backward: Any, **how: Any) -> "Activation":
         def apply(p: Tensor, out: Tensor | None = None) -> Tensor:
-            found: Tensor = forward(p, **how) if out is None else forward.out(p, **how, out=out)
-            return found
+            a: Tensor = forward(p, **how) if out is None else forward.out(p, **how, out=out)
+            return a
 
         def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-            found: Tensor = (
+            gradient: Tensor = (
                 backward(grad, p, **how)
                 if out is None
                 else backward.grad_input(grad, p, **how, grad_input=out)
             )
-            return found
+            return gradient
 
         return cls(apply, derive)
 
@@ -283,8 +283,8 @@ def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[T
     if gradient is None:
         return [None] * len(by_role)
     return [
-        own.to(t.dtype)
-        for own, t in zip(torch.split(gradient, [len(t) for t in by_role]), by_role, strict=True)
+        part.to(t.dtype)
+        for part, t in zip(torch.split(gradient, [len(t) for t in by_role]), by_role, strict=True)
     ]
 
 
@@ -360,5 +360,5 @@ def _accumulate(
 
 
 def _reordered(x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    found: Tensor = _Reordered.apply(x, order, inverse)  # type: ignore[no-untyped-call]
-    return found
+    rows: Tensor = _Reordered.apply(x, order, inverse)  # type: ignore[no-untyped-call]
+    return rows

@@ -23,11 +23,11 @@ def load(path: Path, shape: Shape) -> Tensors:
         ModelError: It is of another network.
     """
     named, _ = load_tensors(path)
-    found = {
+    tensors = {
         name: tensor for name, tensor in named.items() if not name.endswith(".num_batches_tracked")
     }
-    check(shape, found, str(path))
-    return found
+    check(shape, tensors, str(path))
+    return tensors
 
 
 def statistics(network: nn.Module) -> dict[str, Tensor]:
@@ -40,9 +40,9 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, nn.BatchNorm2d)
     }
     return {
-        f"{prefix}.{own}": buffer
+        f"{prefix}.{name}": buffer
         for prefix, norm in norms.items()
-        for own, buffer in norm.named_buffers()
+        for name, buffer in norm.named_buffers()
     }
 
 
@@ -53,14 +53,14 @@ def check_size(shape: Shape, tensors: Named, source: str) -> None:
     Raises:
         ModelError: It is. What else is wrong with the tensors `check` tells.
     """
-    found = sum(tensor.numel() for tensor in tensors.values())
+    held = sum(tensor.numel() for tensor in tensors.values())
     try:
-        wanted = sum(parameter.numel() for parameter in shape.build("meta").parameters())
+        needed = sum(parameter.numel() for parameter in shape.build("meta").parameters())
     except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
         raise ModelError(f"{source}: {shape.title}: {error}", "It was changed by hand.") from None
-    if wanted > 2 * found + _SMALL:
+    if needed > 2 * held + _SMALL:
         raise ModelError(
-            f"{source}: {found:,} values, {shape.title} has {wanted:,}",
+            f"{source}: {held:,} values, {shape.title} has {needed:,}",
             "The file belongs to another network.",
         )
 

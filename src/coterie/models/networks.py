@@ -313,16 +313,16 @@ def initial(network: nn.Module, seed: int) -> Tensors:
     normalisation starts as the identity. Each tensor is drawn from a stream of its own, named by
     (seed, "generalist", name).
     """
-    found: Tensors = {}
+    values: Tensors = {}
     for prefix, owner in network.named_modules():
-        for own, parameter in owner.named_parameters(recurse=False):
-            name = f"{prefix}.{own}"
+        for attribute, parameter in owner.named_parameters(recurse=False):
+            name = f"{prefix}.{attribute}"
             if isinstance(owner, nn.Linear | nn.Conv2d):
                 bound = 1 / math.sqrt(owner.weight[0].numel())
                 generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
-                found[name] = torch.empty(parameter.shape).uniform_(
+                values[name] = torch.empty(parameter.shape).uniform_(
                     -bound, bound, generator=generator
                 )
             else:
-                found[name] = torch.full(parameter.shape, float(own == "weight"))
-    return found
+                values[name] = torch.full(parameter.shape, float(attribute == "weight"))
+    return values

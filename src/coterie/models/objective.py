@@ -52,18 +52,18 @@ class Totals:
 
     def statistics(self) -> dict[str, Tensor]:
         nll = cast(Tensor, self.nll)
-        found = {"loss": nll / self.tokens, "balance": torch.zeros_like(nll)}
+        statistics = {"loss": nll / self.tokens, "balance": torch.zeros_like(nll)}
         if isinstance(self.weights, Tensor):
-            found["router"] = self.weights / self.routed
+            statistics["router"] = self.weights / self.routed
             if self.layout.balance_coefficients:
                 users, probabilities = (
                     cast(Tensor, self.users) / self.routed,
                     cast(Tensor, self.probabilities) / self.routed,
                 )
-                found["balance"] = balance_loss(
+                statistics["balance"] = balance_loss(
                     self.layout.balance_coefficients, users, probabilities
                 )
-        return found
+        return statistics
 
 
 def balance_by_row(layout: Layout, records: Sequence[Sequence[Routing]]) -> Tensor:
@@ -74,9 +74,9 @@ def balance_by_row(layout: Layout, records: Sequence[Sequence[Routing]]) -> Tens
         records: Of each row, the decisions of its tokens, block by block.
     """
     terms = []
-    for own in records:
-        users = torch.stack([decision.users() for decision in own])
-        probabilities = torch.stack([decision.probabilities.mean(dim=0) for decision in own])
+    for decisions in records:
+        users = torch.stack([decision.users() for decision in decisions])
+        probabilities = torch.stack([decision.probabilities.mean(dim=0) for decision in decisions])
         load = users / users.sum(dim=-1, keepdim=True) * layout.active
         terms.append(balance_loss(layout.balance_coefficients, load, probabilities))
     return torch.stack(terms).sum()

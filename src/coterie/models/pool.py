@@ -81,12 +81,16 @@ class PoolClassifier:
 
     @cached_property
     def _parameters(self) -> dict[Role, dict[str, nn.Parameter]]:
-        found: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+        parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
         for place, expert in enumerate(self.experts):
-            found[EXPERT] |= {f"{place}.{name}": p for name, p in expert.network.named_parameters()}
+            parameters[EXPERT] |= {
+                f"{place}.{name}": p for name, p in expert.network.named_parameters()
+            }
         if self.gate is not None:
-            found[GATE] = {f"gate.{name}": p for name, p in self.gate.network.named_parameters()}
-        return found
+            parameters[GATE] = {
+                f"gate.{name}": p for name, p in self.gate.network.named_parameters()
+            }
+        return parameters
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the running statistics of batch normalisation in each place."""
@@ -248,8 +252,8 @@ class PoolClassifier:
                     training.enter_context(expert.batch_statistics())
                 outputs, target = self._mixed(part)
             loss = nll_loss(outputs, target)
-            found = _gradients(share * loss, wrt)
-            total = [a + b for a, b in zip(total, found, strict=True)] if total else found
+            terms = _gradients(share * loss, wrt)
+            total = [a + b for a, b in zip(total, terms, strict=True)] if total else terms
             stats.append((share, _stats(outputs, target, loss)))
         return total, {
             name: torch.stack([share * part[name] for share, part in stats]).sum()
@@ -281,7 +285,7 @@ class PoolClassifier:
         score = torch.zeros(3, dtype=torch.float64)
         choices = torch.zeros(2, self.shape.classes, self.layout.pool, dtype=torch.float64)
         for batch in batches:
-            outputs, experts = (found.cpu() for found in self.predict(batch))
+            outputs, experts = (values.cpu() for values in self.predict(batch))
             right = (outputs.argmax(dim=1) == batch.y).double()
             nll = nll_loss(outputs.double(), batch.y, reduction="sum")
             score += torch.stack([nll, torch.tensor(len(batch)), right.sum()])
@@ -303,8 +307,8 @@ class PoolClassifier:
             x, _ = self.experts[0].checked(batch)
             outputs = torch.empty(len(batch), self.shape.classes, device=self.device)
             for place, expert in enumerate(self._present()):
-                if (own := places == place).any():
-                    outputs[own] = expert.network(x[own]).log_softmax(dim=1)
+                if (rows := places == place).any():
+                    outputs[rows] = expert.network(x[rows]).log_softmax(dim=1)
         return outputs, self.numbers.to(self.device)[places]
 
     def _present(self) -> list[Classifier]:
@@ -334,11 +338,11 @@ class PoolClassifier:
                 "the batch has no embeddings",
                 "Draw it from the client's own splits, which have them.",
             )
-        scores, own = self._logits(batch.embedding), self.numbers[:k].to(self.device)
+        scores, numbers = self._logits(batch.embedding), self.numbers[:k].to(self.device)
         return (
-            scores.log_softmax(dim=1)[:, own]
+            scores.log_softmax(dim=1)[:, numbers]
             if self.layout.mixture == "scores"
-            else scores[:, own].log_softmax(dim=1)
+            else scores[:, numbers].log_softmax(dim=1)
         )
 
     def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:

@@ -71,12 +71,12 @@ class QuantisedLinear(nn.Module):
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
         groups = codes.view(len(codes), -1, GROUPS[self.kind])
         if self.least is None:
-            found = cast(Tensor, self.levels).to(dtype)[groups.int()]
-            found.mul_(self.scale.to(dtype)[..., None])
+            weight = cast(Tensor, self.levels).to(dtype)[groups.int()]
+            weight.mul_(self.scale.to(dtype)[..., None])
         else:
-            found = groups.to(dtype).mul_(self.scale.to(dtype)[..., None])
-            found.add_(self.least.to(dtype)[..., None])
-        return found.flatten(1)[:, : self.in_features]
+            weight = groups.to(dtype).mul_(self.scale.to(dtype)[..., None])
+            weight.add_(self.least.to(dtype)[..., None])
+        return weight.flatten(1)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -85,17 +85,17 @@ class QuantisedLinear(nn.Module):
 
     def part(self, rows: slice) -> "QuantisedLinear":
         """Return some of its outputs as a layer; they share its memory."""
-        found = QuantisedLinear.__new__(QuantisedLinear)
-        nn.Module.__init__(found)
-        found.kind, found.in_features = self.kind, self.in_features
+        layer = QuantisedLinear.__new__(QuantisedLinear)
+        nn.Module.__init__(layer)
+        layer.kind, layer.in_features = self.kind, self.in_features
         for name in ("codes", "scale", "least"):
             values = getattr(self, name)
-            found.register_buffer(name, None if values is None else values[rows])
-        found.register_buffer("levels", self.levels, persistent=False)
-        found.out_features = len(found.codes)
+            layer.register_buffer(name, None if values is None else values[rows])
+        layer.register_buffer("levels", self.levels, persistent=False)
+        layer.out_features = len(layer.codes)
         bias = None if self.bias is None else self.bias[rows]
-        found.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        return found
+        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        return layer
 
     def extra_repr(self) -> str:
         return f"{self.kind}, in_features={self.in_features}, out_features={self.out_features}"
@@ -175,8 +175,8 @@ def quantise(model: nn.Module, family: Family, kind: str) -> None:
         for name in names:
             layer: Any = block.get_submodule(name)
             weight = layer.weight.T if is_transposed(layer) else layer.weight
-            found = QuantisedLinear(weight, layer.bias, cast(Quantisation, kind))
-            block.set_submodule(name, found)
+            quantised = QuantisedLinear(weight, layer.bias, cast(Quantisation, kind))
+            block.set_submodule(name, quantised)
 
 
 def dequantise(model: nn.Module) -> None:

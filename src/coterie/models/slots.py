@@ -94,11 +94,11 @@ def _part(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
     if isinstance(whole, QuantisedLinear):
         return whole.part(rows)
     weight = whole.weight.detach()[rows]
-    found = nn.Linear(whole.in_features, len(weight), bias=whole.bias is not None, device="meta")
-    found.weight = nn.Parameter(weight, requires_grad=False)
+    layer = nn.Linear(whole.in_features, len(weight), bias=whole.bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
     if whole.bias is not None:
-        found.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
-    return found
+        layer.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
+    return layer
 
 
 class _InTheBlock(nn.Module):
@@ -160,11 +160,11 @@ def check_mlps(model: nn.Module, width: int) -> None:
     x = torch.linspace(-1, 1, width, device=like.device).sin().to(like.dtype)[None, None]
     off = 1e-3 if like.dtype.itemsize >= 4 else 0.05
     for slot in (module for module in model.modules() if isinstance(module, MLPSlot)):
-        wanted, frozen = slot.base(x).float(), slot.frozen
+        expected, frozen = slot.base(x).float(), slot.frozen
         first, *second = (project(layer, x[0]) for layer in frozen.first)
         h = frozen.activation.forward(first)
-        found = project(frozen.down, h * second[0] if second else h)[None].float()
-        if (found - wanted).norm() > off * wanted.norm():
+        output = project(frozen.down, h * second[0] if second else h)[None].float()
+        if (output - expected).norm() > off * expected.norm():
             form = "down(act(gate x) * up x)" if second else "down(act(up x))"
             raise ModelError(
                 f"the MLP of block {slot.block} of a {type(model).__name__} is not {form}", REMEDY

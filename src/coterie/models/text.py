@@ -88,19 +88,19 @@ class TextShape:
         identity, and biases at 0. Each tensor is drawn from a stream of its own, named by (seed,
         "generalist", name).
         """
-        network, lacking = _loaded(self.base, self.classes)
-        found: Tensors = {}
+        network, missing = _loaded(self.base, self.classes)
+        values: Tensors = {}
         for name, parameter in network.named_parameters():
-            if name not in lacking:
-                found[name] = parameter.detach().clone()
+            if name not in missing:
+                values[name] = parameter.detach().clone()
             elif parameter.ndim > 1:
                 generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
-                found[name] = torch.empty(parameter.shape).normal_(
+                values[name] = torch.empty(parameter.shape).normal_(
                     0, network.scale, generator=generator
                 )
             else:
-                found[name] = torch.full(parameter.shape, float(name.endswith("weight")))
-        return found
+                values[name] = torch.full(parameter.shape, float(name.endswith("weight")))
+        return values
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse what are not texts for this network.
@@ -236,7 +236,7 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
             network = TextNetwork(_random(base, classes, "cpu"))
             return network, frozenset(name for name, _ in network.named_parameters())
         with explained(base), _quietly():
-            model, found = AutoModelForSequenceClassification.from_pretrained(
+            model, report = AutoModelForSequenceClassification.from_pretrained(
                 str(folder),
                 config=config,
                 dtype=torch.float32,
@@ -245,7 +245,7 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
                 trust_remote_code=trusted(),
                 weights_only=True,
             )
-    lacking = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
+    missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     pooler = getattr(model.base_model, "pooler", None)
     head = {
         id(parameter)
@@ -256,13 +256,13 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
     if broken := sorted(
         name
         for name, parameter in model.named_parameters()
-        if name in lacking and id(parameter) in encoder
+        if name in missing and id(parameter) in encoder
     ):
         raise ModelError(
             f"base {base!r}: its weights lack {broken[0]!r} ({len(broken)} tensors in all)",
             "The files are incomplete or belong to another configuration: get the base again.",
         )
-    return TextNetwork(model), frozenset(f"model.{name}" for name in lacking)
+    return TextNetwork(model), frozenset(f"model.{name}" for name in missing)
 
 
 @contextmanager

@@ -95,13 +95,13 @@ class Vectorised:
     @cached_property
     def _maps(self) -> list[int]:
         """Bytes of each layer's output for one example."""
-        found: list[int] = []
+        sizes: list[int] = []
         network = self.shape.build("meta").eval()
         for layer in network.modules():
             if not list(layer.children()):
-                layer.register_forward_hook(lambda _, inputs, output: found.append(output.nbytes))
+                layer.register_forward_hook(lambda _, inputs, output: sizes.append(output.nbytes))
         network(self.shape.example().to("meta"))
-        return found
+        return sizes
 
     def vectorised(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
@@ -143,17 +143,17 @@ class Vectorised:
         with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
             for start in range(0, len(points), size):
                 part = slice(start, start + size)
-                own = None if running is None else running[part]
+                statistics = None if running is None else running[part]
                 stats.append(
                     self._at(
                         points[part],
                         inputs.view(x.shape)[part],
                         labels.view(y.shape)[part],
-                        own,
+                        statistics,
                         gradients[part],
                     )
                 )
-        return gradients, {name: torch.cat([found[name] for found in stats]) for name in stats[0]}
+        return gradients, {name: torch.cat([values[name] for values in stats]) for name in stats[0]}
 
     def _at_once(self, examples: int) -> int:
         """Return the number of points that are computed at once. Each needs its parameters, a
@@ -171,8 +171,8 @@ class Vectorised:
         """Compute `vectorised` for points that fit into memory at once; gradients are written to
         `into` (m, d).
         """
-        own = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
-        stacks = {name: stack.requires_grad_() for name, stack in own.items()}
+        by_name = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
+        stacks = {name: stack.requires_grad_() for name, stack in by_name.items()}
         parts = {} if running is None else unflatten(running, self.buffers())
         buffers = {
             name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
@@ -183,10 +183,10 @@ class Vectorised:
             .view(y.shape)
             .mean(dim=1)
         )
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             losses.sum(), list(stacks.values())
         )  # each loss depends only on its own point
-        torch.cat([gradient.flatten(1) for gradient in found], dim=1, out=into)
+        torch.cat([gradient.flatten(1) for gradient in gradients], dim=1, out=into)
         if running is not None and buffers:
             torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)
         return {

@@ -108,8 +108,8 @@ class Windows:
         """Return the decisions of each row's own tokens."""
         parts = self.rows()
         return [
-            own.of_tokens([decision.part(row, len(parts)) for decision in record])
-            for row, own in enumerate(parts)
+            row_windows.of_tokens([decision.part(row, len(parts)) for decision in record])
+            for row, row_windows in enumerate(parts)
         ]
 
     def means(self, hidden: Tensor) -> Tensor:
