@@ -29,10 +29,10 @@ Found = tuple[Judgement, str]  # and the measured numbers in words
 def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
     """Yield a verdict for each of the statement's columns in which all its rows were run."""
     for c in statement.columns:
-        own = {cell.row: cell for cell in cells if cell.column == c}
-        if (found := _judged(statement, own)) is None:
+        of_column = {cell.row: cell for cell in cells if cell.column == c}
+        if (judgements := _judged(statement, of_column)) is None:
             continue
-        judgement, detail = found
+        judgement, detail = judgements
         verdict = Verdict(
             statement.says,
             statement.source,
@@ -41,7 +41,7 @@ def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
             judgement.surely,
             detail,
             judgement.decisive.told() if judgement.decisive.interval else "",
-            None if judgement.holds else _only_with(statement, own),
+            None if judgement.holds else _only_with(statement, of_column),
         )
         yield verdict
 
@@ -58,8 +58,8 @@ def _only_with(statement: Statement, cells: Cells) -> str | None:
     if not isinstance(statement, Replaceable):
         return None
     for name, rows in statement.only_with.items():
-        found = _judged(with_other_rows(statement, rows), cells)
-        if found is not None and (found[0].surely or _is_single(found[0])):
+        judgements = _judged(with_other_rows(statement, rows), cells)
+        if judgements is not None and (judgements[0].surely or _is_single(judgements[0])):
             return name
     return None
 
@@ -105,8 +105,8 @@ def _wins(statement: Compared, good: Cell, bad: Cell, sign: int) -> tuple[int, i
     pairs: list[float] = []
     for ours, theirs in zip(good.seeds, bad.seeds, strict=True):
         known = ours.clients.keys() & theirs.clients.keys()
-        asked = [i for i in statement.clients or ours.clients if i in known]
-        pairs += [sign * (theirs.clients[i] - ours.clients[i]) for i in asked]
+        compared = [i for i in statement.clients or ours.clients if i in known]
+        pairs += [sign * (theirs.clients[i] - ours.clients[i]) for i in compared]
     return (sum(gain > 0 for gain in pairs), len(pairs)) if pairs else None
 
 
@@ -127,14 +127,14 @@ def _lower(statement: Lower, cells: Cells) -> Found:
 
 def _better(statement: Better, cells: Cells) -> Found:
     lower_is_better = _metric(cells).lower_is_better
-    judgement, told = _ordered(statement, cells, statement.better, statement.than, lower_is_better)
-    return judgement, told + (f" (by at least {statement.by:g})" if statement.by else "")
+    judgement, text = _ordered(statement, cells, statement.better, statement.than, lower_is_better)
+    return judgement, text + (f" (by at least {statement.by:g})" if statement.by else "")
 
 
 def _near(statement: Near, cells: Cells) -> Found:
     metric = _metric(cells)
     values = {r: _values(cells[r], statement) for r in (statement.row, *statement.best_of)}
-    means = {r: metrics.mean(own) for r, own in values.items()}
+    means = {r: metrics.mean(of_row) for r, of_row in values.items()}
     best = min(statement.best_of, key=lambda r: metrics.sort_key(means[r], metric))
     title, other = cells[statement.row].title, cells[best].title
     scale = 1 if statement.points else 100
@@ -143,8 +143,8 @@ def _near(statement: Near, cells: Cells) -> Found:
     condition = Condition(
         f"{title} against {other}",
         [
-            (own - theirs) if statement.points else 100 * (own - theirs) / theirs
-            for own, theirs in zip(values[statement.row], values[best], strict=True)
+            (of_row - theirs) if statement.points else 100 * (of_row - theirs) / theirs
+            for of_row, theirs in zip(values[statement.row], values[best], strict=True)
         ],
         limit,
         above=not metric.lower_is_better,
@@ -152,11 +152,11 @@ def _near(statement: Near, cells: Cells) -> Found:
         form="" if statement.points else "%",
     )
     most = "most" if metric.lower_is_better else "least"
-    told = (
+    text = (
         f"{title} {means[statement.row]:.2f}, {condition.mean:+.2f}{sign} against {other} "
         f"(at {most} {limit:+g}{sign})"
     )
-    return Judgement([condition]), told
+    return Judgement([condition]), text
 
 
 def _metric(cells: Cells) -> MetricInfo:
@@ -194,9 +194,9 @@ def _gate(statement: Gate, cells: Cells) -> Found | None:
 
 
 def _routers(statement: Routers, cells: Cells) -> Found | None:
-    found = [seed.generalist for seed in cells[statement.row].seeds]
-    known = [pair for pair in found if pair is not None]
-    if len(known) < len(found):
+    generalists = [seed.generalist for seed in cells[statement.row].seeds]
+    known = [pair for pair in generalists if pair is not None]
+    if len(known) < len(generalists):
         return None
     first, last = (metrics.mean(pair[at] for pair in known) for at in (0, 1))
     if statement.generalist == "falls":
@@ -215,13 +215,16 @@ def _favours(statement: Favours, cells: Cells) -> Found | None:
     if len(known) < len(cell.seeds):
         return None
     conditions = [
-        Condition(f"weight for {most} above that for {i} by", [own[most] - own[i] for own in known])
+        Condition(
+            f"weight for {most} above that for {i} by",
+            [of_seed[most] - of_seed[i] for of_seed in known],
+        )
         for i in known[0]
         if i != most
     ]
-    means = {i: metrics.mean(own[i] for own in known) for i in known[0]}
-    told = ", ".join(f"{i} {mean:.3f}" for i, mean in means.items())
-    return Judgement(conditions), f"mean weights of {one}: {told}"
+    means = {i: metrics.mean(of_seed[i] for of_seed in known) for i in known[0]}
+    text = ", ".join(f"{i} {mean:.3f}" for i, mean in means.items())
+    return Judgement(conditions), f"mean weights of {one}: {text}"
 
 
 _CHECKS: Mapping[type, Callable[..., Found | None]] = {

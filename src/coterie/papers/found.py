@@ -176,8 +176,8 @@ class Reproduced:
 
     def of(self, column: str) -> list[Cell]:
         """Return the cells of a column, in the order of the rows."""
-        own = {cell.row: cell for cell in self.cells if cell.column == column}
-        return [own[row] for row in self.rows if row in own]
+        by_row = {cell.row: cell for cell in self.cells if cell.column == column}
+        return [by_row[row] for row in self.rows if row in by_row]
 
     def to_json(self) -> Json:
         """Return what is in the JSON file."""

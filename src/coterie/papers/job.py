@@ -82,13 +82,13 @@ class Job:
         _check_known("row", self.rows, rows)
         asked_rows = [r for r in rows if r in (self.rows or rows)]
         asked_columns = [c for c in columns if c in (self.columns or columns)]
-        asked = ((r, c) for c in asked_columns for r in asked_rows)
-        return [(r, c) for r, c in asked if c in (self.reproduction.rows[r].columns or columns)]
+        pairs = ((r, c) for c in asked_columns for r in asked_rows)
+        return [(r, c) for r, c in pairs if c in (self.reproduction.rows[r].columns or columns)]
 
     @cached_property
     def _bases(self) -> dict[str, Recipe]:
         """The recipe of each column, before a row sets anything."""
-        found = {}
+        bases = {}
         for c in dict.fromkeys(c for _, c in self.cells):
             column = self.reproduction.columns[c]
             common = {
@@ -96,10 +96,10 @@ class Job:
                 **column.set,
                 **column.at.get(self.scale, {}),
             }
-            found[c] = recipes.load(
+            bases[c] = recipes.load(
                 column.recipes[self.scale], [*recipes.overrides(common), *self.overrides]
             )
-        return found
+        return bases
 
     def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
         """Return what is chosen on validation for a cell: keys of a recipe, and the values that are
@@ -107,11 +107,11 @@ class Job:
         """
         if not self._trains(row, column):  # nothing to choose
             return {}
-        own = self.reproduction.rows[row]
+        row_spec = self.reproduction.rows[row]
         return {
             **self.reproduction.columns[column].tune.get(self.scale, {}),
-            **own.sweep.get(self.scale, {}),
-            **(own.search.get(self.scale, {}) if self.effort is not None else {}),
+            **row_spec.sweep.get(self.scale, {}),
+            **(row_spec.search.get(self.scale, {}) if self.effort is not None else {}),
         }
 
     def search(self, cell: tuple[str, str], allowed: Callable[[Trial], bool]) -> Search:
@@ -128,8 +128,8 @@ class Job:
             for key, values in swept.items()
         }
         fields = fields_of(recipe, grids)
-        rounds, own = self.rounds(*cell), own_values(recipe, fields)
-        return search.halving(fields, self.effort, rounds, own, allowed=allowed)
+        rounds, defaults = self.rounds(*cell), own_values(recipe, fields)
+        return search.halving(fields, self.effort, rounds, defaults, allowed=allowed)
 
     def rounds(self, row: str, column: str) -> int:
         """Return the rounds of a cell; of several that are tried the fewest."""
@@ -156,14 +156,14 @@ class Job:
 
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
         """One run of a cell and its folder. Cells of all tables that are the same run share one."""
-        own, base = self.reproduction.rows[row], self._bases[column]
+        row_spec, base = self.reproduction.rows[row], self._bases[column]
         settings = {
-            **own.set,
-            **own.at.get(self.scale, {}),
+            **row_spec.set,
+            **row_spec.at.get(self.scale, {}),
             **self.reproduction.columns[column].rows.get(row, {}),
             **choice,
         }
-        recipe = recipes.changed(base.with_method(own.method), settings).model_copy(
+        recipe = recipes.changed(base.with_method(row_spec.method), settings).model_copy(
             update={"seed": seed}
         )
         return recipe, folder_of(recipe, self.folder / recipe.name)
@@ -182,8 +182,8 @@ class Job:
         return tried + len(self.cells) * (len(self.numbers) - 1)
 
 
-def _check_known(what: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    if unknown := [a for a in asked if a not in known]:
+def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
+    if unknown := [a for a in names if a not in known]:
         raise Refused(
             f"no {what} {', '.join(map(repr, unknown))} at this scale",
             f"Choose among: {', '.join(known)}.",

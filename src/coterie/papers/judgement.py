@@ -79,13 +79,13 @@ class Condition:
 
     def told(self) -> str:
         """Return the figure with its interval, in words."""
-        found = f"{self.name} {self._figure(self.mean)}"
+        text = f"{self.name} {self._figure(self.mean)}"
         if self.interval is not None:
             low, high = map(self._figure, self.interval)
-            found += f" (interval {low} to {high})"
+            text += f" (interval {low} to {high})"
         if self.wins is not None:
-            found += f", for {self.wins[0]} of {self.wins[1]} clients and seeds"
-        return found
+            text += f", for {self.wins[0]} of {self.wins[1]} clients and seeds"
+        return text
 
     def _right(self, value: float) -> bool:
         margin = value - self.bound if self.above else self.bound - value
@@ -114,10 +114,10 @@ class Judgement:
     @property
     def surely(self) -> bool | None:
         """Whether the statement holds beyond what seeds alone would do; None if that is open."""
-        found = [one.surely for one in self.conditions]
-        if False in found:
+        answers = [one.surely for one in self.conditions]
+        if False in answers:
             return False
-        return True if all(found) else None
+        return True if all(answers) else None
 
     @property
     def decisive(self) -> Condition:

@@ -34,37 +34,37 @@ def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
     return figure(mean, digits) + (f" ± {figure(std, digits)}" if std else "")
 
 
-def _measured(found: Reproduced, cell: Cell) -> str:
-    return plus_minus(cell.mean, cell.std if len(found.seeds) > 1 else None)
+def _measured(reproduced: Reproduced, cell: Cell) -> str:
+    return plus_minus(cell.mean, cell.std if len(reproduced.seeds) > 1 else None)
 
 
-def notes(found: Reproduced) -> list[str]:
+def notes(reproduced: Reproduced) -> list[str]:
     """Return notes for a fair comparison, and the statements that could not be judged."""
-    count = found.unjudged
+    count = reproduced.unjudged
     one, many = (
         "statement of the paper is not judged: not all that it speaks",
         "statements of the paper are not judged: not all that they speak",
     )
     return [
-        *found.notes,
+        *reproduced.notes,
         *([f"{count} {one if count == 1 else many} of was run."] if count else []),
     ]
 
 
-def said(found: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
+def said(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
     """Return the paper's statements: whether each holds, or None if that is open; the statement
     with its place in the paper; and the measured numbers.
     """
-    for s in found.statements:
+    for s in reproduced.statements:
         yield (
             s.state,
-            f"{found.columns[s.column]}: {s.says} ({s.source})",
+            f"{reproduced.columns[s.column]}: {s.says} ({s.source})",
             s.measured,
         )
 
 
-def _metric(found: Reproduced, column: str) -> MetricInfo:
-    return found.metrics[column]
+def _metric(reproduced: Reproduced, column: str) -> MetricInfo:
+    return reproduced.metrics[column]
 
 
 def _has_published(cells: Sequence[Cell]) -> bool:
@@ -82,9 +82,9 @@ def _synced(cells: Sequence[Cell]) -> dict[str, list[str]]:
     return {} if cells[0].groups else {"synced": [figure(cell.mean_synced) for cell in cells]}
 
 
-def _lead(found: Reproduced, column: str) -> str:
-    metric = _metric(found, column)
-    return f"{_LEADS[found.shows]} {metric} over clients; {direction(metric)}."
+def _lead(reproduced: Reproduced, column: str) -> str:
+    metric = _metric(reproduced, column)
+    return f"{_LEADS[reproduced.shows]} {metric} over clients; {direction(metric)}."
 
 
 def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
@@ -105,26 +105,26 @@ def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
         del kinds["± between clients"]
     else:
         del kinds["best"], kinds["best of ten"]
-    found = {
+    lines = {
         group: [plus_minus(cell.mean_of(group), cell.std_of(group)) for cell in cells]
         for group in groups or ()
     }
     for name, (of, form) in kinds.items():
         values = [of(cell) for cell in cells]
         if any(value is not None for value in values):
-            found[name] = ["" if value is None else form(value) for value in values]
-    return found
+            lines[name] = ["" if value is None else form(value) for value in values]
+    return lines
 
 
-def terminal(found: Reproduced) -> list[Table]:
+def terminal(reproduced: Reproduced) -> list[Table]:
     """Tables that fit 80 columns, one for each column, and a second one for classifiers and
     where the paper tells more than the metric.
     """
     shown = []
-    for c, title in found.columns.items():
-        cells = found.of(c)
+    for c, title in reproduced.columns.items():
+        cells = reproduced.of(c)
         paper, beside = _has_published(cells), _beside(cells)
-        metric = f"{title}: {_metric(found, c)}, {direction(_metric(found, c))}"
+        metric = f"{title}: {_metric(reproduced, c)}, {direction(_metric(reproduced, c))}"
         one = _plain(
             metric,
             (
@@ -148,8 +148,8 @@ def terminal(found: Reproduced) -> list[Table]:
             )
             published = (plus_minus(cell.published, cell.published_std),) if paper else ()
             one.add_row(
-                _name(found, cell),
-                _measured(found, cell),
+                _name(reproduced, cell),
+                _measured(reproduced, cell),
                 *published,
                 size,
                 work,
@@ -159,11 +159,11 @@ def terminal(found: Reproduced) -> list[Table]:
         shown.append(one)
         if (
             beside.keys() & {"Imp.%, paper", "W error", "gate, %"}
-            or not _metric(found, c).lower_is_better
+            or not _metric(reproduced, c).lower_is_better
         ):
             two = _plain(f"{title}, beside the mean", ("row", *beside))
             for cell, *values in zip(cells, *beside.values(), strict=True):
-                two.add_row(_name(found, cell), *values)
+                two.add_row(_name(reproduced, cell), *values)
             shown.append(two)
     return shown
 
@@ -175,14 +175,14 @@ def _plain(title: str, header: Sequence[str]) -> Table:
     return shown
 
 
-def markdown(found: Reproduced) -> str:
+def markdown(reproduced: Reproduced) -> str:
     """Return the whole reproduction as one Markdown page."""
-    lines = [f"# {found.title}", "", _about(found), ""]
-    for c, title in found.columns.items():
-        cells = found.of(c)
+    lines = [f"# {reproduced.title}", "", _about(reproduced), ""]
+    for c, title in reproduced.columns.items():
+        cells = reproduced.of(c)
         columns = {
-            "row": [_name(found, cell) for cell in cells],
-            "measured": [_measured(found, cell) for cell in cells],
+            "row": [_name(reproduced, cell) for cell in cells],
+            "measured": [_measured(reproduced, cell) for cell in cells],
             "paper": [plus_minus(cell.published, cell.published_std) for cell in cells],
             **_synced(cells),
             **_beside(cells),
@@ -191,23 +191,23 @@ def markdown(found: Reproduced) -> str:
                 "" if cell.active_parameters is None else f"{cell.active_parameters:,}"
                 for cell in cells
             ],
-            f"MFLOPs/{prediction(_metric(found, c))}": [
+            f"MFLOPs/{prediction(_metric(reproduced, c))}": [
                 f"{cell.flops_per_token / 1e6:.2f}" for cell in cells
             ],
             "kB up": [f"{cell.bytes_up_per_round / 1000:,.0f}" for cell in cells],
             "kB down": [f"{cell.bytes_down_per_round / 1000:,.0f}" for cell in cells],
             "s": [f"{cell.wall_s:.0f}" for cell in cells],
         }
-        lines += [f"## {title}", "", _lead(found, c), ""]
+        lines += [f"## {title}", "", _lead(reproduced, c), ""]
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
         lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
-        if c in found.order:
+        if c in reproduced.order:
             lines += [
                 "",
-                f"Order of the rows against the paper's: Kendall's tau {found.order[c]:.2f}.",
+                f"Order of the rows against the paper's: Kendall's tau {reproduced.order[c]:.2f}.",
             ]
         lines.append("")
-    if found.statements:
+    if reproduced.statements:
         lines += [
             "## What the paper says",
             "",
@@ -216,46 +216,42 @@ def markdown(found: Reproduced) -> str:
             "| verdict | statement | on | measured |",
             "| --- | --- | --- | --- |",
         ]
-        for s in found.statements:
-            lines.append(
-                f"| {s.word} | {s.says} ({s.source}) | {found.columns[s.column]} | {s.measured} |"
-            )
+        for s in reproduced.statements:
+            column = reproduced.columns[s.column]
+            lines.append(f"| {s.word} | {s.says} ({s.source}) | {column} | {s.measured} |")
         lines.append("")
-    lines += [f"- {note}" for note in notes(found)]
+    lines += [f"- {note}" for note in notes(reproduced)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _about(found: Reproduced) -> str:
-    machine, versions = found.machine, found.versions
+def _about(reproduced: Reproduced) -> str:
+    machine, versions = reproduced.machine, reproduced.versions
     where = ""
     if machine is not None:
         threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
         where = f"{machine.device}, {machine.dtype}, {threads}, "
-    changed = f", with {', '.join(found.overrides)}" if found.overrides else ""
-    command = " ".join(
-        [
-            f"coterie reproduce {found.name} --scale {found.scale} --seeds {len(found.seeds)}",
-            *found.part,
-        ]
-    )
+    changed = f", with {', '.join(reproduced.overrides)}" if reproduced.overrides else ""
+    options = f"--scale {reproduced.scale} --seeds {len(reproduced.seeds)}"
+    command = " ".join([f"coterie reproduce {reproduced.name} {options}", *reproduced.part])
     metrics = dict.fromkeys(
-        f"{_metric(found, c)} ({direction(_metric(found, c))})" for c in found.columns
+        f"{_metric(reproduced, c)} ({direction(_metric(reproduced, c))})"
+        for c in reproduced.columns
     )
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
-        f"over clients, mean ± deviation over seeds {found.seeds}; {found.scored}. Bytes "
+        f"over clients, mean ± deviation over seeds {reproduced.seeds}; {reproduced.scored}. Bytes "
         f"are per client and round, "
         f"seconds those of a run with all clients. {where}"
         f"coterie {versions.coterie}, torch {versions.torch}."
     )
 
 
-def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs: Path) -> None:
+def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], runs: Path) -> None:
     """Write the reproduction as one self-contained HTML file.
 
     Args:
         path: Of the file.
-        found: What `reproduce` found.
+        reproduced: What `reproduce` returned.
         pictures: What to draw.
         runs: The folder that the cells' folders are in.
 
@@ -263,16 +259,16 @@ def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs:
         SaveError: It could not be written.
     """
     parts = [
-        section(f"picture-{k}", *_picture(picture, found, runs))
+        section(f"picture-{k}", *_picture(picture, reproduced, runs))
         for k, picture in enumerate(pictures)
     ]
-    for c, title in found.columns.items():
-        cells = found.of(c)
-        metric, what = _metric(found, c), prediction(_metric(found, c))
+    for c, title in reproduced.columns.items():
+        cells = reproduced.of(c)
+        metric, what = _metric(reproduced, c), prediction(_metric(reproduced, c))
         best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
         columns = {
-            "row": [_name(found, cell) for cell in cells],
-            "measured": [_measured(found, cell) for cell in cells],
+            "row": [_name(reproduced, cell) for cell in cells],
+            "measured": [_measured(reproduced, cell) for cell in cells],
             **(
                 {"paper": [plus_minus(cell.published, cell.published_std) for cell in cells]}
                 if _has_published(cells)
@@ -286,10 +282,10 @@ def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs:
             "kB down per round": bars([cell.bytes_down_per_round for cell in cells], ",.1f", 1000),
             "seconds": bars([cell.wall_s for cell in cells], ",.0f"),
         }
-        about = f"<p>{escape(_lead(found, c))}</p>"
+        about = f"<p>{escape(_lead(reproduced, c))}</p>"
         order = (
-            f"<p>Order against the paper's: Kendall's tau {found.order[c]:.2f}.</p>"
-            if c in found.order
+            f"<p>Order against the paper's: Kendall's tau {reproduced.order[c]:.2f}.</p>"
+            if c in reproduced.order
             else ""
         )
         parts.append(
@@ -301,13 +297,15 @@ def write_page(path: Path, found: Reproduced, pictures: Sequence[Picture], runs:
                 order,
             )
         )
-    if found.statements:
-        told = f"<p class=note>{escape(INTERVALS)}</p>"
-        parts.append(section("statements", "What the paper says", told, verdicts(said(found))))
-    noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(found))
-    about = escape(_about(found).replace("`", ""))
+    if reproduced.statements:
+        intervals = f"<p class=note>{escape(INTERVALS)}</p>"
+        parts.append(
+            section("statements", "What the paper says", intervals, verdicts(said(reproduced)))
+        )
+    noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(reproduced))
+    about = escape(_about(reproduced).replace("`", ""))
     body = (
-        f"<header><h1>{escape(found.title)}</h1><p "
+        f"<header><h1>{escape(reproduced.title)}</h1><p "
         f"class=about>{about}</p>{noted}</header><main>{''.join(parts)}</main>"
     )
-    write_atomically(path, page(found.title, body))
+    write_atomically(path, page(reproduced.title, body))

@@ -22,7 +22,7 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
     """
     from scipy.stats import kendalltau
 
-    found = {}
+    orders_of = {}
     for c in dict.fromkeys(cell.column for cell in cells):
         pairs = [
             (cell.mean, mean) for cell in cells if cell.column == c and (mean := cell.published)
@@ -31,8 +31,8 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
         if (
             len(pairs) > 2 and min(len(measured), len(published)) > 1
         ):  # rows that are all alike have no order
-            found[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
-    return found
+            orders_of[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
+    return orders_of
 
 
 def effort(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
@@ -54,18 +54,18 @@ def effort(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
         others = [f"{title} {count}" for title, count in counts.items() if count != usual]
         text = ", ".join([*others, f"every {'other ' if others else ''}row {usual}"])
         alike.setdefault(text, []).append(job.reproduction.columns[c].title)
-    found = "; ".join(
+    listed = "; ".join(
         f"{text} ({', '.join(titles)})" if len(alike) > 1 else text
         for text, titles in alike.items()
     )
     beyond = [
         f"{_cell_title(job, cell)} {count}"
-        for cell, own in searched.items()
-        if (count := sum(j.rung is None for j in own.judged))
+        for cell, search in searched.items()
+        if (count := sum(j.rung is None for j in search.judged))
     ]
     return [
         f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
-        f"which all rows share): {found}.",
+        f"which all rows share): {listed}.",
         *(
             [f"Beyond the edges of these grids, where the best lay there: {', '.join(beyond)}."]
             if beyond
@@ -83,7 +83,7 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -
         effort: Of each row's search.
         searched: The result of each cell's search.
     """
-    trained = [cell for cell, found in searched.items() if found.chosen is not None]
+    trained = [cell for cell, search in searched.items() if search.chosen is not None]
     rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
     fewer = [
         f"{_cell_title(job, cell)}: only {count} settings, as its fields have no more values."
@@ -101,9 +101,9 @@ def _edges(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
     """Name the fields in which a row's best lies at the end of all that was tried."""
     return [
         f"{_cell_title(job, cell)}: the best lies at the end of its range in "
-        f"{', '.join(map(name_of, found.at_edge))}."
-        for cell, found in searched.items()
-        if found.at_edge
+        f"{', '.join(map(name_of, search.at_edge))}."
+        for cell, search in searched.items()
+        if search.at_edge
     ]
 
 
@@ -117,13 +117,13 @@ def unlike(cells: Sequence[Cell]) -> list[str]:
     """Return what makes the rows of a column unlike in budget; a sentence about several columns
     appears once.
     """
-    found: dict[str, None] = {}
+    sentences: dict[str, None] = {}
     for c in dict.fromkeys(cell.column for cell in cells):
-        own = [replace(cell, method=cell.row) for cell in cells if cell.column == c]
-        titles = {cell.row: cell.title for cell in own}
+        rows = [replace(cell, method=cell.row) for cell in cells if cell.column == c]
+        titles = {cell.row: cell.title for cell in rows}
         ours = [
             row for row in titles if row.startswith(("comigs", "ddome"))
         ]  # 1G1S where it is among them, otherwise the first
         reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
-        found |= dict.fromkeys(comparison.comparability(own, reference, titles))
-    return list(found)
+        sentences |= dict.fromkeys(comparison.comparability(rows, reference, titles))
+    return list(sentences)

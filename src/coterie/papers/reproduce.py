@@ -53,8 +53,10 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     reproduction, folder = job.reproduction, job.folder
     trial_runs, searched = search(job, reporter or Callback())
     choices = {
-        cell: {} if found.chosen is None else trial_runs.settings(cell, found.chosen.trial)
-        for cell, found in searched.items()
+        cell: {}
+        if search_result.chosen is None
+        else trial_runs.settings(cell, search_result.chosen.trial)
+        for cell, search_result in searched.items()
     }
     runs = {
         (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
@@ -62,7 +64,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     _execute([run for cell in runs.values() for run in cell], reporter or Callback(), job.changed)
     cells = _cells(job, choices, runs)
     statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells)]
-    found = Reproduced(
+    reproduced = Reproduced(
         name=job.name,
         title=reproduction.title,
         scale=job.scale,
@@ -90,10 +92,10 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     )
     # columns of one table may run at the same time, in processes of their own
     with FileLock(folder / ".lock"):
-        write_json(Path(f"{job.stem}.json"), found.to_json())
-        write_atomically(Path(f"{job.stem}.md"), markdown(found).encode())
-        write_page(Path(f"{job.stem}.html"), found, reproduction.pictures, folder)
-    return found
+        write_json(Path(f"{job.stem}.json"), reproduced.to_json())
+        write_atomically(Path(f"{job.stem}.md"), markdown(reproduced).encode())
+        write_page(Path(f"{job.stem}.html"), reproduced, reproduction.pictures, folder)
+    return reproduced
 
 
 def _hours(
@@ -102,9 +104,9 @@ def _hours(
     runs: Mapping[CellId, Sequence[RunAt]],
 ) -> float:
     """Return how many hours all runs of a table took, those of searches too."""
-    folders = {path for own in runs.values() for _, path in own}
-    for cell, found in searched.items():
-        for judged in found.judged:
+    folders = {path for of_cell in runs.values() for _, path in of_cell}
+    for cell, search in searched.items():
+        for judged in search.judged:
             folders.update(path for _, path in trial_runs.runs_of(cell, judged.trial))
     done = [path for path in folders if not (path / UNFIT).exists()]
     return sum(Result.read(path).wall_s for path in done) / 3600
@@ -153,15 +155,15 @@ def _cells(
     """Return what is known of each cell: the figures of its runs, compared with those of Local in
     its column, and with the paper's.
     """
-    results = {cell: [Result.read(path) for _, path in own] for cell, own in runs.items()}
+    results = {cell: [Result.read(path) for _, path in of_cell] for cell, of_cell in runs.items()}
     alone = {
-        column: found
-        for (row, column), found in results.items()
+        column: of_cell_results
+        for (row, column), of_cell_results in results.items()
         if job.reproduction.rows[row].method == comparison.ALONE
     }
     return [
-        _cell(job, cell, choices[cell], runs[cell], found, alone.get(cell[1], ()))
-        for cell, found in results.items()
+        _cell(job, cell, choices[cell], runs[cell], of_cell_results, alone.get(cell[1], ()))
+        for cell, of_cell_results in results.items()
     ]
 
 

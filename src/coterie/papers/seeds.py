@@ -50,12 +50,12 @@ def seed_figures(
 
 def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
     """Return what the statements of a table speak of a row that needs more than its result."""
-    own = [
+    of_row = [
         s
         for s in reproduction.statements
         if isinstance(s, Routers | Favours) and row in (s.row, *stand_ins(s))
     ]
-    return {"routers" if isinstance(s, Routers) else "weights" for s in own}
+    return {"routers" if isinstance(s, Routers) else "weights" for s in of_row}
 
 
 def _weights(result: Result) -> dict[str, dict[str, float]] | None:
@@ -65,10 +65,10 @@ def _weights(result: Result) -> dict[str, dict[str, float]] | None:
     known = [e.weights for e in result.evaluations if e.weights is not None]
     if not known:
         return None
-    found: dict[str, dict[str, float]] = {client: {} for client in result.clients}
+    means: dict[str, dict[str, float]] = {client: {} for client in result.clients}
     for (i, one), (j, other) in permutations(enumerate(result.clients), 2):
-        found[one][other] = metrics.mean(weights[i][j] for weights in known)
-    return found
+        means[one][other] = metrics.mean(weights[i][j] for weights in known)
+    return means
 
 
 def _generalist(result: Result, folder: Path) -> tuple[float, float]:

@@ -253,8 +253,8 @@ class Reproduction(_Strict):
         """Return what is set in every recipe of a scale, where rows are tuned or not."""
         regimes = _regimes()[self.regime] if self.regime else {}
         shared = regimes.get(scale, Regime())
-        own = {**self.set, **shared.every, **self.scales.get(scale, {})}
-        return {**own, **shared.tuned} if tuned else own
+        settings = {**self.set, **shared.every, **self.scales.get(scale, {})}
+        return {**settings, **shared.tuned} if tuned else settings
 
     @model_validator(mode="after")
     def _names(self) -> "Reproduction":
@@ -282,8 +282,8 @@ class Reproduction(_Strict):
 @cache
 def _regimes() -> Mapping[str, Mapping[Scale, Regime]]:
     """Return the settings that tables share, by name and scale."""
-    found = TypeAdapter(dict[str, dict[Scale, Regime]])
-    return found.validate_python(read(FOLDER / "regimes.yaml"))
+    adapter = TypeAdapter(dict[str, dict[Scale, Regime]])
+    return adapter.validate_python(read(FOLDER / "regimes.yaml"))
 
 
 def spoken_of(statement: Statement) -> tuple[str, ...]:
@@ -300,8 +300,8 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
 def with_other_rows(statement: Replaceable, rows: Mapping[str, str]) -> Replaceable:
     """Return a statement of other rows: those that `rows` gives for its own."""
 
-    def others(own: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(rows.get(row, row) for row in own)
+    def others(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(rows.get(row, row) for row in names)
 
     if isinstance(statement, Lower):
         changed: Mapping[str, Any] = {"lower": others(statement.lower)}
