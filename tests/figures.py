@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from coterie.core.result import Comparison, Evaluation, Machine, Result, Routing, Row, Versions
-from coterie.papers.found import Cell, Reproduced, SeedFigures
+from coterie.papers.reproduced import Cell, Reproduced, SeedFigures
 
 _ROW = {field.name for field in fields(Row)}
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from coterie.core import metrics
 from coterie.core.result import MetricInfo
-from coterie.papers.found import Cell, SeedFigures, Verdict
 from coterie.papers.judgement import Condition, Judgement
+from coterie.papers.reproduced import Cell, SeedFigures, Verdict
 from coterie.papers.tables import (
     Better,
     Favours,

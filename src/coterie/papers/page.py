@@ -9,8 +9,8 @@ from rich.table import Table
 from coterie.core.files import write_atomically
 from coterie.core.metrics import direction, prediction, sort_key
 from coterie.core.result import MetricInfo
-from coterie.papers.found import Cell, Reproduced
 from coterie.papers.pictures import _name, _picture
+from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.tables import Picture
 from coterie.reports.parts import bars, escape, figure, page, prose, section, table, verdicts
 

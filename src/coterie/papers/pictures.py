@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from coterie.core.result import Result
-from coterie.papers.found import Cell, Reproduced
+from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.tables import Picture
 from coterie.reports import chart, classes, collaboration, experts, marks
 from coterie.reports.chart import Line, Style

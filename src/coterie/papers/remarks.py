@@ -8,8 +8,8 @@ from statistics import mode
 
 from coterie.core.result import rows as comparison
 from coterie.core.result.tuning import name_of
-from coterie.papers.found import Cell
 from coterie.papers.job import Job
+from coterie.papers.reproduced import Cell
 from coterie.runs.tuning.search import Effort, Found
 from coterie.runs.tuning.tune import stated
 

@@ -21,10 +21,10 @@ from coterie.core.result import rows as comparison
 from coterie.core.result.parsing import REMEDY
 from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
-from coterie.papers.found import Cell, Reproduced
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
+from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.seeds import seed_figures, spoken_of_row
 from coterie.papers.tables import Figure, Settings
 from coterie.runs.folder.candidates import UNFIT, confirm

@@ -9,7 +9,7 @@ from typing import Literal
 from coterie.core import metrics
 from coterie.core.result import Result
 from coterie.core.result import rows as comparison
-from coterie.papers.found import SeedFigures
+from coterie.papers.reproduced import SeedFigures
 from coterie.papers.tables import Favours, Reproduction, Routers, stand_ins
 from coterie.reports.curves import router_series
 from coterie.runs.folder.metrics import METRICS
