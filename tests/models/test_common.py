@@ -89,12 +89,12 @@ def test_batches_normalised_otherwise_embed_as_if_they_were_normalised_its_way()
     )
     plain, changed = (
         CommonExpert(shape, tensors),
-        CommonExpert(shape, tensors, data=DATA, own=IMAGENET),
+        CommonExpert(shape, tensors, data=DATA, expected=IMAGENET),
     )
     torch.testing.assert_close(changed.embed(theirs), plain.embed(its))
     torch.testing.assert_close(changed.classifier()(theirs), plain.classifier()(its))
     torch.testing.assert_close(
-        CommonExpert(shape, tensors, own=IMAGENET).embed(raw), plain.embed(its)
+        CommonExpert(shape, tensors, expected=IMAGENET).embed(raw), plain.embed(its)
     )
     assert torch.equal(CommonExpert(shape, tensors, data=DATA).embed(theirs), plain.embed(theirs))
     assert not torch.allclose(plain.embed(theirs), plain.embed(its))
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Normalisation((0.5,) * 3, (0.2,) * 2),
     ):
         with pytest.raises(ModelError, match="3 channels"):
-            CommonExpert(CONVOLUTIONS, tensors, own=own)
+            CommonExpert(CONVOLUTIONS, tensors, expected=own)
 
 
 # From a file
@@ -120,7 +120,7 @@ def test_a_file_gives_its_network_and_another_one_is_refused(tmp_path) -> None:
     network, path = learned(build(CONVOLUTIONS)), tmp_path / "expert.safetensors"
     save_file(network.state_dict(), path)
     assert_same(
-        pretrained(path, CONVOLUTIONS, data=DATA, own=IMAGENET),
+        pretrained(path, CONVOLUTIONS, data=DATA, expected=IMAGENET),
         CommonExpert(CONVOLUTIONS, dict(network.state_dict())),
     )
     with pytest.raises(CheckpointError, match=r"none\.safetensors"):

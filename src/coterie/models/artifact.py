@@ -137,16 +137,16 @@ def read_about(folder: Path) -> About:
 _T = TypeVar("_T")
 
 
-def checked(kind: type[_T], found: Mapping[str, Any], folder: Path) -> _T:
+def checked(kind: type[_T], content: Mapping[str, Any], folder: Path) -> _T:
     """Return the content of client.json as its dataclass.
 
     Raises:
         CheckpointError: A value is missing, unknown, of the wrong type or out of range.
     """
-    if foreign := sorted(found.keys() - {field.name for field in fields(cast(Any, kind))}):
+    if foreign := sorted(content.keys() - {field.name for field in fields(cast(Any, kind))}):
         raise CheckpointError(f"{folder / ABOUT}: {foreign[0]}: unknown", FOREIGN)
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(found), strict=True)
+        return TypeAdapter(kind).validate_json(json.dumps(content), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -203,7 +203,7 @@ def check_size(architecture: Architecture, about: About, tensors: Named, source:
 _UNLIKE = "The file belongs to another base or layout than client.json says."
 
 
-def fill(own: Named, tensors: Named, source: str) -> None:
+def fill(parameters: Named, tensors: Named, source: str) -> None:
     """Give a model's own tensors the values of `source`.
 
     Raises:
@@ -211,15 +211,15 @@ def fill(own: Named, tensors: Named, source: str) -> None:
             nothing was changed.
     """
     try:
-        check_alike(own, tensors, source)
+        check_alike(parameters, tensors, source)
     except TensorError as error:
         raise CheckpointError(error.problem, _UNLIKE) from None
-    if broken := [name for name in own if not all_finite({name: tensors[name]})]:
+    if broken := [name for name in parameters if not all_finite({name: tensors[name]})]:
         raise CheckpointError(
             f"{source}: {broken[0]!r} holds values that are not finite ({len(broken)} tensors in "
             f"all)",
             "The file is damaged, or its client diverged: take an earlier copy, or train it "
             "again with a lower learning rate.",
         )
-    for name, tensor in own.items():
+    for name, tensor in parameters.items():
         tensor.data.copy_(tensors[name])

@@ -81,7 +81,7 @@ class CommonExpert:
         tensors: Its parameters and running statistics, by name: others may start from them.
         device: Where it computes.
         data: How the batches that it is given are normalised; None: not at all.
-        own: How it wants them; None: as they are. A network that starts from `tensors` gets them as
+        expected: How it wants them; None: as they are. A network that starts from `tensors` gets them as
             they are in any case.
 
     Raises:
@@ -95,11 +95,13 @@ class CommonExpert:
         tensors: Tensors,
         device: torch.device | str = "cpu",
         data: Normalisation | None = None,
-        own: Normalisation | None = None,
+        expected: Normalisation | None = None,
     ) -> None:
         self.shape, self.device, self.tensors = shape, torch.device(device), tensors
-        self.data, self.own = data, own
-        self._change = None if own is None else _change(shape.example().shape[1], data, own)
+        self.data, self.own = data, expected
+        self._change = (
+            None if expected is None else _change(shape.example().shape[1], data, expected)
+        )
         self._model = self.classifier(device)
 
     @cached_property
@@ -119,16 +121,18 @@ class CommonExpert:
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
         """Return a batch of B inputs -> (B, e), what its last layer sees."""
-        embedding: Tensor = cast(Any, self._model.network).features(self._own(x.to(self.device)))
+        embedding: Tensor = cast(Any, self._model.network).features(
+            self._normalised(x.to(self.device))
+        )
         return embedding
 
     def classifier(self, device: torch.device | str = "cpu") -> Classifier:
         """Return a classifier with its values, which takes batches as it does."""
         model = Classifier(self.shape, device, self.tensors)
-        model.network.register_forward_pre_hook(lambda _, inputs: (self._own(inputs[0]),))
+        model.network.register_forward_pre_hook(lambda _, inputs: (self._normalised(inputs[0]),))
         return model
 
-    def _own(self, x: Tensor) -> Tensor:
+    def _normalised(self, x: Tensor) -> Tensor:
         """Return a batch as the network wants it."""
         if self._change is None:
             return x
@@ -136,18 +140,22 @@ class CommonExpert:
         return x * factor + offset
 
 
-def _change(channels: int, data: Normalisation | None, own: Normalisation) -> tuple[Tensor, Tensor]:
+def _change(
+    channels: int, data: Normalisation | None, expected: Normalisation
+) -> tuple[Tensor, Tensor]:
     """Factor and offset, (C, 1, 1) each, that make inputs of one normalisation those of another.
     Raises ModelError.
     """
     data = data or Normalisation((0.0,) * channels, (1.0,) * channels)
-    if {len(values) for values in (*data, *own)} != {channels} or min(*data.std, *own.std) <= 0:
+    if {len(values) for values in (*data, *expected)} != {channels} or min(
+        *data.std, *expected.std
+    ) <= 0:
         raise ModelError(
-            f"common expert: {data} of the data and {own} of the network, for {channels} channels",
+            f"common expert: {data} of the data and {expected} of the network, for {channels} channels",
             "Give one mean and one positive std for each channel.",
         )
     mean, std, own_mean, own_std = (
-        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (*data, *own)
+        torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (*data, *expected)
     )
     return (std / own_std).float(), ((mean - own_mean) / own_std).float()
 
@@ -157,7 +165,7 @@ def pretrained(
     shape: Shape,
     device: torch.device | str = "cpu",
     data: Normalisation | None = None,
-    own: Normalisation | None = None,
+    expected: Normalisation | None = None,
 ) -> CommonExpert:
     """Return the common expert of a file of safetensors; the arguments are those of `CommonExpert`.
 
@@ -165,7 +173,7 @@ def pretrained(
         CheckpointError: There is no such file, or it is damaged.
         ModelError: It is of another network, or a normalisation is not one of so many channels.
     """
-    return CommonExpert(shape, network_tensors.load(path, shape), device, data, own)
+    return CommonExpert(shape, network_tensors.load(path, shape), device, data, expected)
 
 
 def trained(
