@@ -81,8 +81,8 @@ class CommonExpert:
         tensors: Its parameters and running statistics, by name: others may start from them.
         device: Where it computes.
         data: How the batches that it is given are normalised; None: not at all.
-        expected: How it wants them; None: as they are. A network that starts from `tensors` gets them as
-            they are in any case.
+        expected: How it wants them; None: as they are. A network that starts from `tensors` gets
+            them as they are in any case.
 
     Raises:
         ModelError: The tensors are of another network, or a normalisation is not one of so many
@@ -151,7 +151,8 @@ def _change(
         *data.std, *expected.std
     ) <= 0:
         raise ModelError(
-            f"common expert: {data} of the data and {expected} of the network, for {channels} channels",
+            f"common expert: {data} of the data and {expected} of the network, for {channels} "
+            f"channels",
             "Give one mean and one positive std for each channel.",
         )
     mean, std, own_mean, own_std = (
