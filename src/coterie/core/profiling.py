@@ -99,9 +99,9 @@ class Profile:
     _stopped: list[profile] = field(default_factory=list)
     _profiler: profile | None = None
 
-    def begin(self, wanted: bool) -> None:
+    def begin(self, recorded: bool) -> None:
         """Begin a round, and record it if it is the round that the run should record."""
-        self.active = wanted and self.path is not None and not self._stopped
+        self.active = recorded and self.path is not None and not self._stopped
 
     def enter(self, part: str) -> None:
         """Begin a part of the round; the one before it has ended. Nothing happens outside of the
@@ -111,8 +111,10 @@ class Profile:
         if not self.active:
             return
         self._steps = self._tasks = 0
-        own = getattr(ProfilerActivity, (devices.accelerator() or "cpu").upper(), None)
-        activities = {ProfilerActivity.CPU} | ({own} if own is not None else set())
+        device_activity = getattr(ProfilerActivity, (devices.accelerator() or "cpu").upper(), None)
+        activities = {ProfilerActivity.CPU} | (
+            {device_activity} if device_activity is not None else set()
+        )
         self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True)
         with _quiet():
             self._profiler.start()
@@ -146,19 +148,19 @@ class Profile:
         if not self.active or self.path is None:
             return
         self.active = False
-        found = _joined(self._stopped)
+        trace = _joined(self._stopped)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with gzip.open(self.path, "wt", compresslevel=5) as file:
-                file.write(json.dumps(found))
+                file.write(json.dumps(trace))
         except OSError as error:
             raise SaveError(
                 f"cannot write {self.path}: {error.strerror}",
                 "Free some space, or run without --profile.",
             ) from error
-        self.costs = costs(found["traceEvents"], _GPU)
+        self.costs = costs(trace["traceEvents"], _GPU)
         self.device = "GPU" if self.costs else "CPU"
-        self.costs = self.costs or costs(found["traceEvents"], {"cpu_op"})
+        self.costs = self.costs or costs(trace["traceEvents"], {"cpu_op"})
 
     @property
     def written(self) -> bool:
@@ -173,7 +175,7 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
             lie within each other on their thread.
         kinds: Categories.
     """
-    found: dict[str, Cost] = {}
+    by_name: dict[str, Cost] = {}
     around: dict[
         Any, list[Mapping[str, Any]]
     ] = {}  # by thread, the operators that have not ended yet
@@ -183,11 +185,11 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
         while stack and event["ts"] >= stack[-1]["ts"] + stack[-1]["dur"]:
             stack.pop()
         if stack:
-            found[stack[-1]["name"]].ms -= event["dur"] / 1000
+            by_name[stack[-1]["name"]].ms -= event["dur"] / 1000
         stack.append(event)
-        cost = found.setdefault(event["name"], Cost())
+        cost = by_name.setdefault(event["name"], Cost())
         cost.calls, cost.ms = cost.calls + 1, cost.ms + event["dur"] / 1000
-    return dict(sorted(found.items(), key=lambda item: item[1].ms, reverse=True))
+    return dict(sorted(by_name.items(), key=lambda item: item[1].ms, reverse=True))
 
 
 def _joined(parts: list[profile]) -> dict[str, Any]:

@@ -28,15 +28,15 @@ EXAMPLES = (
 )
 
 
-def about(found: AuditResult) -> str:
+def about(audit: AuditResult) -> str:
     """Return one line: what was audited."""
-    of = "" if len(found.clients) > 1 else f", client {found.clients[0]}"
-    return f"{found.recipe}, {found.method}, seed {found.seed}, after round {found.round}{of}"
+    of = "" if len(audit.clients) > 1 else f", client {audit.clients[0]}"
+    return f"{audit.recipe}, {audit.method}, seed {audit.seed}, after round {audit.round}{of}"
 
 
-def _of(observer: str, found: AuditResult) -> str:
+def _of(observer: str, audit: AuditResult) -> str:
     """Return an observer's name: under secure aggregation a server sees sums alone."""
-    return "a server of sums" if observer == "server" and found.secure else OBSERVERS[observer]
+    return "a server of sums" if observer == "server" and audit.secure else OBSERVERS[observer]
 
 
 def _interval(value: Estimate | None, digits: int, factor: float = 1) -> str:
@@ -48,38 +48,42 @@ def _interval(value: Estimate | None, digits: int, factor: float = 1) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def rows(found: AuditResult) -> list[list[str]]:
+def rows(audit: AuditResult) -> list[list[str]]:
     """Return the lines of the table: a measure, what each observer gets, and what guessing
     would.
     """
-    observers = found.observers.values()
-    membership = [own.membership for own in observers]
-    min_k = [own.min_k for own in observers if own.min_k]
-    canaries = [own.canaries for own in observers if own.canaries]
+    observers = audit.observers.values()
+    membership = [result.membership for result in observers]
+    min_k = [result.min_k for result in observers if result.min_k]
+    canaries = [result.canaries for result in observers if result.canaries]
     lines = []
     if canaries:
-        exposures = [_interval(own.exposure, 2) for own in canaries]
-        bounds = [f"{own.epsilon.at_least:.2f}" for own in canaries]
+        exposures = [_interval(result.exposure, 2) for result in canaries]
+        bounds = [f"{result.epsilon.at_least:.2f}" for result in canaries]
         chance = f"{canaries[0].exposure.chance:.2f}"
         lines += [
             ["canary exposure, bits", *exposures, chance],
-            ["canaries told apart, AUC", *(_interval(own.auc, 2) for own in canaries), "0.50"],
+            [
+                "canaries told apart, AUC",
+                *(_interval(result.auc, 2) for result in canaries),
+                "0.50",
+            ],
             ["epsilon is at least", *bounds, "0"],
         ]
-    areas = [_interval(own.auc, 2) for own in membership]
-    rates = [_interval(own.tpr, 1, 100) for own in membership]
+    areas = [_interval(result.auc, 2) for result in membership]
+    rates = [_interval(result.tpr, 1, 100) for result in membership]
     lines += [
-        [f"{found.data} told apart, AUC", *areas, "0.50"],
+        [f"{audit.data} told apart, AUC", *areas, "0.50"],
         ["TPR at 1 % FPR, %", *rates, "1"],
     ]
     if min_k:
-        lines.append(["by Min-K%++, AUC", *(_interval(own.auc, 2) for own in min_k), "0.50"])
+        lines.append(["by Min-K%++, AUC", *(_interval(result.auc, 2) for result in min_k), "0.50"])
     return lines
 
 
-def word_rows(found: AuditResult) -> list[list[str]]:
+def word_rows(audit: AuditResult) -> list[list[str]]:
     """Return the lines of the second table: whose model suggests rare words, and how often."""
-    words = found.words
+    words = audit.words
     if not words or not words.words:
         return []
     rates = {
@@ -91,24 +95,24 @@ def word_rows(found: AuditResult) -> list[list[str]]:
     return [[name, _interval(rate, 1, 100)] for name, rate in rates.items() if rate]
 
 
-def sentences(found: AuditResult) -> list[str]:
+def sentences(audit: AuditResult) -> list[str]:
     """Return what the numbers mean: two plain sentences for each measure and observer."""
-    said = []
-    for name, own in found.observers.items():
-        who = _of(name, found)
+    lines = []
+    for name, result in audit.observers.items():
+        who = _of(name, audit)
         who = who[0].upper() + who[1:]
-        if own.canaries:
-            said.append(_canaries_found(who, own.canaries))
-        said.append(_members_found(who, found.data, own.membership.auc, found.shift.auc))
-    if found.words and found.words.others:
-        said.append(_words_suggested(found.words, found.words.others))
-    return said
+        if result.canaries:
+            lines.append(_canaries_found(who, result.canaries))
+        lines.append(_members_found(who, audit.data, result.membership.auc, audit.shift.auc))
+    if audit.words and audit.words.others:
+        lines.append(_words_suggested(audit.words, audit.words.others))
+    return lines
 
 
 def _canaries_found(who: str, canaries: CanaryResult) -> str:
     """Return whether an observer finds canaries."""
     exposure, epsilon = canaries.exposure, canaries.epsilon
-    found = (
+    outcome = (
         "finds planted canaries"
         if exposure.low > exposure.chance
         else "does not find planted canaries better than by guessing"
@@ -119,7 +123,7 @@ def _canaries_found(who: str, canaries: CanaryResult) -> str:
         else "That shows no lower bound on epsilon."
     )
     guesses = f"It guesses {epsilon.right} of {epsilon.guesses} coin flips right."
-    return f"{who} {found}. {guesses} {bound}"
+    return f"{who} {outcome}. {guesses} {bound}"
 
 
 def _members_found(who: str, data: str, auc: Estimate, shift: Estimate) -> str:
@@ -137,26 +141,28 @@ def _words_suggested(words: WordsResult, others: Estimate) -> str:
     """Return how often other clients' models suggest rare words."""
     value, low, high = (f"{100 * end:.1f}" for end in (others.value, others.low, others.high))
     rate = f"{value} % ({low} to {high} %)"
-    said = (
+    sentence = (
         f"Another client's model suggests {rate} of the {words.words} words that only one client "
         "has and that the base does not suggest."
     )
     if words.control is None:
-        return said
-    return f"{said} Of words that nobody trained on it suggests {100 * words.control.value:.1f} %."
+        return sentence
+    return (
+        f"{sentence} Of words that nobody trained on it suggests {100 * words.control.value:.1f} %."
+    )
 
 
-def terminal(found: AuditResult) -> list[Table]:
+def terminal(audit: AuditResult) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
     first = _table()
-    for k, name in enumerate(["", *(_of(name, found) for name in found.observers), "chance"]):
+    for k, name in enumerate(["", *(_of(name, audit) for name in audit.observers), "chance"]):
         first.add_column(name, justify="left" if k == 0 else "right", no_wrap=True)
-    for line in rows(found):
+    for line in rows(audit):
         first.add_row(*line)
     tables = [first]
-    if lines := word_rows(found):
+    if lines := word_rows(audit):
         second = _table()
-        second.add_column(f"rare words among the first {found.settings.top} suggestions of")
+        second.add_column(f"rare words among the first {audit.settings.top} suggestions of")
         second.add_column("%", justify="right")
         for line in lines:
             second.add_row(*line)
@@ -169,23 +175,23 @@ def _table() -> Table:
     return Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True, width=WIDTH)
 
 
-def audited(found: AuditResult | None) -> tuple[str, ...]:
+def audited(audit: AuditResult | None) -> tuple[str, ...]:
     """Return the parts of the report's section; () without an audit."""
-    if not found:
+    if not audit:
         return ()
-    observers = [_of(name, found) for name in found.observers]
-    first = table(["", *observers, "by guessing"], rows(found))
-    said = (
+    observers = [_of(name, audit) for name in audit.observers]
+    first = table(["", *observers, "by guessing"], rows(audit))
+    notes = (
         '<ul class="notes">'
-        + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(found))
+        + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(audit))
         + "</ul>"
     )
-    drawn = [captioned(title, told, picture) for title, told, picture in _pictures(found)]
-    parts = [ABOUT, f"<p class=note>{escape(about(found))}</p>", said, chart.grid(drawn), first]
-    if found.words and found.words.examples:
+    drawn = [captioned(title, detail, picture) for title, detail, picture in _pictures(audit)]
+    parts = [ABOUT, f"<p class=note>{escape(about(audit))}</p>", notes, chart.grid(drawn), first]
+    if audit.words and audit.words.examples:
         lines = [
             [f"… {e.prompt.strip()}", e.word, e.owner, ", ".join(e.by)]
-            for e in found.words.examples
+            for e in audit.words.examples
         ]
         parts += [
             EXAMPLES,
@@ -194,25 +200,27 @@ def audited(found: AuditResult | None) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def _pictures(found: AuditResult) -> list[tuple[str, str, str]]:
+def _pictures(audit: AuditResult) -> list[tuple[str, str, str]]:
     """Return a title, what is told beside it, and a picture, of each measure."""
-    observers, words, pictures = found.observers, found.words, []
-    exposures = {name: own.canaries.exposure for name, own in observers.items() if own.canaries}
+    observers, words, pictures = audit.observers, audit.words, []
+    exposures = {
+        name: result.canaries.exposure for name, result in observers.items() if result.canaries
+    }
     if exposures:
         first = next(iter(exposures.values()))
-        drawn = _drawn(found, exposures, "bits", (0, first.most), first.chance)
+        drawn = _drawn(audit, exposures, "bits", (0, first.most), first.chance)
         pictures.append(("Exposure of canaries", "", drawn))
-    areas = {name: own.membership.auc for name, own in observers.items()}
+    areas = {name: result.membership.auc for name, result in observers.items()}
     limits = (min(0.4, *(area.low for area in areas.values())), 1.0)
-    title = f"Training {found.data} told from others"
-    pictures.append((title, "", _drawn(found, areas, "AUC", limits, 0.5)))
+    title = f"Training {audit.data} told from others"
+    pictures.append((title, "", _drawn(audit, areas, "AUC", limits, 0.5)))
     if words and words.words:
         pictures.append(("Rare words of one client, suggested", "", _words(words)))
     return pictures
 
 
 def _drawn(
-    found: AuditResult,
+    audit: AuditResult,
     values: Mapping[str, Estimate],
     unit: str,
     limits: tuple[float, float],
@@ -220,10 +228,12 @@ def _drawn(
 ) -> str:
     """Return a picture of what each observer gets."""
     shown = {}
-    for observer, own in values.items():
-        name = _of(observer, found)
-        said = f"{name}: {_interval(own, 3)}"
-        shown[name] = Interval(own.value, own.low, own.high, said, COLOURS[observer])
+    for observer, estimate in values.items():
+        name = _of(observer, audit)
+        tooltip = f"{name}: {_interval(estimate, 3)}"
+        shown[name] = Interval(
+            estimate.value, estimate.low, estimate.high, tooltip, COLOURS[observer]
+        )
     return marks.intervals(shown, unit, limits, chance)
 
 

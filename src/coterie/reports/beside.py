@@ -16,7 +16,7 @@ class Beside:
         digits: Behind the point.
         lower_is_better: Which way is better.
         about: What it is, in a few words.
-        told: The same in a sentence, as HTML.
+        sentence: The same in a sentence, as HTML.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Beside:
     digits: int
     lower_is_better: bool
     about: str
-    told: str
+    sentence: str
 
     def known(self, rows: Sequence[Row]) -> bool:
         """Whether any row has it."""

@@ -108,8 +108,8 @@ class Axes:
             return list(self.ticks)
         if self.across != "ratios":
             return scale.ticks(least=int(self.across == "counted"))
-        found = scale.fine_ticks()
-        return [v for v in found if f"{v:e}"[0] == "1"] if len(found) > MOST else found
+        ticks = scale.fine_ticks()
+        return [v for v in ticks if f"{v:e}"[0] == "1"] if len(ticks) > MOST else ticks
 
     def rows(self, scale: "_Scale") -> list[tuple[float, str]]:
         """Return where on the scale there is a tick upwards, and what it says."""
@@ -216,9 +216,13 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
         for line in kept
     ]
     paths = "".join(
-        _path(line, found, height) for line, found in zip(kept, places, strict=True) if found
+        _path(line, line_places, height)
+        for line, line_places in zip(kept, places, strict=True)
+        if line_places
     )
-    marks = "".join(_marks(line, found, axes.x) for line, found in zip(kept, places, strict=True))
+    marks = "".join(
+        _marks(line, line_places, axes.x) for line, line_places in zip(kept, places, strict=True)
+    )
     return (
         f'<svg class="plot" height="{height}" role="img" '
         f'aria-label="{escape(f"{title}: {axes.y} against {axes.x}")}">'
@@ -269,8 +273,8 @@ class _Scale:
     def fine_ticks(self) -> list[float]:
         """Return 1, 2 and 5 times the powers of ten within the scale, if it is of logarithms."""
         decades = range(math.floor(self.low) - 1, math.ceil(self.high) + 1)
-        found = [m * 10.0**e for e in decades for m in (1, 2, 5)]
-        return [v for v in found if self.low <= math.log10(v) <= self.high]
+        candidates = [m * 10.0**e for e in decades for m in (1, 2, 5)]
+        return [v for v in candidates if self.low <= math.log10(v) <= self.high]
 
 
 def _around(values: Sequence[float]) -> Point:
@@ -291,8 +295,8 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
     rows = "".join(
         f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
         f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" '
-        f'text-anchor="end">{told}</text>'
-        for v, told in axes.rows(vertical)
+        f'text-anchor="end">{text}</text>'
+        for v, text in axes.rows(vertical)
     )
     columns = "".join(
         f'<line class="axis" x1="{at}" x2="{at}" y1="{bottom}" '
@@ -335,12 +339,12 @@ def _marks(line: Line, places: Sequence[Point], x: str) -> str:
     return "".join(
         f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
         f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
-        f"<title>{escape(f'{line.name}: {_told(py)} at {px:g} {x}'.rstrip())}</title></g>"
+        f"<title>{escape(f'{line.name}: {_value_text(py)} at {px:g} {x}'.rstrip())}</title></g>"
         for (px, py), (across, up) in zip(line.points, places, strict=True)
     )
 
 
-def _told(value: float) -> str:
+def _value_text(value: float) -> str:
     """Return a number with two digits behind the point, or with two digits that are not 0 where it
     is small.
     """

@@ -78,7 +78,7 @@ def anchored_classes(result: Result) -> list[Sequence[int]]:
 
 def class_order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
     """Classes, those of an anchor beside each other; behind them those that no anchor has."""
-    return list(dict.fromkeys(c for own in (*anchored, range(count)) for c in own))
+    return list(dict.fromkeys(c for group in (*anchored, range(count)) for c in group))
 
 
 def percentages(counts: Iterable[int]) -> list[float]:
@@ -103,14 +103,14 @@ def clustering(result: Result) -> str:
     k = len(anchors) or CLUSTERS
     if not 1 < k < len(set(map(tuple, shares))):
         return ""
-    found = KMeans(k, n_init=10, random_state=0).fit_predict(shares)
-    silhouette = float(silhouette_score(shares, found))
+    clusters = KMeans(k, n_init=10, random_state=0).fit_predict(shares)
+    silhouette = float(silhouette_score(shares, clusters))
     components = PCA(2).fit(shares)
     dots = []
-    for i, own, cluster, (x, y) in zip(
-        trains, shares, found.tolist(), components.transform(shares).tolist(), strict=True
+    for i, client_shares, cluster, (x, y) in zip(
+        trains, shares, clusters.tolist(), components.transform(shares).tolist(), strict=True
     ):
-        two = sorted(sorted(range(len(own)), key=lambda c: -own[c])[:2])
+        two = sorted(sorted(range(len(client_shares)), key=lambda c: -client_shares[c])[:2])
         main = "·".join(map(str, two))
         dots.append(
             Dot(x, y, main, f"{i}: cluster {cluster + 1}, main classes {main}", look_of(cluster))

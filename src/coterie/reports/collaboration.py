@@ -38,8 +38,10 @@ class Weights:
     @classmethod
     def of(cls, title: str, result: Result) -> "Weights | None":
         """Those of a result, or None if its method has none."""
-        found = [(e.iteration, e.weights) for e in result.evaluations if e.weights is not None]
-        if not found or len(found[0][1]) < 2:
+        evaluations = [
+            (e.iteration, e.weights) for e in result.evaluations if e.weights is not None
+        ]
+        if not evaluations or len(evaluations[0][1]) < 2:
             return None
         clients, known = list(result.clients), result.clusters
         order = (
@@ -49,7 +51,7 @@ class Weights:
         )
         stages = [
             (at, [[w[i][j] for j in order] for i in order])
-            for at, w in thinned(found, heat.room(len(clients) ** 2))
+            for at, w in thinned(evaluations, heat.room(len(clients) ** 2))
         ]
         clusters = [known[clients[k]] for k in order] if known else None
         return cls(title, [clients[k] for k in order], clusters, stages, result.weights_error)
@@ -78,12 +80,12 @@ class Weights:
         """
         assert self.clusters is not None
         total = sum(self.between(matrix))
-        own = sum(
+        within = sum(
             matrix[i][j]
             for i, j in permutations(range(len(matrix)), 2)
             if self.clusters[i] == self.clusters[j]
         )
-        return own / total if total else 0.0
+        return within / total if total else 0.0
 
     def nearest(self, iterations: Sequence[int]) -> list[tuple[int, Matrix]]:
         """Return the stages that are nearest to some iterations; of none, five that are spread over
@@ -91,11 +93,11 @@ class Weights:
         """
         if not iterations:
             return thinned(self.stages, 5)
-        found = {
+        indices = {
             min(range(len(self.stages)), key=lambda k: abs(self.stages[k][0] - at))
             for at in iterations
         }
-        return [self.stages[k] for k in sorted(found)]
+        return [self.stages[k] for k in sorted(indices)]
 
 
 def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
@@ -109,21 +111,23 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     Returns:
         Nothing where no result has weights.
     """
-    found = [weights for title, result in results.items() if (weights := Weights.of(title, result))]
-    if not found:
+    all_weights = [
+        weights for title, result in results.items() if (weights := Weights.of(title, result))
+    ]
+    if not all_weights:
         return ()
     over_time = "".join(
         f"<h3>{escape(w.title)}: weights over training</h3>{domains(w)}"
         if k == 0
         else f"<details><summary>{escape(w.title)}: weights over "
         f"training</summary>{domains(w)}</details>"
-        for k, w in enumerate(found)
+        for k, w in enumerate(all_weights)
     )
-    return _about(found), _maps(found), shares(found), over_time
+    return _about(all_weights), _maps(all_weights), shares(all_weights), over_time
 
 
-def _about(found: Sequence[Weights]) -> str:
-    order = ", ordered by true cluster; frames show the clusters" if found[0].clusters else ""
+def _about(all_weights: Sequence[Weights]) -> str:
+    order = ", ordered by true cluster; frames show the clusters" if all_weights[0].clusters else ""
     return (
         f"<p>The weight that the client of a row gives to the client of a column{order}; its "
         "weight for itself is left out. Move the slider, or use the arrow keys, to step through "
@@ -132,30 +136,32 @@ def _about(found: Sequence[Weights]) -> str:
     )
 
 
-def _maps(found: Sequence[Weights]) -> str:
+def _maps(all_weights: Sequence[Weights]) -> str:
     """Return a heat map for each method at the last stage, and the truth. The script moves the
     stages by what is in `data-stages`.
     """
-    moments = sorted({at for w in found for at, _ in w.stages})
-    alike = len({w.top for w in found}) == 1
+    moments = sorted({at for w in all_weights for at, _ in w.stages})
+    alike = len({w.top for w in all_weights}) == 1
     figures = [
         captioned(
             w.title,
-            _told(w),
+            _error_note(w),
             heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top)),
         )
-        for w in found
+        for w in all_weights
     ]
-    if found[0].truth is not None:
-        figures.append(captioned("True clusters", "", heat_map(found[0], found[0].truth)))
+    if all_weights[0].truth is not None:
+        figures.append(
+            captioned("True clusters", "", heat_map(all_weights[0], all_weights[0].truth))
+        )
     slider = heat.slider(moments, "local iterations")
     return (
-        f'<div class="staged">{slider}{scale(found[0].top) if alike else ""}<div '
+        f'<div class="staged">{slider}{scale(all_weights[0].top) if alike else ""}<div '
         f'class="maps">{"".join(figures)}</div></div>'
     )
 
 
-def _told(weights: Weights) -> str:
+def _error_note(weights: Weights) -> str:
     return "" if weights.error is None else f"W error {weights.error:.2f} at the end"
 
 
@@ -175,9 +181,9 @@ def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
     names = weights.clients
     label = f"{weights.title}: weights of {len(names)} clients for each other"
     shown = weights.stages if stages else [(0, matrix)]
-    told = "{row} takes {value} from {column}"
+    tooltip = "{row} takes {value} from {column}"
     return heat.heat_map(
-        Heat(names, names, shown, weights.top, label, told, masked=True, frames=_blocks(weights))
+        Heat(names, names, shown, weights.top, label, tooltip, masked=True, frames=_blocks(weights))
     )
 
 
@@ -200,11 +206,11 @@ def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
     return f'<div class="maps small">{"".join(figures)}</div>'
 
 
-def shares(found: Sequence[Weights]) -> str:
+def shares(all_weights: Sequence[Weights]) -> str:
     """One panel: the share of weight within true clusters over training, a line for each method;
     nothing where nobody knows them.
     """
-    known = [w for w in found if w.clusters is not None]
+    known = [w for w in all_weights if w.clusters is not None]
     if not known:
         return ""
     styles = [
@@ -245,11 +251,11 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
         for i in places
     ]
     others = {i: _largest(i, mean) for i, mean in zip(places, means, strict=True)}
-    drawn = sorted({j for found in others.values() for j in found})
+    drawn = sorted({j for partners in others.values() for j in partners})
     styles = {j: Style(COLOURS[j % len(COLOURS)], j, marked=False) for j in drawn}
     charts = {
-        weights.clients[i]: [_line(weights, i, j, styles[j]) for j in found]
-        for i, found in others.items()
+        weights.clients[i]: [_line(weights, i, j, styles[j]) for j in partners]
+        for i, partners in others.items()
     }
     samples = (
         legend((styles[j].sample, weights.clients[j]) for j in drawn)
@@ -280,17 +286,17 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
     )
 
 
-def _largest(own: int, means: Sequence[float]) -> list[int]:
+def _largest(client: int, means: Sequence[float]) -> list[int]:
     """Return the other clients with the largest mean weights, in their order."""
-    ranked = sorted((j for j in range(len(means)) if j != own), key=lambda j: -means[j])
+    ranked = sorted((j for j in range(len(means)) if j != client), key=lambda j: -means[j])
     return sorted(ranked[:CLIENTS])
 
 
-def _line(weights: Weights, own: int, other: int, style: Style) -> Line:
-    mate = weights.clusters is None or weights.clusters[own] == weights.clusters[other]
+def _line(weights: Weights, client: int, other: int, style: Style) -> Line:
+    mate = weights.clusters is None or weights.clusters[client] == weights.clusters[other]
     look = style if mate else Style(style.colour, style.number, FAINT, marked=False)
     return Line(
-        [(at, matrix[own][other]) for at, matrix in weights.stages],
+        [(at, matrix[client][other]) for at, matrix in weights.stages],
         f"for {weights.clients[other]}",
         look,
     )

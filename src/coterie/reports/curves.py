@@ -39,9 +39,9 @@ def _curves(results: Sequence[Result]) -> str:
     that curves cannot be told apart, the mean is shown once more without it, and clients' panels
     are without it, each with a range of its own.
     """
-    own, metric = results[-1], results[-1].metric
+    own_result, metric = results[-1], results[-1].metric
     looks = [*range(1, len(results)), 0]  # the run's own method has the first
-    groups = own.groups or {}
+    groups = own_result.groups or {}
     at, count = (of_round, "rounds") if groups else (of_iteration, "local iterations")
     windows, series = _series(results)
     last = max((at(e) for points in series for e in points), default=0)
@@ -52,8 +52,8 @@ def _curves(results: Sequence[Result]) -> str:
     # Every method starts from the base, so that all curves begin where it stands.
     base = next((r for r in results if r.method == "pretrained"), None)
 
-    def line(result: Result, found: Sequence[Evaluation], style: Style, value: Value) -> Line:
-        points = [(at(e), value(e)) for e in thinned(found, POINTS)]
+    def line(result: Result, evaluations: Sequence[Evaluation], style: Style, value: Value) -> Line:
+        points = [(at(e), value(e)) for e in thinned(evaluations, POINTS)]
         start = [(0, value(base.evaluations[0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
         return Line(
@@ -69,7 +69,7 @@ def _curves(results: Sequence[Result]) -> str:
         ]
 
     axes, ratios = (count, str(metric)), metric.lower_is_better
-    mean_title = f"Mean over {len(own.clients)} clients"
+    mean_title = f"Mean over {len(own_result.clients)} clients"
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
     means = means or {mean_title: lines(mean_test)}
     far = ratios and not groups and _far(means[mean_title])
@@ -78,10 +78,12 @@ def _curves(results: Sequence[Result]) -> str:
     samples = legend(
         (style.sample, METHODS[r.method].title) for r, style in zip(results, styles, strict=True)
     )
-    kinds = {t: t for t in (*means, *own.clients)} if far else None  # each has a range of its own
+    kinds = (
+        {t: t for t in (*means, *own_result.clients)} if far else None
+    )  # each has a range of its own
     whole = chart.panels(means, *axes, broad=True, ratios=ratios, kinds=kinds)
     members = {
-        g: [i for i, client in own.clients.items() if (client.group or "") == g]
+        g: [i for i, client in own_result.clients.items() if (client.group or "") == g]
         for g in groups or [""]
     }
     charts = {
@@ -143,7 +145,7 @@ def of_iteration(evaluation: Evaluation) -> int:
 
 
 def mean_test(evaluation: Evaluation) -> float:
-    return mean(own.test for own in evaluation.clients.values())
+    return mean(client.test for client in evaluation.clients.values())
 
 
 def group_test(group: str) -> Value:
@@ -197,15 +199,15 @@ def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str,
     return ROUTERS, samples, left_out, panels
 
 
-def _privacy(path: Path, own: Result) -> tuple[str, ...]:
+def _privacy(path: Path, result: Result) -> tuple[str, ...]:
     """Return what was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing
     of a run without privacy.
     """
-    if (privacy := own.privacy) is None:
+    if (privacy := result.privacy) is None:
         return ()
     lines, style, drawn = (
         _of_kind(path, "privacy"),
-        Style(BLUE, marked=own.rounds <= chart.MARKED),
+        Style(BLUE, marked=result.rounds <= chart.MARKED),
         [],
     )
     curves = {
@@ -231,7 +233,7 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
     """By client: local iterations, and (blocks, experts) mean weights in the steps that trained
     the experts.
     """
-    found: dict[str, list[tuple[int, list[list[float]]]]] = {}
+    series: dict[str, list[tuple[int, list[list[float]]]]] = {}
     for line in _of_kind(path, "train"):
         weights = next(
             (
@@ -242,8 +244,8 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
             None,
         )
         if weights is not None:
-            found.setdefault(line["client"], []).append((line["iteration"], weights))
-    return found
+            series.setdefault(line["client"], []).append((line["iteration"], weights))
+    return series
 
 
 def _of_kind(path: Path, kind: str) -> list[dict[str, Any]]:

@@ -78,11 +78,11 @@ def _tables(summary: DataSummary) -> Iterator[tuple[Sequence[str], list[list[str
     ]
     yield _SIZES, sizes, SIZES
     counts = {
-        id: (own.repeated, own.shared, own.crossing, own.near, own.near_crossing)
-        for id, own in summary.clients.items()
+        id: (texts.repeated, texts.shared, texts.crossing, texts.near, texts.near_crossing)
+        for id, texts in summary.clients.items()
     }
     if any(map(any, counts.values())):
-        yield _EQUAL, [[id, *map("{:,}".format, own)] for id, own in counts.items()], EQUAL
+        yield _EQUAL, [[id, *map("{:,}".format, numbers)] for id, numbers in counts.items()], EQUAL
 
 
 def _remarks(summary: DataSummary) -> list[str]:

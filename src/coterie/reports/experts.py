@@ -9,7 +9,7 @@ from itertools import groupby
 from math import nan
 from statistics import fmean
 
-from coterie.core.result import Choices as ThreadChoice
+from coterie.core.result import Choices as GateChoices
 from coterie.core.result import Result
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
@@ -42,16 +42,16 @@ class Choices:
     title: str
     anchors: Sequence[str]
     anchored: Sequence[Sequence[int]]
-    stages: Sequence[tuple[int, Mapping[str, ThreadChoice]]]
+    stages: Sequence[tuple[int, Mapping[str, GateChoices]]]
 
     @classmethod
     def of(cls, title: str, result: Result) -> "Choices | None":
         """Those of a result, or None if its method has no gate."""
-        found = [(e.round, e.choices) for e in result.evaluations if e.choices]
-        if not found:
+        evaluations = [(e.round, e.choices) for e in result.evaluations if e.choices]
+        if not evaluations:
             return None
-        given = next(iter(found[0][1].values())).given
-        stages = thinned(found, room(len(given) * len(given[0])))
+        given = next(iter(evaluations[0][1].values())).given
+        stages = thinned(evaluations, room(len(given) * len(given[0])))
         anchors = result.anchors or ()
         tied = len(anchors) == len(given[0])
         return cls(title, anchors if tied else (), anchored_classes(result) if tied else (), stages)
@@ -80,7 +80,7 @@ class Choices:
     def shares(self, group: str) -> Heat:
         """(classes, M): percent of each class that each expert was given."""
         rows = {str(c): [c] for c in self.order}
-        owned = [[c in own for c in self.order] for own in self.anchored]
+        owned = [[c in classes for c in self.order] for classes in self.anchored]
         frames = "".join(
             f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column)
         )
@@ -96,7 +96,7 @@ class Choices:
         """(M, M): percent of the classes of each anchor that each expert was given; in a last
         row, of the classes that no anchor has.
         """
-        orphans = [c for c in self.order if not any(c in own for own in self.anchored)]
+        orphans = [c for c in self.order if not any(c in classes for classes in self.anchored)]
         rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
             {"no anchor": orphans} if orphans else {}
         )
@@ -110,19 +110,26 @@ class Choices:
         )
 
     def _heat(
-        self, group: str, rows: Mapping[str, Sequence[int]], what: str, told: str, frames: str
+        self, group: str, rows: Mapping[str, Sequence[int]], what: str, tooltip: str, frames: str
     ) -> Heat:
-        stages = [(at, _summed(found[group].given, rows.values())) for at, found in self.stages]
+        stages = [(at, _summed(choices[group].given, rows.values())) for at, choices in self.stages]
         experts = [str(m) for m in range(self.size[1])]
         return Heat(
-            list(rows), experts, stages, 100, f"{self.title}: {what}", told, digits=0, frames=frames
+            list(rows),
+            experts,
+            stages,
+            100,
+            f"{self.title}: {what}",
+            tooltip,
+            digits=0,
+            frames=frames,
         )
 
     def expert_accuracy(self, group: str) -> list[Line]:
         """Return a line for each expert: percent right of the samples that it was given."""
         return [
             Line(
-                [(at, _rate(found[group], m)) for at, found in self.stages],
+                [(at, _rate(choices[group], m)) for at, choices in self.stages],
                 f"expert {m}",
                 look_of(m, self.marked),
             )
@@ -134,7 +141,7 @@ class Choices:
         anchors.
         """
         return Line(
-            [(at, _known(found[group].gate_accuracy)) for at, found in self.stages],
+            [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages],
             self.title,
             style,
         )
@@ -152,12 +159,14 @@ def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Matrix:
     """Percent of the samples of each row's classes, together, that each expert was given."""
-    return [percentages(map(sum, zip(*(given[c] for c in own), strict=True))) for own in rows]
+    return [
+        percentages(map(sum, zip(*(given[c] for c in classes), strict=True))) for classes in rows
+    ]
 
 
-def _rate(found: ThreadChoice, expert: int) -> float:
+def _rate(choices: GateChoices, expert: int) -> float:
     """Percent of an expert's samples that it got right; nan where it got none."""
-    given, right = (sum(row[expert] for row in matrix) for matrix in (found.given, found.right))
+    given, right = (sum(row[expert] for row in matrix) for matrix in (choices.given, choices.right))
     return 100 * right / given if given else nan
 
 
@@ -176,79 +185,89 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
     Returns:
         Nothing where no result has a gate.
     """
-    found = [choices for title, result in results.items() if (choices := Choices.of(title, result))]
-    if not found:
+    all_choices = [
+        choices for title, result in results.items() if (choices := Choices.of(title, result))
+    ]
+    if not all_choices:
         return ()
     tables = (decisions(title, result) for title, result in results.items())
     return (
-        choice_maps(found),
-        gate_curves(found),
-        *map(expert_curves, found),
+        choice_maps(all_choices),
+        gate_curves(all_choices),
+        *map(expert_curves, all_choices),
         next(filter(None, tables), ""),
     )
 
 
-def choice_maps(found: Sequence[Choices]) -> str:
+def choice_maps(all_choices: Sequence[Choices]) -> str:
     """For each method heat maps by class and by anchor, with one slider for all; those of all
     groups but the first are folded away.
     """
     outlined = (
         " The classes of the expert's own anchor are outlined."
-        if any(own.anchors for own in found)
+        if any(choices.anchors for choices in all_choices)
         else ""
     )
-    first, *others = found[0].groups
+    first, *others = all_choices[0].groups
     folds = "".join(
-        folded(f"The same of {unseen(group)}", _staged_maps(found, group)) for group in others
+        folded(f"The same of {unseen(group)}", _staged_maps(all_choices, group)) for group in others
     )
     return (
         ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
-        + _staged_maps(found, first)
+        + _staged_maps(all_choices, first)
         + folds
     )
 
 
-def _staged_maps(found: Sequence[Choices], group: str) -> str:
+def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
     """Return the heat maps of a group of clients, with their slider."""
     figures = []
-    for own in found:
-        heats = {"by class": own.shares(group)} | (
-            {"by anchor, its classes together": own.confusion(group)} if own.anchors else {}
+    for choices in all_choices:
+        heats = {"by class": choices.shares(group)} | (
+            {"by anchor, its classes together": choices.confusion(group)} if choices.anchors else {}
         )
-        figures += [captioned(own.title, told, heat_map(heat)) for told, heat in heats.items()]
-    moments = sorted({at for own in found for at, _ in own.stages})
+        figures += [
+            captioned(choices.title, detail, heat_map(heat)) for detail, heat in heats.items()
+        ]
+    moments = sorted({at for choices in all_choices for at, _ in choices.stages})
     return (
         f'<div class="staged">{slider(moments, "rounds")}{scale("0 % of the row", "100 %")}'
         f'<div class="maps owned">{"".join(figures)}</div></div>'
     )
 
 
-def gate_curves(found: Sequence[Choices]) -> str:
+def gate_curves(all_choices: Sequence[Choices]) -> str:
     """Return a panel for each group of clients: gate accuracy over rounds, a line for each method;
     nothing without anchors.
     """
-    tied = [(own, look_of(k, own.marked)) for k, own in enumerate(found) if own.anchors]
+    tied = [
+        (choices, look_of(k, choices.marked))
+        for k, choices in enumerate(all_choices)
+        if choices.anchors
+    ]
     if not tied:
         return ""
     charts = {
-        unseen(group): [own.gate_accuracy(group, style) for own, style in tied]
-        for group in found[0].groups
+        unseen(group): [choices.gate_accuracy(group, style) for choices, style in tied]
+        for group in all_choices[0].groups
     }
-    samples = legend((style.sample, own.title) for own, style in tied) if len(tied) > 1 else ""
+    samples = (
+        legend((style.sample, choices.title) for choices, style in tied) if len(tied) > 1 else ""
+    )
     panels = chart.panels(charts, "rounds", "gate accuracy, %", (0, 100))
     return f"<h3>Gate accuracy</h3>{ABOUT_GATE}{samples}{panels}"
 
 
-def expert_curves(found: Choices) -> str:
+def expert_curves(choices: Choices) -> str:
     """Return a panel for each group of clients: each expert's accuracy over rounds (Fig. 7)."""
-    charts = {unseen(group): found.expert_accuracy(group) for group in found.groups}
-    samples = legend((line.style.sample, line.name) for line in charts[unseen(found.groups[0])])
+    charts = {unseen(group): choices.expert_accuracy(group) for group in choices.groups}
+    samples = legend((line.style.sample, line.name) for line in charts[unseen(choices.groups[0])])
     about = (
         "<p>Of the test samples that the gate sent to an expert, the share classified "
         "correctly.</p>"
     )
     return (
-        f"<h3>{escape(found.title)}: accuracy of each "
+        f"<h3>{escape(choices.title)}: accuracy of each "
         f"expert</h3>{about}{samples}{chart.panels(charts, 'rounds', 'accuracy, %')}"
     )
 
@@ -265,12 +284,12 @@ def decisions(title: str, result: Result) -> str:
         return ""
     tables = []
     for group in groups:
-        own = {i: c.experts or () for i, c in result.clients.items() if c.group == group}
-        wrong = {i: 1 - _known(right[i]) / 100 for i in own}
+        chosen = {i: c.experts or () for i, c in result.clients.items() if c.group == group}
+        wrong = {i: 1 - _known(right[i]) / 100 for i in chosen}
         rows = [
             [
                 i,
-                ", ".join(map(str, own[i])),
+                ", ".join(map(str, chosen[i])),
                 f"{sum(counts[i]) * w:.0f}",
                 f"{sum(counts[i]) * (1 - w):.0f}",
                 f"{100 * w:.1f} %",

@@ -30,7 +30,7 @@ class Heat:
             goes through all.
         top: The end of the scale.
         label: What it is, for those who do not see it.
-        told: What a tooltip says of a field, with {row}, {column} and {value}.
+        tooltip: The text of a field's tooltip, with {row}, {column} and {value}.
         digits: Of the value.
         masked: Whether the diagonal is left out.
         frames: A path around fields that are set off, in fields.
@@ -41,7 +41,7 @@ class Heat:
     stages: Sequence[tuple[int, Matrix]]
     top: float
     label: str
-    told: str
+    tooltip: str
     digits: int = 2
     masked: bool = False
     frames: str = ""
@@ -77,18 +77,18 @@ def heat_map(
     paths = "".join(
         f'<path class="w{k}" d="{_fields(levels, k, heat.masked)}"/>' for k in range(LEVELS + 1)
     )
-    told = {
+    attributes = {
         "rows": json.dumps(list(heat.rows)),
         "columns": json.dumps(list(heat.columns)),
         "top": f"{heat.top:g}",
-        "told": heat.told,
+        "told": heat.tooltip,
         "digits": heat.digits,
         "stages": json.dumps(
             [(at, _packed(matrix, heat.top)) for at, matrix in heat.stages], separators=(",", ":")
         ),
     }
     data = (
-        "".join(f' data-{name}="{escape(str(value))}"' for name, value in told.items())
+        "".join(f' data-{name}="{escape(str(value))}"' for name, value in attributes.items())
         + " data-masked" * heat.masked
     )
     right, below = left + columns * wide + 4, above + rows * high + 4

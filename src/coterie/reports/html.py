@@ -46,10 +46,10 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
     Raises:
         SaveError: It could not be written.
     """
-    own, rows = results[-1], rows_of(results)
-    metric = own.metric
+    result, rows = results[-1], rows_of(results)
+    metric = result.metric
     routing = Routing.read(folder)
-    about = f"seed {own.seed}, {own.rounds} rounds, {_made_with(own)}"
+    about = f"seed {result.seed}, {result.rounds} rounds, {_made_with(result)}"
     sections = {
         "scores": section(
             "scores",
@@ -57,8 +57,8 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
             _scored(rows),
             _scores(rows),
             _kept(rows),
-            _verdict(rows, own.method),
-            _notes(comparability(rows, own.method)),
+            _verdict(rows, result.method),
+            _notes(comparability(rows, result.method)),
         ),
         "training": section(
             "training", f"{metric.name.capitalize()} over training", _curves(results)
@@ -69,10 +69,10 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
         "routers": section(
             "routers",
             "Router scores over training",
-            *router_panels(folder / "metrics.jsonl", own.clients),
+            *router_panels(folder / "metrics.jsonl", result.clients),
         ),
         "privacy": section(
-            "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", own)
+            "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", result)
         ),
         "audit": section(
             "audit", "What the shared part reveals", *audited(AuditResult.read(folder))
@@ -81,7 +81,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
             "texts",
             "Which expert reads which token",
             TEXTS,
-            _of_how_many(routing, own),
+            _of_how_many(routing, result),
             tokens.routing(routing),
         )
         if routing
@@ -90,10 +90,10 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
             "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
         ),
     }
-    title = f"{own.recipe}: {METHODS[own.method].title}"
+    title = f"{result.recipe}: {METHODS[result.method].title}"
     write_atomically(
         folder / "report.html",
-        page(title, _body(title, description, about, _headline(rows, own), sections)),
+        page(title, _body(title, description, about, _headline(rows, result), sections)),
     )
 
 
@@ -158,7 +158,7 @@ def _heading(metric: MetricInfo) -> str:
 
 def _scored(rows: Sequence[Row]) -> str:
     """Return what the columns of the scores are."""
-    beside = ", ".join(figure.told for figure in BESIDE if figure.known(rows))
+    beside = ", ".join(figure.sentence for figure in BESIDE if figure.known(rows))
     which = direction(rows[0].metric)
     if any(row.groups is not None for row in rows):
         return (
@@ -215,13 +215,13 @@ def _once(results: Sequence[Result]) -> str:
     )
 
 
-def _of_how_many(routing: Routing, own: Result) -> str:
-    shown, clients = len(routing.texts), len(own.clients)
+def _of_how_many(routing: Routing, result: Result) -> str:
+    shown, clients = len(routing.texts), len(result.clients)
     return f"<p class=note>The first {shown} of {clients} clients.</p>" if shown < clients else ""
 
 
-def _made_with(found: Result | Comparison) -> str:
-    machine, versions = found.machine, found.versions
+def _made_with(result: Result | Comparison) -> str:
+    machine, versions = result.machine, result.versions
     parts = [machine.device, machine.dtype] if machine else []
     parts += [f"coterie {versions.coterie}", f"torch {versions.torch}"] if versions else []
     return ", ".join(parts)
@@ -249,9 +249,9 @@ def _body(title: str, description: str, about: str, tiles: str, sections: Mappin
     )
 
 
-def _verdict(rows: Sequence[Row], own: str) -> str:
-    said = verdict(rows, own)
-    return f'<p class="verdict">{prose(said)}</p>' if said else ""
+def _verdict(rows: Sequence[Row], own_method: str) -> str:
+    text = verdict(rows, own_method)
+    return f'<p class="verdict">{prose(text)}</p>' if text else ""
 
 
 def _notes(notes: Sequence[str]) -> str:

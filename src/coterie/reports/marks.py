@@ -88,13 +88,13 @@ def _strip_row(
     name = f'<text class="tick" x="-12" y="{y + 4}" text-anchor="end">{escape(title)}</text>'
     if not math.isfinite(mean):
         return name + dots
-    told = f"{title}, mean: {figure(mean)} ± {figure(std)}"
+    tooltip = f"{title}, mean: {figure(mean)} ± {figure(std)}"
     stroke = (
         f'<line class="whisker" x1="{scale.at(mean)}" x2="{scale.at(mean)}" y1="{y - 10}" '
         f'y2="{y + 10}"/>'
     )
     whisker = _whisker(scale, mean - std, mean + std, y)
-    return f"{name}{dots}<g>{stroke}{whisker}<title>{escape(told)}</title></g>"
+    return f"{name}{dots}<g>{stroke}{whisker}<title>{escape(tooltip)}</title></g>"
 
 
 def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
@@ -257,7 +257,7 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
     )
     middle = (width + left) / 2, (height - bottom) / 2
     drawn: list[str] = []
-    told: list[Point] = []  # where there are texts
+    labelled: list[Point] = []  # where there are texts
     for dot in dots:
         across = middle[0] + (dot.x - (left_most + right_most) / 2) / unit
         up = middle[1] - (dot.y - (lowest + highest) / 2) / unit
@@ -266,8 +266,10 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
             f'cx="{across:.1f}" cy="{up:.1f}" r="7"/>'
             f"<title>{escape(dot.name)}</title></g>"
         )
-        if all(abs(across - tx) > 7 * cell_len(dot.text) or abs(up - ty) > 11 for tx, ty in told):
-            told.append((across, up))
+        if all(
+            abs(across - tx) > 7 * cell_len(dot.text) or abs(up - ty) > 11 for tx, ty in labelled
+        ):
+            labelled.append((across, up))
             drawn.append(
                 f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" '
                 f'text-anchor="middle">{escape(dot.text)}</text>'

@@ -68,11 +68,11 @@ def typeset(text: str) -> str:
 
 def _prose(text: str) -> str:
     """Escaped text, in which powers of ten are mathematics too."""
-    found, at = "", 0
+    shown, at = "", 0
     for number in SMALL.finditer(text):
-        found += escape(text[at : number.start()]) + _math(number[0])
+        shown += escape(text[at : number.start()]) + _math(number[0])
         at = number.end()
-    return found + escape(text[at:])
+    return shown + escape(text[at:])
 
 
 def _math(source: str) -> str:
@@ -87,19 +87,19 @@ class _Parser:
 
     def peek(self) -> str:
         """Return the next token; "" at the end."""
-        found = TOKEN.match(self.source, self.at)
-        return found[1] if found else ""
+        match = TOKEN.match(self.source, self.at)
+        return match[1] if match else ""
 
     def touches(self, token: str) -> bool:
         """Whether a token comes next, without a space before it."""
         return self.source.startswith(token, self.at)
 
     def take(self) -> str:
-        found = TOKEN.match(self.source, self.at)
-        if not found:
+        match = TOKEN.match(self.source, self.at)
+        if not match:
             raise ValueError(f"{self.source!r} ends too early")
-        self.at = found.end()
-        return found[1]
+        self.at = match.end()
+        return match[1]
 
     def all(self) -> str:
         return self.until("")

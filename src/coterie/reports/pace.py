@@ -120,11 +120,11 @@ class RoundTimer:
         if self._estimate is None and self.expected is None:
             return None
         share = (self.rounds - self._first) / max(self.rounds, 1)
-        made, seconds = self._estimate or (
+        estimated_at, seconds = self._estimate or (
             self.started,
             (self.expected or 0.0) * (share if self.rounds else 1.0),
         )
-        return max(seconds - (time.monotonic() - made), 0.0)
+        return max(seconds - (time.monotonic() - estimated_at), 0.0)
 
     def __str__(self) -> str:
         return f"{clock(self.elapsed)} so far" if self.left is None else f"{clock(self.left)} left"

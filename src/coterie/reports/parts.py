@@ -172,9 +172,9 @@ def unseen(group: str) -> str:
     return f"{group} (unseen)" if group else "all clients"
 
 
-def captioned(title: str, told: str, drawn: str) -> str:
+def captioned(title: str, detail: str, drawn: str) -> str:
     """Return a picture with its title, and what is told beside it."""
-    small = f" <small>{escape(told)}</small>" if told else ""
+    small = f" <small>{escape(detail)}</small>" if detail else ""
     return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
 
 

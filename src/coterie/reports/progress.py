@@ -165,7 +165,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         rest = sum(self.expected[self.row :])
         if self.stretch.left is None or not rest:
             return str(self.stretch)
-        took, expected = (sum(found[k] for found in self.took) for k in (0, 1))
+        took, expected = (sum(times[k] for times in self.took) for k in (0, 1))
         slower = took / expected if expected else 1.0  # than was expected, so far
         whole = clock(self.stretch.left + rest * slower)
         return f"{whole} left" if self.narrow else f"{self.stretch} (all: {whole})"
@@ -264,8 +264,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         return f"{loss}{self.privacy}{lack if self.narrow and lack else f'{pace}  {lack}'}".strip()
 
     def cores(self, others: int) -> None:
-        said, self.lack = self.lack, others
-        if others and not said:
+        lack_before, self.lack = self.lack, others
+        if others and not lack_before:
             self.spoke = time.monotonic()
             self.progress.console.print(
                 f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow"

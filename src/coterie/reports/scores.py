@@ -90,39 +90,41 @@ def _headline(rows: Sequence[Row], result: Result) -> str:
     """Return the figures that people look for first, of the run's own method, whose result is given
     too.
     """
-    own, metric = rows[-1], rows[-1].metric
+    own_row, metric = rows[-1], rows[-1].metric
     unit = " %" if metric.unit == "%" else ""
-    groups = own.groups or {"": own.mean}
-    found = [
+    groups = own_row.groups or {"": own_row.mean}
+    figures = [
         (f"{figure(x)}{unit}", f"mean {metric.name}{f' of {unseen(g)}' if g else ''}, one seed")
         for g, x in groups.items()
     ]
     others = [r for r in rows[:-1] if r.method not in BOUNDS]
-    found += [_against(own, others, group) for group in groups] if others else []
-    if (privacy := own.privacy) and privacy.epsilon is not None:
+    figures += [_against(own_row, others, group) for group in groups] if others else []
+    if (privacy := own_row.privacy) and privacy.epsilon is not None:
         of = ", of an experiment," if privacy.experiment else ""
-        found.append(
+        figures.append(
             (
                 f"{privacy.epsilon:.2f}",
                 f"epsilon{of} at delta {privacy.delta:.2g}, {privacy.where}",
             )
         )
     for group, gate in _gates(result).items():
-        found.append(
+        figures.append(
             (
                 f"{gate:.1f} %",
                 f"gate accuracy of {unseen(group)}: samples given to an expert whose anchor has "
                 f"their class",
             )
         )
-    if own.improved is not None:
-        found.append((f"{own.improved:.0f} %", "of clients do better than alone"))
-    if own.weights_error is not None:
-        found.append((f"{own.weights_error:.2f}", "W error: share of wrong collaboration weights"))
-    found.append((size(own.bytes_up_per_round), "up per client and round"))
-    if own.state_bytes is not None:
-        found.append((size(own.state_bytes), "state of a client"))
-    return tiles(found)
+    if own_row.improved is not None:
+        figures.append((f"{own_row.improved:.0f} %", "of clients do better than alone"))
+    if own_row.weights_error is not None:
+        figures.append(
+            (f"{own_row.weights_error:.2f}", "W error: share of wrong collaboration weights")
+        )
+    figures.append((size(own_row.bytes_up_per_round), "up per client and round"))
+    if own_row.state_bytes is not None:
+        figures.append((size(own_row.state_bytes), "state of a client"))
+    return tiles(figures)
 
 
 def _gates(result: Result) -> dict[str, float]:
@@ -130,13 +132,13 @@ def _gates(result: Result) -> dict[str, float]:
     or it has no anchors.
     """
     return {
-        group: found.gate_accuracy
-        for group, found in result.gates.items()
-        if found.gate_accuracy is not None
+        group: choices.gate_accuracy
+        for group, choices in result.gates.items()
+        if choices.gate_accuracy is not None
     }
 
 
-def _against(own: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
+def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
     """How far a row is from the best other one, for a group of unseen clients or, "", for all;
     with a word that says which is better.
     """
@@ -144,11 +146,11 @@ def _against(own: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
     def value(row: Row) -> float:
         return row.mean_of(group)
 
-    metric = own.metric
+    metric = own_row.metric
     other = min(others, key=lambda r: sort_key(value(r), metric))
     (far, counted), ours, theirs = (
-        change(value(own), value(other), metric),
-        value(own),
+        change(value(own_row), value(other), metric),
+        value(own_row),
         value(other),
     )
     way = "better than" if better(ours, theirs, metric) else "WORSE than" if far else "from"
@@ -172,11 +174,12 @@ def _scores(rows: Sequence[Row]) -> str:
         unseen(first) if first else "mean": ranked([r.mean for r in rows], metric, texts=means),
     }
     for group in others:
-        found = [(r.mean_of(group), r.std_of(group), len(r.per_seed) > 1) for r in rows]
+        summaries = [(r.mean_of(group), r.std_of(group), len(r.per_seed) > 1) for r in rows]
         texts = [
-            figure(mean) + (f" ± {figure(std)}" if several else "") for mean, std, several in found
+            figure(mean) + (f" ± {figure(std)}" if several else "")
+            for mean, std, several in summaries
         ]
-        columns[unseen(group)] = ranked([mean for mean, _, _ in found], metric, texts=texts)
+        columns[unseen(group)] = ranked([mean for mean, _, _ in summaries], metric, texts=texts)
     if first:
         columns |= _of_unseen(rows)
     elif not rows[0].kept_rounds:
@@ -210,25 +213,25 @@ def _quantiles(rows: Sequence[Row]) -> str:
     """Return quantiles of the metric over many clients, the mean of the worst tenth of them, and
     who fares worst.
     """
-    metric, own = rows[0].metric, rows[-1]
+    metric, own_row = rows[0].metric, rows[-1]
     columns: dict[str, list[float]] = {}
     for row in rows:
         values = sorted(row.clients.values(), key=lambda value: sort_key(value, metric))
         last, tenth = len(values) - 1, -(-len(values) // 10)
-        found = [values[round(share * last)] for share in QUANTILES.values()]
-        columns[_title(row)] = [*found, mean(values[-tenth:])]
+        quantiles = [values[round(share * last)] for share in QUANTILES.values()]
+        columns[_title(row)] = [*quantiles, mean(values[-tenth:])]
     names = [*QUANTILES, "mean of the worst tenth"]
     lines: list[list[Cell | str]] = [
         [name, *(Cell(figure(values[k])) for values in columns.values())]
         for k, name in enumerate(names)
     ]
-    last_ones = sorted(own.clients, key=lambda i: sort_key(own.clients[i], metric))[-NAMED:]
-    worst = ", ".join(f"{i} {figure(own.clients[i])}" for i in reversed(last_ones))
+    last_ones = sorted(own_row.clients, key=lambda i: sort_key(own_row.clients[i], metric))[-NAMED:]
+    worst = ", ".join(f"{i} {figure(own_row.clients[i])}" for i in reversed(last_ones))
     return (
-        f"<h3>Over {len(own.clients):,} clients, from the best to the worst</h3>"
+        f"<h3>Over {len(own_row.clients):,} clients, from the best to the worst</h3>"
         f"{table(['clients', *columns], lines)}"
-        f"<p class=note>Worst with {escape(_title(own))}: {escape(worst)}. Every client's score is "
-        f"in result.json.</p>"
+        f"<p class=note>Worst with {escape(_title(own_row))}: {escape(worst)}. Every client's score "
+        f"is in result.json.</p>"
     )
 
 
@@ -260,14 +263,14 @@ def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
     """Return the columns on the first group of unseen clients."""
     metric = rows[0].metric
     share = replace(metric, lower_is_better=False)
-    found = {
+    columns = {
         "best": ([r.best for r in rows], metric, 2),
         "best of last ten": ([r.best_of_last_ten for r in rows], metric, 2),
         "gate, %": ([r.gate_accuracy for r in rows], share, 1),
     }
     return {
         name: ranked(values, way, digits)
-        for name, (values, way, digits) in found.items()
+        for name, (values, way, digits) in columns.items()
         if any(value is not None for value in values)
     }
 

@@ -39,12 +39,12 @@ class SearchTerminal(Terminal):
         name = self.metric.name.removeprefix("test ")
         self._done(f"validation {name} {result.valid:.2f}{self._unit}")
 
-    def _done(self, said: str) -> None:
+    def _done(self, outcome: str) -> None:
         """Put a line in the place of what was shown of the run."""
         if self.task is not None:
             self.progress.remove_task(self.task)
             self.task = None
-        self._say(f"  {self.heading}: {said}")
+        self._say(f"  {self.heading}: {outcome}")
 
     def _say(self, text: str) -> None:
         self._prepared()

@@ -68,25 +68,25 @@ def experts(counts: Mixture | ClientResult) -> list[Expert]:
     ]
 
 
-def routing(found: Routing) -> str:
+def routing(routing: Routing) -> str:
     """Return the selector, the legend and the pictures; nothing where no model has a router."""
-    if not found.weights:
+    if not routing.weights:
         return ""
-    slots = _slots(found.blocks or ())
-    mixtures = {i: experts(own) for i, own in found.experts.items()}
+    slots = _slots(routing.blocks or ())
+    mixtures = {i: experts(counts) for i, counts in routing.experts.items()}
     known = {expert.key: expert for mixture in mixtures.values() for expert in mixture}
     kinds = [known[key] for key in sorted(known)]
-    cells = "".join(_row(i, found, mixtures[i], slots) for i in found.weights)
+    cells = "".join(_row(i, routing, mixtures[i], slots) for i in routing.weights)
     heads = "".join(
-        f'<div class="head">text of <b>{escape(text)}</b></div>' for text in found.texts
+        f'<div class="head">text of <b>{escape(text)}</b></div>' for text in routing.texts
     )
-    many = " many" if max(len(found.texts), len(found.weights)) > GRID else ""
+    many = " many" if max(len(routing.texts), len(routing.weights)) > GRID else ""
     return (
         f"<style>{_rules(kinds, slots)}</style>"
         f'<div class="routing{many}" data-slots="{",".join(slots)}"><div '
-        f'class="controls">{_selector(slots, found)}{_legend(kinds)}</div>'
-        f'{_choices(found)}<div class="wide"><div class="grid" '
-        f'style="--texts:{len(found.texts)}">'
+        f'class="controls">{_selector(slots, routing)}{_legend(kinds)}</div>'
+        f'{_choices(routing)}<div class="wide"><div class="grid" '
+        f'style="--texts:{len(routing.texts)}">'
         f'<div class="head"></div>{heads}{cells}</div></div></div>'
     )
 
@@ -113,13 +113,13 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
     return looks + chosen + fullness + shares
 
 
-def _selector(slots: Sequence[str], found: Routing) -> str:
+def _selector(slots: Sequence[str], routing: Routing) -> str:
     """Radio buttons; the last block is chosen at first, where experts differ most."""
     buttons = "".join(
         f'<input type="radio" name="block" '
         f'id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
-        f'<label for="block-{slot}">{slot} <small>({block + 1} of {found.depth})</small></label>'
-        for slot, block in zip(slots, found.blocks or (), strict=True)
+        f'<label for="block-{slot}">{slot} <small>({block + 1} of {routing.depth})</small></label>'
+        for slot, block in zip(slots, routing.blocks or (), strict=True)
     )
     return f'<fieldset class="blocks"><legend>block</legend>{buttons}</fieldset>'
 
@@ -133,13 +133,13 @@ def _legend(kinds: Sequence[Expert]) -> str:
     )
 
 
-def _choices(found: Routing) -> str:
+def _choices(routing: Routing) -> str:
     """Selectors of one model and one text, for many clients or a narrow window; a script shows
     them.
     """
     models, texts = (
         "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in clients)
-        for clients in (found.weights, found.texts)
+        for clients in (routing.weights, routing.texts)
     )
     return (
         f'<div class="choices" hidden><label>model of <select '
@@ -149,18 +149,18 @@ def _choices(found: Routing) -> str:
     )
 
 
-def _row(model: str, found: Routing, mixture: Sequence[Expert], slots: Sequence[str]) -> str:
-    cells = "".join(_picture(model, text, found, mixture, slots) for text in found.texts)
+def _row(model: str, routing: Routing, mixture: Sequence[Expert], slots: Sequence[str]) -> str:
+    cells = "".join(_picture(model, text, routing, mixture, slots) for text in routing.texts)
     return f'<div class="side"><span>model of <b>{escape(model)}</b></span></div>{cells}'
 
 
 def _picture(
-    model: str, text: str, found: Routing, mixture: Sequence[Expert], slots: Sequence[str]
+    model: str, text: str, routing: Routing, mixture: Sequence[Expert], slots: Sequence[str]
 ) -> str:
-    weights = found.weights[model][text]
+    weights = routing.weights[model][text]
     spans = "".join(
         _token(piece, [block[k] for block in weights], mixture, slots)
-        for k, piece in enumerate(found.texts[text])
+        for k, piece in enumerate(routing.texts[text])
     )
     shares = "".join(
         _shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True)
@@ -182,12 +182,12 @@ def _token(
     top = " ".join(
         f"{slot[0]}{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True)
     )
-    told = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
+    permille = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
     full = ";".join(
         f"--{slot[0]}:{100 * lead(w):.0f}" for slot, w in zip(slots, weights, strict=True)
     )
     shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
-    return f'<span class="t {top}" style="{full}" data-w="{told}">{escape(shown)}</span>'
+    return f'<span class="t {top}" style="{full}" data-w="{permille}">{escape(shown)}</span>'
 
 
 def lead(weights: Sequence[float]) -> float:

@@ -80,7 +80,7 @@ class WeightsAndBiases(Tracker):
             raise Refused("--track wandb: nobody is logged in on this machine", self.remedy)
 
     def open(self, run: TrackedRun) -> str:
-        own = self._wandb.Settings(
+        settings = self._wandb.Settings(
             console="off",
             disable_code=True,
             disable_git=True,
@@ -97,7 +97,7 @@ class WeightsAndBiases(Tracker):
             id=id,
             resume="allow",
             config=dict(run.config),
-            settings=own,
+            settings=settings,
         )
         self._run.define_metric("round")
         self._run.define_metric("*", step_metric="round")  # rounds may be done again
@@ -128,8 +128,8 @@ class MLflow(Tracker):
 
     def open(self, run: TrackedRun) -> str:
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        found = self._client.get_experiment_by_name(project)
-        experiment = found.experiment_id if found else self._client.create_experiment(project)
+        existing = self._client.get_experiment_by_name(project)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(project)
         if run.known is not None:
             self._id = run.known
             self._client.update_run(self._id, status="RUNNING")
@@ -147,12 +147,12 @@ class MLflow(Tracker):
         from time import time
 
         now = int(1000 * time())
-        found = [
+        metrics = [
             self._metric(name.translate(self._names), float(value), now, round)
             for name, value in values.items()
         ]
-        for k in range(0, len(found), self._most):
-            self._client.log_batch(self._id, metrics=found[k : k + self._most])
+        for k in range(0, len(metrics), self._most):
+            self._client.log_batch(self._id, metrics=metrics[k : k + self._most])
 
     def close(self, complete: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
@@ -328,9 +328,9 @@ def _line(error: Exception) -> str:
 def _without_paths(value: Any) -> Any:
     """Return JSON values, of each path on this machine the last part alone."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(own) for key, own in value.items()}
+        return {key: _without_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_paths(own) for own in value]
+        return [_without_paths(entry) for entry in value]
     if isinstance(value, str) and os.sep in value:
         path = Path(value)
         local = path.is_absolute() or value.startswith(("~", ".")) or path.exists()
@@ -340,10 +340,10 @@ def _without_paths(value: Any) -> Any:
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return the fields of a recipe as texts, by dotted keys."""
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for key, value in section.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            fields |= _flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+            fields[f"{prefix}{key}"] = str(value)
+    return fields

@@ -68,9 +68,9 @@ def lies(row: TunedRow) -> str:
     return f"at the end of its range: {edges}" if edges else "within its range"
 
 
-def terminal(found: Tuning) -> Table:
+def terminal(tuning: Tuning) -> Table:
     """Return the table that fits a terminal: a line for each method."""
-    metric = found.metric
+    metric = tuning.metric
     shown = Table(
         title=printable(f"settings chosen on validation; {metric}, {direction(metric)}"),
         title_justify="left",
@@ -80,7 +80,7 @@ def terminal(found: Tuning) -> Table:
     for k, name in enumerate(("method", "validation", "chosen", "as good", "runs", "iterations")):
         right = name not in ("method", "chosen")
         shown.add_column(name, justify="right" if right else "left", no_wrap=right or k == 0)
-    for row in found.rows:
+    for row in tuning.rows:
         shown.add_row(METHODS[row.method].title, *map(printable, _cells(row)))
     return shown
 
@@ -93,42 +93,42 @@ def _cells(row: TunedRow) -> tuple[str, ...]:
     return figure(row.valid), chosen, *counts
 
 
-def write_tuning(folder: Path, found: Tuning, description: str) -> None:
+def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
     """Write `tune.html` into the folder of a search.
 
     Args:
         folder: The search's folder.
-        found: What it found.
+        tuning: The outcome of the search.
         description: Of the recipe.
 
     Raises:
         SaveError: It could not be written.
     """
-    versions, machine = found.versions, found.machine
-    made = "" if versions is None else f", coterie {versions.coterie}, torch {versions.torch}"
+    versions, machine = tuning.versions, tuning.machine
+    software = "" if versions is None else f", coterie {versions.coterie}, torch {versions.torch}"
     where = "" if machine is None else f", {machine.device}, {machine.dtype}"
-    about = f"seeds {', '.join(map(str, found.seeds))}{where}{made}"
-    notes = "".join(f"<li>{prose(note)}</li>" for note in found.notes)
-    which = f"{str(found.metric).capitalize()}, averaged over clients; {direction(found.metric)}."
+    about = f"seeds {', '.join(map(str, tuning.seeds))}{where}{software}"
+    notes = "".join(f"<li>{prose(note)}</li>" for note in tuning.notes)
+    which = f"{str(tuning.metric).capitalize()}, averaged over clients; {direction(tuning.metric)}."
     parts = [
         section(
             "chosen",
             "What was chosen",
-            f"<p>{escape(which)}</p><p>{escape(found.effort)}</p>",
-            _table(found),
+            f"<p>{escape(which)}</p><p>{escape(tuning.effort)}</p>",
+            _table(tuning),
             "".join(f"<p class=note>{escape(note)}</p>" for note in READING),
             f'<ul class="notes">{notes}</ul>' if notes else "",
         ),
-        *(_picture(k, row, found.metric) for k, row in enumerate(found.rows) if row.tried),
+        *(_picture(k, row, tuning.metric) for k, row in enumerate(tuning.rows) if row.tried),
     ]
-    title = f"{found.recipe}: settings of {len(found.rows)} methods"
+    title = f"{tuning.recipe}: settings of {len(tuning.rows)} methods"
     head = f"<h1>{escape(title)}</h1><p>{escape(description)}</p>"
     body = f"<header>{head}<p class=about>{escape(about)}</p></header><main>{''.join(parts)}</main>"
     write_atomically(folder / TUNED_PAGE, page(title, body))
 
 
-def _table(found: Tuning) -> str:
-    rows = found.rows
+def _table(tuning: Tuning) -> str:
+    rows = tuning.rows
     every = dict.fromkeys(key for row in rows for key in row.chosen)
     keys = [key for key in every if key != ROUNDS]
     known = [row.valid is not None for row in rows]
@@ -156,13 +156,13 @@ def _table(found: Tuning) -> str:
 
 def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
     """Return the section of a method: a panel for each field, and every trial in a table."""
-    rounds = sorted({own.rounds for own in row.tried}, reverse=True)
+    rounds = sorted({trial.rounds for trial in row.tried}, reverse=True)
     styles = {n: Style(_COLOURS[i % len(_COLOURS)], i) for i, n in enumerate(rounds)}
-    tried = [own for own in row.tried if own.valid is not None and math.isfinite(own.valid)]
+    tried = [trial for trial in row.tried if trial.valid is not None and math.isfinite(trial.valid)]
     panels = [
         _panel(key, tried, row, styles, metric)
         for key in row.chosen
-        if _drawn(key, [own.settings[key] for own in row.tried])
+        if _drawn(key, [trial.settings[key] for trial in row.tried])
     ]
     if len(rounds) > 1:
         panels.append(_panel(ROUNDS, tried, row, styles, metric))
@@ -194,8 +194,8 @@ def _panel(
 ) -> str:
     """Return the panel of one field."""
 
-    def of(own: Tried) -> float:
-        return float(own.rounds if key == ROUNDS else own.settings[key])
+    def of(trial: Tried) -> float:
+        return float(trial.rounds if key == ROUNDS else trial.settings[key])
 
     lines = []
     groups = (
@@ -203,9 +203,9 @@ def _panel(
     )
     for n, group in groups.items():
         top: dict[float, list[float]] = {}
-        for own in group:
-            top.setdefault(of(own), []).append(own.valid or 0.0)
-        points = [(x, best_of(found, metric)) for x, found in sorted(top.items())]
+        for trial in group:
+            top.setdefault(of(trial), []).append(trial.valid or 0.0)
+        points = [(x, best_of(scores, metric)) for x, scores in sorted(top.items())]
         name = "best" if key == ROUNDS else f"{n:,} rounds"
         if points:
             lines.append(Line(points, name, styles.get(n, Style(GREY))))
@@ -230,9 +230,11 @@ def _panel(
 def _trials(row: TunedRow, metric: MetricInfo) -> str:
     keys = [key for key in row.chosen if key != ROUNDS]
     lines = []
-    for own in row.tried:
-        stage = "beyond the range" if own.rung is None else f"stage {own.rung + 1}"
-        score = own.problem or figure(own.valid if own.valid is not None else math.inf)
-        lines.append([stage, *(value(own.settings[key]) for key in keys), f"{own.rounds:,}", score])
-    chosen = [own.settings == row.chosen and own.rounds == row.rounds for own in row.tried]
+    for trial in row.tried:
+        stage = "beyond the range" if trial.rung is None else f"stage {trial.rung + 1}"
+        score = trial.problem or figure(trial.valid if trial.valid is not None else math.inf)
+        lines.append(
+            [stage, *(value(trial.settings[key]) for key in keys), f"{trial.rounds:,}", score]
+        )
+    chosen = [trial.settings == row.chosen and trial.rounds == row.rounds for trial in row.tried]
     return table(["", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))

@@ -14,7 +14,7 @@ BASE = "pretrained"
 SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --seeds 3`."
 
 
-def verdict(rows: Sequence[Row], own: str) -> str:
+def verdict(rows: Sequence[Row], own_method: str) -> str:
     """Say which method did best, for how many clients or for which groups, by how much, and what to
     do.
 
@@ -23,7 +23,7 @@ def verdict(rows: Sequence[Row], own: str) -> str:
 
     Args:
         rows: Of a comparison.
-        own: The method that was tried; where it is no row, the best one is spoken of.
+        own_method: The method that was tried; if it has no row, the best one takes its place.
 
     Returns:
         A few sentences, without markup.
@@ -32,7 +32,7 @@ def verdict(rows: Sequence[Row], own: str) -> str:
     if not known:
         return ""
     ranked = sorted(known, key=lambda row: sort_key(row.mean, row.metric))
-    mine = next((row for row in known if row.method == own), ranked[0])
+    mine = next((row for row in known if row.method == own_method), ranked[0])
     others = [row for row in ranked if row is not mine]
     if not others:
         return (
@@ -80,12 +80,12 @@ def _which(
     ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: MetricInfo
 ) -> str:
     """For which groups the better one is better and for which not, each with the two figures."""
-    told = {
+    texts = {
         name: f"{name} ({_value(x, metric)} against {_value(y, metric)})"
         for name, (x, y) in groups.items()
     }
-    behind = [text for name, text in told.items() if name not in ahead]
-    return f"for {' and '.join(told[name] for name in ahead) or 'no group'}" + (
+    behind = [text for name, text in texts.items() if name not in ahead]
+    return f"for {' and '.join(texts[name] for name in ahead) or 'no group'}" + (
         f", not for {' and '.join(behind)}" if behind else ""
     )
 
@@ -148,8 +148,8 @@ def _seeds(mine: Row, rival: Row) -> int:
 
 def _deviation(mine: Row, rival: Row) -> float:
     """Of the difference of two means over seeds, each seed's own."""
-    found = math.hypot(mine.std, rival.std)
-    return found if math.isfinite(found) else math.inf
+    deviation = math.hypot(mine.std, rival.std)
+    return deviation if math.isfinite(deviation) else math.inf
 
 
 def _title(row: Row) -> str:

@@ -147,7 +147,7 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
 def comparability(
     rows: Sequence[Row],
-    own: str | None = None,
+    own_method: str | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return what a reader of a table must know, a sentence each: unlike budgets, bounds, replies
@@ -157,13 +157,13 @@ def comparability(
 
     Args:
         rows: As `row` makes them.
-        own: The method that the others are measured against; default, and where it is missing: the
-            first row that trains anything.
+        own_method: The method that the others are measured against; default, and where it is
+            missing: the first row that trains anything.
         titles: What to call a method; default: its name.
     """
     called = {r.method: r.method for r in rows} | dict(titles or {})
     trained = [r for r in rows if r.trainable_parameters]
-    references = [r for r in trained if r.method == own] + trained
+    references = [r for r in trained if r.method == own_method] + trained
     sentences = [sentence for r in trained for sentence in _budget(r, references[0], called)]
     sentences += [
         drawn(*pair) for pair in sorted({(len(r.clients), r.drawn_of) for r in rows if r.drawn_of})
