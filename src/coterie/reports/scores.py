@@ -230,8 +230,8 @@ def _quantiles(rows: Sequence[Row]) -> str:
     return (
         f"<h3>Over {len(own_row.clients):,} clients, from the best to the worst</h3>"
         f"{table(['clients', *columns], lines)}"
-        f"<p class=note>Worst with {escape(_title(own_row))}: {escape(worst)}. Every client's score "
-        f"is in result.json.</p>"
+        f"<p class=note>Worst with {escape(_title(own_row))}: {escape(worst)}. Every client's "
+        f"score is in result.json.</p>"
     )
 
 
