@@ -191,27 +191,25 @@ def _keep(
     all of it is. Raises SaveError.
     """
     state = execution.state
-    problem, found = state.prepared.problem, None
+    problem, personalised = state.prepared.problem, None
     make_folder(folder.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             new = Path(beside) / "model"
             if isinstance(problem, Language):
-                kept = shared_part(owner, state.method)
+                snapshot = shared_part(owner, state.method)
                 if training is not None:
-                    most = training.iterations or state.method.rounds * state.method.steps(
-                        owner
-                    )
-                    kept, found = train(owner, state.method, most, training.say)
+                    most = training.iterations or state.method.rounds * state.method.steps(owner)
+                    snapshot, personalised = train(owner, state.method, most, training.say)
                 recipe = execution.recipe
                 origin = personal.Origin(
                     recipe.method["name"], recipe.name, state.round, recipe.seed
                 )
-                problem.write(new, owner.id, kept.layout, kept.tensors, origin)
+                problem.write(new, owner.id, snapshot.layout, snapshot.tensors, origin)
             else:
                 execution.results.keep(owner, tensors, new)
-            if found is not None:
-                write_json(new / TRAINED, found.summary)
+            if personalised is not None:
+                write_json(new / TRAINED, personalised.summary)
                 write_all_sums(new)
             os.rename(new, folder)
     except OSError as error:
@@ -219,7 +217,7 @@ def _keep(
             f"cannot write {folder}: {error.strerror}",
             "Free some space there, or choose another --out.",
         ) from error
-    return found
+    return personalised
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
@@ -286,9 +284,9 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
     assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
-    found = read([data], problem.shape)
+    samples = read([data], problem.shape)
     return ClientData(
-        id, *(found.split(like.mean, like.std, like.classes, name) for name in SPLITS)
+        id, *(samples.split(like.mean, like.std, like.classes, name) for name in SPLITS)
     )
 
 

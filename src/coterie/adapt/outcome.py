@@ -6,55 +6,55 @@ from coterie.adapt.personalisation import Personalised
 from coterie.reports.parts import figure
 
 
-def sentences(client: str, found: Personalised | None) -> list[str]:
-    """Say what a client has, what it was before and after, and whether that was worth it.
+def sentences(client: str, result: Personalised | None) -> list[str]:
+    """Describe a client's model before and after training, and whether the training helped.
 
     Args:
-        client: Who, as it can be printed.
-        found: What training gave; None where nothing was trained.
+        client: The client's id, as it can be printed.
+        result: The effect of the training; None if nothing was trained.
     """
-    if found is None:
+    if result is None:
         return [
             f"{client}: nothing was personalised. The model is the shared part alone. To train on "
             f"this text: --train."
         ]
-    tokens = found.tokens
+    tokens = result.tokens
     what = (
         "specialists and router; the shared part is unchanged"
-        if found.own
+        if result.own
         else "a copy of the shared part"
     )
     stopped = (
         ""
-        if found.iterations == found.most
-        else f", stopped after {found.iterations} of at most {found.most}"
+        if result.iterations == result.most
+        else f", stopped after {result.iterations} of at most {result.most}"
     )
     test = f"Perplexity on {tokens['test']:,} tokens of test text"
     lines = [
         f"{client}: {tokens['train']:,} tokens of training text, {tokens['valid']:,} of "
         f"validation text; trained: {what}."
     ]
-    before = f"{test}: {figure(found.before)} before, with the shared part alone"
-    if not found.iteration:
+    before = f"{test}: {figure(result.before)} before, with the shared part alone"
+    if not result.iteration:
         lines.append(
-            f"{before} (the base: {figure(found.base)}); no iteration was better than that on "
+            f"{before} (the base: {figure(result.base)}); no iteration was better than that on "
             f"validation text{stopped}."
         )
-        return [*lines, f"It did not help: the shared part alone is kept. {_remedy(found)}"]
-    change = abs(found.after / found.before - 1)
-    how = "lower" if found.after < found.before else "higher"
+        return [*lines, f"It did not help: the shared part alone is kept. {_remedy(result)}"]
+    change = abs(result.after / result.before - 1)
+    how = "lower" if result.after < result.before else "higher"
     lines.append(
-        f"{before}, {figure(found.after)} after iteration {found.iteration}, {change:.1%} {how} "
-        f"(the base: {figure(found.base)}){stopped}."
+        f"{before}, {figure(result.after)} after iteration {result.iteration}, {change:.1%} {how} "
+        f"(the base: {figure(result.base)}){stopped}."
     )
-    if not found.helped:
+    if not result.helped:
         return [
             *lines,
             f"It helped on validation text only, which may be chance: the shared part alone is "
             f"kept. "
-            f"{_remedy(found)}",
+            f"{_remedy(result)}",
         ]
-    if found.base <= found.after:
+    if result.base <= result.after:
         return [
             *lines,
             "It helped, and the personalised model is kept. But the base alone does as well on "
@@ -63,11 +63,11 @@ def sentences(client: str, found: Personalised | None) -> list[str]:
     return [*lines, "It helped: the personalised model is kept."]
 
 
-def _remedy(found: Personalised) -> str:
+def _remedy(result: Personalised) -> str:
     """Return what to do about training that did not help."""
     unlike = (
         "The base alone does better than the shared part: this text differs from the run's. "
-        if found.base < found.before
+        if result.base < result.before
         else ""
     )
     return f"{unlike}More text helps most."

@@ -137,19 +137,19 @@ def train(
         ModelError: There is nothing that could be trained.
     """
     before = shared_part(client, method)
-    own = bool(client.model.parameters_by_role()[SPECIALIST])
-    client.frozen = frozenset(method.shared) if own else frozenset()
+    has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
+    client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
     valid_before = best = perplexity(score(client, before, client.data.valid))
     say(f"the shared part alone: validation perplexity {best:.2f}")
-    found, at, looked = before, 0, 0
-    every = min(method.steps(client), most)
+    best_snapshot, best_iteration, looks_in_vain = before, 0, 0
+    interval = min(method.steps(client), most)
     device = client.model.device
     with devices.forked(device):
         devices.seed(derive_seed(client.seed, "personalise", client.id), device)
-        while client.iteration < most and looked < PATIENCE:
+        while client.iteration < most and looks_in_vain < PATIENCE:
             done = client.iteration
-            for _ in range(min(every, most - done)):
+            for _ in range(min(interval, most - done)):
                 method.iterate(client)
             if client.iteration == done or not client.stats:
                 raise ModelError(
@@ -160,24 +160,27 @@ def train(
             say(f"iteration {client.iteration} of at most {most}: validation perplexity {now:.2f}")
             if not math.isfinite(now):
                 break  # training diverged, and does not come back
-            looked += 1
+            looks_in_vain += 1
             if now < best:
-                best, at, looked = now, client.iteration, 0
-                found = Snapshot(*_settled(client))
-    scores = [perplexity(score(client, snapshot, client.data.test)) for snapshot in (before, found)]
+                best, best_iteration, looks_in_vain = now, client.iteration, 0
+                best_snapshot = Snapshot(*_settled(client))
+    scores = [
+        perplexity(score(client, snapshot, client.data.test))
+        for snapshot in (before, best_snapshot)
+    ]
     about = Personalised(
-        own=own,
+        own=has_specialists,
         tokens={split.name: len(split) for split in client.data.splits},
         base=perplexity(score(client, untrained(before), client.data.test)),
         before=scores[0],
         after=scores[1],
         valid_before=valid_before,
         valid_after=best,
-        iteration=at,
+        iteration=best_iteration,
         iterations=client.iteration,
         most=most,
     )
-    return found if about.helped else before, about
+    return best_snapshot if about.helped else before, about
 
 
 def _settled(client: Client) -> tuple[Layout, Tensors]:

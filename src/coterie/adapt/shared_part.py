@@ -81,15 +81,18 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         if up[NAME]:
             raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
         owner = _owner(execution, tensors[NAME])
-        kept, problem = shared_part(owner, execution.state.method), execution.state.prepared.problem
+        snapshot, problem = (
+            shared_part(owner, execution.state.method),
+            execution.state.prepared.problem,
+        )
         assert isinstance(problem, Language)
         origin = personal.Origin(name, recipe.name, execution.state.round, recipe.seed)
         section = recipe.model.model_copy(update={"base": base})
         named = replace(problem, section=section)
-        named.write(folder, NAME, kept.layout, kept.tensors, origin)
+        named.write(folder, NAME, snapshot.layout, snapshot.tensors, origin)
         save(folder / SHARED, tensors[NAME], {"format": "pt"})
         (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
-        return _measured(execution, owner, kept)
+        return _measured(execution, owner, snapshot)
 
 
 _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
@@ -124,14 +127,14 @@ def _portable(recipe: Recipe, base: str) -> str:
     return yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
 
 
-def _measured(execution: Execution, owner: Client, kept: Snapshot) -> SharedPart:
+def _measured(execution: Execution, owner: Client, snapshot: Snapshot) -> SharedPart:
     """Measure the shared part and the base on the test text of every client."""
     clients = execution.state.federation.clients.values()
-    found = [
+    perplexities = [
         mean(perplexity(score(owner, model, data.test)) for data in clients)
-        for model in (untrained(kept), kept)
+        for model in (untrained(snapshot), snapshot)
     ]
-    return SharedPart(len(clients), sum(len(data.train) for data in clients), *found)
+    return SharedPart(len(clients), sum(len(data.train) for data in clients), *perplexities)
 
 
 def holds_shared(folder: Path) -> bool:
@@ -160,8 +163,8 @@ def started(
     verify(folder)
     device = pick_device(recipe.model.device)
     backbone = load_backbone(recipe.model.base, pick_dtype(recipe.model.dtype, device), device)
-    own = text_of(recipe, backbone, id, data, trains)
-    federation = Federation({id: own}, "one client's own text")
+    client_data = text_of(recipe, backbone, id, data, trains)
+    federation = Federation({id: client_data}, "one client's own text")
     problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)
     execution = Execution(prepared, folder, Callback(), "", LocalBackend("inprocess"))

@@ -63,10 +63,10 @@ class PersonalClassifier:
         self.model, self.about = model, about
 
     def __repr__(self) -> str:
-        own = f", experts={self.experts}" if self.experts else ""
+        experts = f", experts={self.experts}" if self.experts else ""
         return (
             f"PersonalClassifier(client={self.about.client!r}, method={self.about.method!r}, "
-            f"network={self.shape.title!r}{own})"
+            f"network={self.shape.title!r}{experts})"
         )
 
     @property
@@ -103,10 +103,10 @@ class PersonalClassifier:
         Raises:
             ModelError: See `__call__`, or scores are not finite.
         """
-        found = self._answer(x)
-        if not usable(found[0]).all():
+        outputs = self._answer(x)
+        if not usable(outputs[0]).all():
             raise not_usable(f"the classifier of {self.about.client!r}")
-        return found
+        return outputs
 
     def _answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
@@ -129,7 +129,7 @@ class PersonalClassifier:
             DataError: The input is empty, or of an unsupported kind.
             ModelError: See `answer`.
         """
-        found: list[Prediction] = []
+        predictions: list[Prediction] = []
         for batch in self.batches(given):
             outputs, experts = self.answer(batch.x)
             best, labels = outputs.exp().max(dim=1)
@@ -137,8 +137,8 @@ class PersonalClassifier:
             for label, probability, expert in zip(
                 labels.tolist(), best.tolist(), numbers, strict=True
             ):
-                found.append(Prediction(label, self.about.names[label], probability, expert))
-        return found
+                predictions.append(Prediction(label, self.about.names[label], probability, expert))
+        return predictions
 
     def batches(self, given: Any) -> Iterator[Examples]:
         """Return the samples as `answer` takes them, with the label 0; see `predict`."""

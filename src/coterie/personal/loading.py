@@ -105,13 +105,13 @@ def load_all(
             device=device,
         )
         return {model.about.client: model}
-    found: dict[str, Personal] = {}
+    models: dict[str, Personal] = {}
     for client in dict.fromkeys(map(names.normal, clients or clients_of(run))):
-        found[client] = model = load(
+        models[client] = model = load(
             run, client, base=base, backbone=backbone, dtype=dtype, device=device
         )
         backbone = model.backbone if isinstance(model, PersonalModel) else None
-    return found
+    return models
 
 
 def load_many(
@@ -149,15 +149,15 @@ def load_many(
     Raises:
         Refused: The run's models are classifiers.
     """
-    found = load_all(run, clients, base=base, backbone=backbone, dtype=dtype, device=device)
+    models = load_all(run, clients, base=base, backbone=backbone, dtype=dtype, device=device)
     if classifiers := [
-        client for client, model in found.items() if not isinstance(model, PersonalModel)
+        client for client, model in models.items() if not isinstance(model, PersonalModel)
     ]:
         raise Refused(
             f"{run} holds classifiers (of {classifiers[0]}), which share no backbone",
             "Load them by load_all.",
         )
-    return ManyModels({client: cast(PersonalModel, model) for client, model in found.items()})
+    return ManyModels({client: cast(PersonalModel, model) for client, model in models.items()})
 
 
 def clients_of(run: Path | str) -> list[str]:
@@ -181,12 +181,12 @@ def _folders(run: Path) -> dict[str, Path]:
 
 
 def _owner(folder: Path) -> str:
-    named = (
+    client = (
         read_about_json(folder).get("client")
         if names.is_cut(folder.name)
         else names.decoded(folder.name)
     )
-    return names.normal(str(named))
+    return names.normal(str(client))
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
@@ -195,18 +195,18 @@ def folder_of(run: Path | str, client: str | None) -> Path:
     """
     run, client = Path(run), None if client is None else names.normal(client)
     if (run / ABOUT).is_file():
-        if client not in (None, own := read_about_json(run).get("client")):
+        if client not in (None, owner := read_about_json(run).get("client")):
             raise CheckpointError(
-                f"{run} is the folder of client {own!r}, not of {client!r}",
+                f"{run} is the folder of client {owner!r}, not of {client!r}",
                 "Give the run's folder.",
             )
         return run
-    known = _folders(run)
-    if client is None and len(known) == 1:
-        return next(iter(known.values()))
-    if client not in known:
+    folders = _folders(run)
+    if client is None and len(folders) == 1:
+        return next(iter(folders.values()))
+    if client not in folders:
         problem = (
             f"{run} has several clients" if client is None else f"{run} has no client {client!r}"
         )
-        raise CheckpointError(problem, f"Its clients: {', '.join(known)}.")
-    return known[client]
+        raise CheckpointError(problem, f"Its clients: {', '.join(folders)}.")
+    return folders[client]

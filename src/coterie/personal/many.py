@@ -150,10 +150,10 @@ class ManyModels:
         """
         texts = dict.fromkeys(self.models, texts) if isinstance(texts, str) else texts
         adapter = self._of(tuple(texts), len(texts))
-        found = self._inference.next_words(adapter, list(texts.values()), k)
+        suggestions = self._inference.next_words(adapter, list(texts.values()), k)
         return {
             client: _own(self.models[client], words)
-            for client, words in zip(texts, found, strict=True)
+            for client, words in zip(texts, suggestions, strict=True)
         }
 
     def _of(self, clients: Sequence[str], rows: int) -> Attachable:
@@ -185,5 +185,5 @@ class ManyModels:
 
 def _own(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
     """Return the words of one model without the weights of experts that only others have."""
-    own = model.layout.experts if model.layout.routed else 0
-    return [replace(word, experts=word.experts[:own]) for word in words]
+    count = model.layout.experts if model.layout.routed else 0
+    return [replace(word, experts=word.experts[:count]) for word in words]

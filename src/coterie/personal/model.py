@@ -100,8 +100,8 @@ class PersonalModel:
         from transformers.pipelines import base
 
         wrappers: list[str] = getattr(base, "SUPPORTED_PEFT_TASKS", {}).get("text-generation", [])
-        if (own := type(self).__name__) not in wrappers:
-            wrappers.append(own)
+        if (class_name := type(self).__name__) not in wrappers:
+            wrappers.append(class_name)
         return True
 
     def to(self, device: str | int | torch.device) -> "PersonalModel":
@@ -193,11 +193,11 @@ class PersonalModel:
             return self._inference.generate_texts(self.fast, prompt, settings)
         if isinstance(prompt, str):
             ids = torch.tensor([self.texts.prompt(prompt)])
-            given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            found = self._inference.generate(self.fast, given | settings)
-            return cast(str, self.tokenizer.decode(found[0], skip_special_tokens=True))
-        given = settings if prompt is None else {"input_ids": prompt} | settings
-        return self._inference.generate(self.fast, given)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            output = self._inference.generate(self.fast, inputs | settings)
+            return cast(str, self.tokenizer.decode(output[0], skip_special_tokens=True))
+        inputs = settings if prompt is None else {"input_ids": prompt} | settings
+        return self._inference.generate(self.fast, inputs)
 
     @cached_property
     def chats(self) -> ChatTemplate:
@@ -233,16 +233,16 @@ class PersonalModel:
                 part of them.
             ModelError: The chat would grow longer than the base's context.
         """
-        given = [user(messages)] if isinstance(messages, str) else messages
-        ids = self.chats.prompt(given, tools)
+        chat = [user(messages)] if isinstance(messages, str) else messages
+        ids = self.chats.prompt(chat, tools)
         room = max(self.backbone.context_limit - len(ids), 1)
-        found = self._inference.generate(
+        output = self._inference.generate(
             self.fast,
             {"max_new_tokens": min(ANSWER, room), "eos_token_id": list(self.chats.stops) or None}
             | {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
             | settings,
         )
-        answer = self.tokenizer.decode(found[0, len(ids) :], skip_special_tokens=True)
+        answer = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
         return cast(str, answer).strip()
 
     @overload
@@ -261,8 +261,8 @@ class PersonalModel:
             k: How many words at most.
         """
         texts = [text] if isinstance(text, str) else text
-        found = self._inference.next_words(self.fast, texts, k)
-        return found[0] if isinstance(text, str) else found
+        words = self._inference.next_words(self.fast, texts, k)
+        return words[0] if isinstance(text, str) else words
 
     def routing(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`,

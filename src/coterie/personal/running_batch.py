@@ -156,8 +156,8 @@ class _Prompts:
             last = min(self.done, width - 1)
             if one.scores_prompt and first < last:
                 tokens = self.ids[row, first + 1 : last + 1].tolist()
-                own = logits[row, first - begin : last - begin]
-                one.scored += scored(own, tokens, one.sampling.logprobs or 0)
+                row_logits = logits[row, first - begin : last - begin]
+                one.scored += scored(row_logits, tokens, one.sampling.logprobs or 0)
 
 
 class RunningBatch:
@@ -204,11 +204,11 @@ class RunningBatch:
 
         A text may go on for one more token after `remove`, if it joined in the same step.
         """
-        joining, found = self._join()
+        joining, generated = self._join()
         self._settle(joining)
         if self._rows:
-            found += self._next_tokens()
-        return found
+            generated += self._next_tokens()
+        return generated
 
     def _join(self) -> tuple[list[tuple[_Row, int, DynamicCache]], list[Progress]]:
         """Advance the prompts that are being computed, or the first ones that wait.
@@ -225,20 +225,20 @@ class RunningBatch:
         if logits is None:
             return [], []
         self._prompts = None
-        wanted = [(i, c) for i, c in enumerate(prompts.all_of) if c not in prompts.unwanted]
+        remaining = [(i, c) for i, c in enumerate(prompts.all_of) if c not in prompts.unwanted]
         rows = [
             (_Row(one, choice), place)
-            for place, one in wanted
+            for place, one in remaining
             for choice in range(one.choices if one.most else 0)
         ]
-        found = [
+        generated = [
             Progress(one, choice, None, "length")
-            for _, one in wanted
+            for _, one in remaining
             for choice in range(0 if one.most else one.choices)
         ]
         if rows:
-            found += self._take([row for row, _ in rows], logits[[place for _, place in rows]])
-        return [(row, place, prompts.cache) for row, place in rows if not row.over], found
+            generated += self._take([row for row, _ in rows], logits[[place for _, place in rows]])
+        return [(row, place, prompts.cache) for row, place in rows if not row.over], generated
 
     def _admitted(self) -> _Prompts | None:
         """Return the prompts whose turn it is: as many as there is room for, and as one part

@@ -100,12 +100,12 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
             another size, or an empty text; the message names all such files.
     """
     texts = isinstance(shape, TextShape)
-    found: list[tuple[str, Any]] = []
+    samples: list[tuple[str, Any]] = []
     with Refusals() as refusals:
         for file in (file for path in paths for file in _files(path, TEXTS if texts else IMAGES)):
             with refusals.gather():
-                found += _texts(file) if texts else [(str(file), _image(file, shape))]
-    names, values = zip(*found, strict=True)
+                samples += _texts(file) if texts else [(str(file), _image(file, shape))]
+    names, values = zip(*samples, strict=True)
     return (
         of_texts(values, shape, names)
         if isinstance(shape, TextShape)
@@ -123,13 +123,13 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
     ids = _encoder(shape.base).whole([text[:LONGEST] for text in texts], shape.length)
     if empty := [
         name
-        for name, text, own in zip(names, texts, ids, strict=True)
-        if not text.strip() or not own
+        for name, text, tokens in zip(names, texts, ids, strict=True)
+        if not text.strip() or not tokens
     ]:
         raise DataError(f"{empty[0]}: the text is empty ({len(empty)} in all)", "Leave it out.")
     inputs = np.full((len(ids), max(map(len, ids), default=1)), -1, dtype=np.int64)
-    for row, own in zip(inputs, ids, strict=True):
-        row[: len(own)] = own
+    for row, tokens in zip(inputs, ids, strict=True):
+        row[: len(tokens)] = tokens
     return Samples(tuple(names), inputs)
 
 
@@ -149,21 +149,21 @@ def of_array(images: Any, shape: Shape) -> Samples:
             f"{type(images).__name__} for a classifier of texts",
             "Give a text or several, or the paths of files.",
         )
-    found = np.asarray(images)
-    found = found[None] if found.ndim == 3 else found
-    most = 1 if found.dtype.kind == "f" else 255
-    if found.ndim != 4 or found.shape[1:] != shape.inputs or not len(found):
+    array = np.asarray(images)
+    array = array[None] if array.ndim == 3 else array
+    most = 1 if array.dtype.kind == "f" else 255
+    if array.ndim != 4 or array.shape[1:] != shape.inputs or not len(array):
         expected = ", ".join(map(str, shape.inputs))
         raise DataError(
-            f"images are {found.dtype}{list(found.shape)}",
+            f"images are {array.dtype}{list(array.shape)}",
             f"Expected [images, {expected}], or [{expected}] of one.",
         )
-    if found.dtype.kind not in "fiu" or not (found.min() >= 0 and found.max() <= most):
-        problem = f"images of {found.dtype} from {found.min()} to {found.max()}"
+    if array.dtype.kind not in "fiu" or not (array.min() >= 0 and array.max() <= most):
+        problem = f"images of {array.dtype} from {array.min()} to {array.max()}"
         raise DataError(problem, "Expected integers from 0 to 255, or floats from 0 to 1.")
     return Samples(
-        tuple(f"image {k}" for k in range(1, len(found) + 1)),
-        found.astype(np.float32 if most == 1 else np.uint8),
+        tuple(f"image {k}" for k in range(1, len(array) + 1)),
+        array.astype(np.float32 if most == 1 else np.uint8),
     )
 
 
@@ -177,21 +177,21 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
         )
     if path.is_dir():
         inside = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
-        found = [
+        files = [
             path / file for file in inside if not any(part.startswith(".") for part in file.parts)
         ]
     else:
-        found = [path]
-    if not found:
+        files = [path]
+    if not files:
         raise DataError(
             f"{path}: the folder is empty", f"Put files in it whose names end in {kinds}."
         )
-    if foreign := [file for file in found if file.suffix.lower() not in endings]:
+    if foreign := [file for file in files if file.suffix.lower() not in endings]:
         raise DataError(
             f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)",
             "Convert it, or move it elsewhere.",
         )
-    return found
+    return files
 
 
 def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:

@@ -74,13 +74,13 @@ def choose(
     """
     logits = logits.float()
     ids = logits.argmax(dim=-1).tolist()
-    for row, own in enumerate(settings):
-        if own.temperature > 0 or own.changes_logits:
-            ids[row] = _choose(logits[row], own, generated[row], generators[row])
-    found: list[Token] = []
-    for row, (token, own) in enumerate(zip(ids, settings, strict=True)):
-        found += scored(logits[row : row + 1], [token], own.logprobs)
-    return found
+    for row, row_settings in enumerate(settings):
+        if row_settings.temperature > 0 or row_settings.changes_logits:
+            ids[row] = _choose(logits[row], row_settings, generated[row], generators[row])
+    tokens: list[Token] = []
+    for row, (token, row_settings) in enumerate(zip(ids, settings, strict=True)):
+        tokens += scored(logits[row : row + 1], [token], row_settings.logprobs)
+    return tokens
 
 
 def usable(logits: Tensor) -> Tensor:
@@ -119,35 +119,35 @@ def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Tok
         return [Token(token) for token in tokens]
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
-    own = logprobs.gather(1, chosen)[:, 0].tolist()
+    token_logprobs = logprobs.gather(1, chosen)[:, 0].tolist()
     values, ids = logprobs.topk(min(count, logprobs.shape[1]), dim=-1)
     top = zip(ids.tolist(), values.tolist(), strict=True)
     return [
         Token(token, logprob, tuple(zip(*best, strict=True)))
-        for token, logprob, best in zip(tokens, own, top, strict=True)
+        for token, logprob, best in zip(tokens, token_logprobs, top, strict=True)
     ]
 
 
 def _choose(
-    logits: Tensor, own: Sampling, generated: Counter[int], generator: torch.Generator
+    logits: Tensor, settings: Sampling, generated: Counter[int], generator: torch.Generator
 ) -> int:
     """Return the id that is chosen by (V,) logits of a row."""
-    if own.changes_logits:
-        logits = _changed(logits, own, generated)
-    if own.temperature == 0:
+    if settings.changes_logits:
+        logits = _changed(logits, settings, generated)
+    if settings.temperature == 0:
         return int(logits.argmax())
-    p = ((logits - logits.max()) / max(own.temperature, COLDEST)).softmax(dim=-1)
-    if own.top_p >= 1:
+    p = ((logits - logits.max()) / max(settings.temperature, COLDEST)).softmax(dim=-1)
+    if settings.top_p >= 1:
         return _drawn(p, generator)
-    values, ids = _nucleus(p, own.top_p)
+    values, ids = _nucleus(p, settings.top_p)
     return int(ids[_drawn(values, generator)])
 
 
-def _changed(logits: Tensor, own: Sampling, generated: Counter[int]) -> Tensor:
+def _changed(logits: Tensor, settings: Sampling, generated: Counter[int]) -> Tensor:
     """Return logits with penalties and biases."""
-    changes = dict(own.bias)
+    changes = dict(settings.bias)
     for token, count in generated.items():
-        penalty = own.presence_penalty + count * own.frequency_penalty
+        penalty = settings.presence_penalty + count * settings.frequency_penalty
         changes[token] = changes.get(token, 0.0) - penalty
     ids = torch.tensor(list(changes), dtype=torch.int64, device=logits.device)
     values = torch.tensor(list(changes.values()), dtype=logits.dtype, device=logits.device)

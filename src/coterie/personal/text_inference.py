@@ -65,11 +65,11 @@ class TextInference:
         if settings.get("do_sample", generation.do_sample):
             check_temperature(settings.get("temperature", generation.temperature))
         processors = [*settings.get("logits_processor", ()), self._checked]
-        given = {**settings, "logits_processor": LogitsProcessorList(processors)}
+        arguments = {**settings, "logits_processor": LogitsProcessorList(processors)}
         if generation.pad_token_id is None:  # transformers warns otherwise
-            given = {"pad_token_id": generation.eos_token_id} | given
+            arguments = {"pad_token_id": generation.eos_token_id} | arguments
         with self.backbone.using(adapter):
-            return cast(Tensor, self.backbone.model.generate(**self._moved(given)))
+            return cast(Tensor, self.backbone.model.generate(**self._moved(arguments)))
 
     def _checked(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Return the scores of a step of `generate`. Raises ModelError: they are not finite."""
@@ -98,12 +98,12 @@ class TextInference:
         # a special token, which is not decoded, also behind texts that end before others
         filling = tokenizer.eos_token_id or 0
         inputs, mask = left_padded(ids, filling)
-        given = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
-        found = self.generate(adapter, given | dict(settings))
+        inputs_and_mask = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
+        outputs = self.generate(adapter, inputs_and_mask | dict(settings))
         width = inputs.shape[1]
         return [
-            tokenizer.decode(row[width - len(own) :], skip_special_tokens=True)
-            for row, own in zip(found, ids, strict=True)
+            tokenizer.decode(row[width - len(prompt) :], skip_special_tokens=True)
+            for row, prompt in zip(outputs, ids, strict=True)
         ]
 
     def next_words(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:

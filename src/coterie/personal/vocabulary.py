@@ -44,8 +44,8 @@ class Vocabulary:
         if "\ufffd" not in text:
             return text.encode()
         name = str(self.tokenizer.convert_ids_to_tokens(token))
-        if found := _BYTE.fullmatch(name):
-            return bytes.fromhex(found[1])
+        if match := _BYTE.fullmatch(name):
+            return bytes.fromhex(match[1])
         letters = _letters()
         return bytes(letters[c] for c in name) if all(c in letters for c in name) else None
 
@@ -57,5 +57,5 @@ def _letters() -> dict[str, int]:
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    found = {chr(byte): byte for byte in shown}
-    return found | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    letters = {chr(byte): byte for byte in shown}
+    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}

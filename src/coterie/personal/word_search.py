@@ -103,7 +103,7 @@ class Search:
         """Keep the beginnings that may still be among the best words, or say how likely the
         text's end is. Returns how many.
         """
-        best = sorted((found.p for found in self.found.values()), reverse=True)
+        best = sorted((candidate.p for candidate in self.found.values()), reverse=True)
         least = best[self.k - 1] if len(best) >= self.k else 0.0
         level = sorted((b for b in self.level if len(b.ids) < self.depth), key=lambda b: -b.p)
         together: dict[str, float] = {}  # spellings of one word may be among the best by their sum
@@ -139,9 +139,9 @@ class Search:
     def best(self) -> list[Word]:
         """Return the best words, none of which reads as another one."""
         words: dict[str, Word] = {}
-        for (shown, _), found in sorted(self.found.items(), key=lambda item: -item[1].p):
-            insert = max(found.inserts, key=found.inserts.__getitem__)
-            words.setdefault(shown, Word(shown, insert, found.p / self.mass, found.experts))
+        for (shown, _), candidate in sorted(self.found.items(), key=lambda item: -item[1].p):
+            insert = max(candidate.inserts, key=candidate.inserts.__getitem__)
+            words.setdefault(shown, Word(shown, insert, candidate.p / self.mass, candidate.experts))
         return list(words.values())[: self.k]
 
 

@@ -73,8 +73,8 @@ class Words:
         Raises:
             ModelError: Scores are not finite.
         """
-        own, searches = zip(*(self._begin(text, k) for text in texts), strict=True)
-        prompts, present = left_padded(own, self.anchor)
+        prompt_ids, searches = zip(*(self._begin(text, k) for text in texts), strict=True)
+        prompts, present = left_padded(prompt_ids, self.anchor)
         mask = None if present.all() else present.to(self.backbone.device)
         with self.backbone.using(adapter):
             cache, p, experts = self._forward(
@@ -170,14 +170,14 @@ class Words:
             return self.inside
         if not b.left:
             return self.starts | self.inside
-        found = torch.zeros_like(self.inside)
+        allowed = torch.zeros_like(self.inside)
         fitting = [
             i
             for i in self._longer(b.left)
             if not (rest := self.names[i][len(b.left) :]) or rest[0] not in NO_LETTERS
         ]
-        found[fitting] = True
-        return found
+        allowed[fitting] = True
+        return allowed
 
     def _longer(self, left: str) -> list[int]:
         """Return the tokens that begin with `left`."""
@@ -208,11 +208,11 @@ class Words:
         left = b.left[len(name) :]
         begun = b.begun or (not left and name != b.left)
         # the tokens of a finished word are none of the next one's
-        anew = begun and not b.begun and not b.left and search.within and name[0] in SPACES
-        tokens, before = (0, None) if anew else (b.tokens, b.experts)
-        own = experts if before is None or experts is None else before + experts
+        starts_over = begun and not b.begun and not b.left and search.within and name[0] in SPACES
+        tokens, before = (0, None) if starts_over else (b.tokens, b.experts)
+        summed = experts if before is None or experts is None else before + experts
         letters = b.letters + (" " + name.lstrip(SPACES) if name[0] in SPACES else name)
-        return Beginning((*b.ids, token), p, left, letters, begun, tokens + 1, own, row)
+        return Beginning((*b.ids, token), p, left, letters, begun, tokens + 1, summed, row)
 
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
@@ -275,5 +275,7 @@ def _continues(name: str) -> bool:
 def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor, Tensor]:
     """(B, C) ids that end together, and (B, C) a mask that is 0 where there is padding."""
     width = max(map(len, prompts))
-    ids = torch.tensor([[filling] * (width - len(own)) + list(own) for own in prompts])
-    return ids, torch.tensor([[0] * (width - len(own)) + [1] * len(own) for own in prompts])
+    ids = torch.tensor([[filling] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    return ids, torch.tensor(
+        [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    )

@@ -38,12 +38,12 @@ class Answers:
             self.choice(
                 index,
                 Piece(
-                    "".join(piece.text for piece in own),
-                    tuple(token for piece in own for token in piece.tokens),
-                    own[-1].finish,
+                    "".join(piece.text for piece in answer_pieces),
+                    tuple(token for piece in answer_pieces for token in piece.tokens),
+                    answer_pieces[-1].finish,
                 ),
             )
-            for index, own in enumerate(pieces)
+            for index, answer_pieces in enumerate(pieces)
         ]
         return {**self._about, "object": self.whole, "choices": choices, "usage": usage}
 
@@ -91,8 +91,8 @@ class Answers:
         """Return the log-probabilities of the most likely tokens, and of the token itself."""
         if one.token.logprob is None:
             return None
-        found = {self._name(token): logprob for token, logprob in one.token.top}
-        return found | {self._name(one.token.id): one.token.logprob}
+        logprobs = {self._name(token): logprob for token, logprob in one.token.top}
+        return logprobs | {self._name(one.token.id): one.token.logprob}
 
     def _name(self, token: int) -> str:
         """Return a token as text; one that is no whole letters by its bytes."""
@@ -154,6 +154,6 @@ class ChatAnswers(Answers):
         }
 
 
-def sse(said: dict[str, Any]) -> bytes:
+def sse(event: dict[str, Any]) -> bytes:
     """Return an event of a stream, as browsers know it (server-sent events)."""
-    return b"data: " + json.dumps(said, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    return b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"

@@ -78,27 +78,27 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        asked = await self._asked(request, CompletionRequest)
-        prepared = await self._prepared(request, self.preparation.completion, asked)
-        return await self._answer(request, asked, prepared, Answers)
+        parameters = await self._asked(request, CompletionRequest)
+        prepared = await self._prepared(request, self.preparation.completion, parameters)
+        return await self._answer(request, parameters, prepared, Answers)
 
     async def chat(self, request: Request) -> Response:
         """Answer the last message of a chat."""
-        asked = await self._asked(request, ChatRequest)
-        prepared = await self._prepared(request, self.preparation.chat, asked)
-        return await self._answer(request, asked, prepared, ChatAnswers)
+        parameters = await self._asked(request, ChatRequest)
+        prepared = await self._prepared(request, self.preparation.chat, parameters)
+        return await self._answer(request, parameters, prepared, ChatAnswers)
 
     def _about(self, client: str) -> dict[str, Any]:
         return {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
 
     async def _asked(self, request: Request, kind: type[_R]) -> _R:
         """Read a request. Raises ApiError."""
-        given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if given != "application/json":
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
             raise ApiError(
                 415,
-                f"The content type must be application/json, and is '{shown(given)}'. Send the "
-                "header Content-Type: application/json.",
+                f"The content type must be application/json, and is '{shown(content_type)}'. Send "
+                "the header Content-Type: application/json.",
             )
         return parsed(kind, await self._body(request))
 
@@ -123,12 +123,12 @@ class Api:
         return bytes(body)
 
     async def _prepared(
-        self, request: Request, prepare: Callable[[_R], Prepared], asked: _R
+        self, request: Request, prepare: Callable[[_R], Prepared], parameters: _R
     ) -> Prepared:
         """Return what a request is to continue. Raises ClientDisconnect where its caller goes
         before; then it is prepared no further.
         """
-        preparing = self._worker.submit(prepare, asked)
+        preparing = self._worker.submit(prepare, parameters)
         work = asyncio.wrap_future(preparing)
         if await _is_gone_before(request, work):
             work.cancel()
@@ -140,7 +140,7 @@ class Api:
     async def _answer(
         self,
         request: Request,
-        asked: CompletionRequest | ChatRequest,
+        parameters: CompletionRequest | ChatRequest,
         prepared: Prepared,
         shapes: type[Answers],
     ) -> Response:
@@ -148,11 +148,11 @@ class Api:
         it.
         """
         job = Job(prepared, self.preparation.vocabulary, self.scheduler)
-        told = prepared.continuations[0].sampling.logprobs is not None
-        answers = shapes(prepared.client, self.preparation.vocabulary, told)
+        with_logprobs = prepared.continuations[0].sampling.logprobs is not None
+        answers = shapes(prepared.client, self.preparation.vocabulary, with_logprobs)
         job.start()
-        if asked.stream:
-            return _Stream(job, _events(job, answers, asked.stream_options.include_usage))
+        if parameters.stream:
+            return _Stream(job, _events(job, answers, parameters.stream_options.include_usage))
         work = asyncio.ensure_future(_whole(job, answers))
         try:
             if await _is_gone_before(request, work):
@@ -188,21 +188,21 @@ class _Stream(StreamingResponse):
 
 async def _is_gone_before(request: Request, work: "asyncio.Future[Any]") -> bool:
     """Wait for some work, and return whether the request's caller is gone before it is done."""
-    gone = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
+    disconnect = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return not work.done()
     finally:
-        gone.cancel()
+        disconnect.cancel()
 
 
 async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
     """Return the whole response."""
     pieces: dict[int, list[Piece]] = {}
     generated = 0
-    async for said in job.pieces():
-        pieces.setdefault(said.index, []).append(said.piece)
-        generated += said.generated
+    async for update in job.pieces():
+        pieces.setdefault(update.index, []).append(update.piece)
+        generated += update.generated
     return answers.response([pieces[index] for index in sorted(pieces)], _usage(job, generated))
 
 
@@ -213,10 +213,10 @@ async def _events(job: Job, answers: Answers, with_usage: bool) -> AsyncIterator
         for event in answers.begin(job.count):
             yield event
         async with aclosing(job.pieces()) as pieces:
-            async for said in pieces:
-                generated += said.generated
-                if told := answers.event(said.index, said.piece):
-                    yield told
+            async for update in pieces:
+                generated += update.generated
+                if encoded := answers.event(update.index, update.piece):
+                    yield encoded
         yield answers.end(_usage(job, generated) if with_usage else None)
     except ApiError as error:
         yield sse(error.body())

@@ -75,11 +75,11 @@ class Job:
         """Yield what the answers say, until all are over. Raises ApiError if the batch failed."""
         left = len(self._answers)
         while left:
-            said = await self._said.get()
-            if isinstance(said, Exception):
-                raise ApiError(500, "The server failed to answer.", kind="server_error") from said
-            left -= said.piece.finish is not None
-            yield said
+            update = await self._said.get()
+            if isinstance(update, Exception):
+                raise ApiError(500, "The server failed to answer.", kind="server_error") from update
+            left -= update.piece.finish is not None
+            yield update
 
     def progress(self, progress: Progress) -> bool:
         """See `Listener`."""
@@ -100,9 +100,9 @@ class Job:
         """See `Listener`."""
         self._put(error)
 
-    def _put(self, said: Said | Exception) -> None:
+    def _put(self, update: Said | Exception) -> None:
         with suppress(RuntimeError):  # the server has stopped
-            self._loop.call_soon_threadsafe(self._said.put_nowait, said)
+            self._loop.call_soon_threadsafe(self._said.put_nowait, update)
 
 
 @dataclass

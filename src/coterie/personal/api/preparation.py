@@ -54,8 +54,8 @@ class Preparation:
         self.tokenizer = models.tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
         ends = models.backbone.model.generation_config.eos_token_id
-        own = self.tokenizer.eos_token_id
-        ends = [own] if ends is None else ends if isinstance(ends, list) else [ends]
+        tokenizer_end = self.tokenizer.eos_token_id
+        ends = [tokenizer_end] if ends is None else ends if isinstance(ends, list) else [ends]
         self.ends = frozenset(i for i in ends if i is not None)
         self.chats = models.chats
         self._longest = self.vocabulary.longest
@@ -140,7 +140,7 @@ class Preparation:
                 "messages",
                 "no_chat_template",
             )
-        self._refuse_long([own.get("content") for own in request.messages], "messages")
+        self._refuse_long([message.get("content") for message in request.messages], "messages")
         try:
             return self.chats.prompt(request.messages, request.tools, self.context)
         except TooLong as error:

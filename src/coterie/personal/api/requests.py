@@ -168,14 +168,14 @@ def parsed(kind: type[_R], body: bytes) -> _R:
         ApiError: It is no JSON, or a field is missing, unknown, unsupported or out of range.
     """
     try:
-        given = json_of(body)
+        body_fields = json_of(body)
     except ValueError as error:
         raise ApiError(400, f"The body is not JSON: {shown(error)}") from None
-    if not isinstance(given, dict):
+    if not isinstance(body_fields, dict):
         raise ApiError(400, "The body is not a JSON object.")
     fields = {
         name: value
-        for name, value in given.items()
+        for name, value in body_fields.items()
         if value is not None and name not in _WITHOUT_EFFECT
     }
     for name, neutral in _UNSUPPORTED.items():
@@ -187,17 +187,17 @@ def parsed(kind: type[_R], body: bytes) -> _R:
                 "unsupported_parameter",
             )
     try:
-        found = kind.model_validate(fields)
+        request = kind.model_validate(fields)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
-    if isinstance(found, CompletionRequest) and found.best_of not in (None, found.n):
+    if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
         raise ApiError(
             400,
             "'best_of' can only be equal to 'n': ask for more choices, with 'logprobs'.",
             "best_of",
             "unsupported_value",
         )
-    return found
+    return request
 
 
 def _refusal(error: ErrorDetails) -> ApiError:
@@ -208,5 +208,5 @@ def _refusal(error: ErrorDetails) -> ApiError:
     if error["type"] == "missing" and len(error["loc"]) == 1:
         message = f"Missing required parameter: '{name}'."
         return ApiError(400, message, name, "missing_required_parameter")
-    wanted = _EXPECTED.get(name, f"{error['msg']}.")
-    return ApiError(400, f"Invalid '{name}': {wanted}", name, "invalid_value")
+    expected = _EXPECTED.get(name, f"{error['msg']}.")
+    return ApiError(400, f"Invalid '{name}': {expected}", name, "invalid_value")

@@ -78,8 +78,8 @@ class Scheduler:
         thread.
         """
         with self._changed:
-            found = [one for one in continuations if self._work.pop(one, None) is not None]
-            self._gone += found
+            cancelled = [one for one in continuations if self._work.pop(one, None) is not None]
+            self._gone += cancelled
             self._changed.notify()
 
     def close(self) -> None:
@@ -93,13 +93,13 @@ class Scheduler:
         batch = RunningBatch(self.models, self.rows)
         while self._take_up(batch):
             try:
-                found = batch.step()
+                updates = batch.step()
             except Exception as error:  # of the computation, as out of memory: the server goes on
                 self._report(f"a batch failed: {type(error).__name__}: {error}")
                 batch = RunningBatch(self.models, self.rows)
                 self._fail(error)
                 continue
-            for progress in found:
+            for progress in updates:
                 self._tell(batch, progress)
         self._fail(Full("the server is stopping", "Start it again."))
 

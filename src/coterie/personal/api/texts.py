@@ -54,12 +54,12 @@ class Decoder:
         """Return the text that is whole with this token."""
         self._held.append(token)
         text = self._text(self._before, self._held)
-        found = self._give(text, len(text.rstrip(BROKEN)))
+        released = self._give(text, len(text.rstrip(BROKEN)))
         if self._out == len(text):
             self._before, self._held, self._out = self._held, [], 0
         elif len(self._held) >= LONGEST:
-            found += self._shorten(text)
-        return found
+            released += self._shorten(text)
+        return released
 
     def rest(self) -> str:
         """Return what is held back."""
@@ -74,14 +74,14 @@ class Decoder:
         first = self._text(self._before, old)
         if first + self._text(old, new) != text:
             return ""
-        found = self._give(text, len(first))
+        released = self._give(text, len(first))
         self._before, self._held, self._out = old, new, self._out - len(first)
-        return found
+        return released
 
     def _give(self, text: str, end: int) -> str:
-        found = text[self._out : end]
+        released = text[self._out : end]
         self._out = max(self._out, end)
-        return found
+        return released
 
     def _text(self, before: list[int], ids: list[int]) -> str:
         """Return the text of tokens behind others."""
@@ -138,8 +138,8 @@ class Answer:
 
 def spoken(vocabulary: Vocabulary, tokens: Sequence[Token]) -> tuple[Spoken, ...]:
     """Return the tokens of a prompt at their places in its text."""
-    decoder, offset, found = Decoder(vocabulary), 0, []
+    decoder, offset, placed = Decoder(vocabulary), 0, []
     for token in tokens:
-        found.append(Spoken(token, offset))
+        placed.append(Spoken(token, offset))
         offset += len(decoder.add(token.id))
-    return tuple(found)
+    return tuple(placed)

@@ -104,11 +104,11 @@ class _Joined:
             if not self.merged:
                 y.addmm_(functional.linear(tokens, self.A), self.B)
             self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
-        found = cast(Tensor, self.parts[index])
+        output = cast(Tensor, self.parts[index])
         self.parts[index] = None
         if index == len(self.sizes) - 1:  # nothing is kept between passes
             self.x, self.parts = None, []
-        return found
+        return output
 
 
 class _Part:
@@ -149,7 +149,7 @@ def attended(
     first = blocks[0]
     if merged:
         layers = {name: _merged(layer, first[name]) for name, layer in layers.items()}
-    found: dict[str, Attended] = {
+    by_layer: dict[str, Attended] = {
         name: Merged(layer) if merged else Updates.of([block[name] for block in blocks], dtype)
         for name, layer in layers.items()
     }
@@ -157,8 +157,8 @@ def attended(
     layer = side_by_side([layers[name] for name in together]) if len(blocks) == 1 else None
     if layer is not None:
         joined = _Joined([first[name] for name in together], layer, merged)
-        found |= {name: _Part(joined, i, found[name]) for i, name in enumerate(together)}
-    return found
+        by_layer |= {name: _Part(joined, i, by_layer[name]) for i, name in enumerate(together)}
+    return by_layer
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -179,8 +179,8 @@ def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
         raise ModelError(
             f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
         )
-    found = copy.deepcopy(layer)
-    weight = cast(nn.Parameter, found.weight)
+    merged = copy.deepcopy(layer)
+    weight = cast(nn.Parameter, merged.weight)
     update = lora.gamma * lora.B.detach()[0] @ lora.A.detach()[0]  # (out, in)
     weight.data = (weight.data + (update.T if hasattr(layer, "nf") else update)).to(weight.dtype)
-    return found
+    return merged

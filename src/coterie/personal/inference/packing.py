@@ -17,10 +17,10 @@ FEW = 8
 def padded(values: Sequence[Tensor]) -> Tensor:
     """(models, ...) of tensors of different sizes, with zeros behind their values."""
     sizes = [max(size) for size in zip(*(value.shape for value in values), strict=True)]
-    found = values[0].new_zeros((len(values), *sizes))
-    for place, value in zip(found, values, strict=True):
+    stacked = values[0].new_zeros((len(values), *sizes))
+    for place, value in zip(stacked, values, strict=True):
         place[tuple(slice(size) for size in value.shape)] = value
-    return found
+    return stacked
 
 
 def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
@@ -54,13 +54,13 @@ def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | 
 
 def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:
     """Return A (n, r, in) and B (n, out, r) of one layer of all experts, generalists first."""
-    found = [
+    loras = [
         cast(LoRA, getattr(mixture, role)[linear])
         for role in ("generalist", "specialist")
         if hasattr(mixture, role)
     ]
-    return torch.cat([lora.A.detach() for lora in found]), torch.cat(
-        [lora.B.detach() for lora in found]
+    return torch.cat([lora.A.detach() for lora in loras]), torch.cat(
+        [lora.B.detach() for lora in loras]
     )
 
 

@@ -42,10 +42,10 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
         """
         used = slice(self.columns.begin, self.columns.end)
         for name in ("keys", "values"):  # zeros: what is masked must still be finite
-            made = like.new_zeros((rows, like.shape[0], columns, like.shape[-1]))
+            buffer = like.new_zeros((rows, like.shape[0], columns, like.shape[-1]))
             if (old := getattr(self, name)) is not None:
-                made[: len(old), :, end - used.stop + used.start : end] = old[:, :, used]
-            setattr(self, name, made)
+                buffer[: len(old), :, end - used.stop + used.start : end] = old[:, :, used]
+            setattr(self, name, buffer)
         self.is_initialized = True
 
     def update(
@@ -88,9 +88,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self._fit(len(lengths), max(lengths), source.layers[0].keys[place])
         self.lengths = lengths
         columns = slice(self.columns.end - length, self.columns.end)
-        for own, given in zip(self.layers, source.layers, strict=True):
-            own.keys[row, :, columns] = given.keys[place, :, -length:]
-            own.values[row, :, columns] = given.values[place, :, -length:]
+        for layer, source_layer in zip(self.layers, source.layers, strict=True):
+            layer.keys[row, :, columns] = source_layer.keys[place, :, -length:]
+            layer.values[row, :, columns] = source_layer.values[place, :, -length:]
         self._narrow()
 
     def drop(self, row: int) -> None:

@@ -55,13 +55,13 @@ class Stacks:
                 base's weights, see `PersonalModel`.
         """
         blocks = []
-        for slots, mlp, *own in zip(
+        for slots, mlp, *adapter_blocks in zip(
             backbone.attentions,
             backbone.mlps,
             *(adapter.blocks for adapter in adapters),
             strict=True,
         ):
-            each = cast(Sequence[AdapterBlock], own)
+            each = cast(Sequence[AdapterBlock], adapter_blocks)
             loras = [
                 {name: cast(SingleLoRA, lora) for name, lora in block.attention.items()}
                 for block in each

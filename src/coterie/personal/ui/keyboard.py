@@ -85,13 +85,15 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
     together = ManyModels(models)
 
     def suggest(text: str, message: str = "") -> list[Any]:
-        found = together.next_words(_opening(together, message, text) if chat else text, SHOWN)
-        inserts = [[word.insert for word in words] for words in found.values()]
+        suggestions = together.next_words(
+            _opening(together, message, text) if chat else text, SHOWN
+        )
+        inserts = [[word.insert for word in words] for words in suggestions.values()]
         return [
             (text, inserts),
             *(
                 button
-                for client, words in found.items()
+                for client, words in suggestions.items()
                 for button in buttons(models[client], words)
             ),
         ]
@@ -174,8 +176,10 @@ def most_disputed(models: ManyModels, texts: Sequence[str], chat: bool = False) 
     words = {
         text: {
             word.word
-            for found in models.next_words(_opening(models, text, "") if chat else text, 1).values()
-            for word in found
+            for suggestions in models.next_words(
+                _opening(models, text, "") if chat else text, 1
+            ).values()
+            for word in suggestions
         }
         for text in texts
     }

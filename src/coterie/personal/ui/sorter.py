@@ -100,13 +100,13 @@ def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]
     Clients for whom the same expert spoke have the same answer, whatever other experts they have;
     these are named where all have the same.
     """
-    found: dict[Any, dict[str, Answer]] = {}
+    groups: dict[Any, dict[str, Answer]] = {}
     for client, answer in answers.items():
         classes, expert, _ = answer
         seen = tuple((name, round(share, 2)) for name, share in sorted(classes.items())), expert
-        found.setdefault(seen, {})[client] = answer
+        groups.setdefault(seen, {})[client] = answer
     rows = {}
-    for group in found.values():
+    for group in groups.values():
         (classes, expert, among), *others = group.values()
         rows[next(iter(group))] = (
             list(group),

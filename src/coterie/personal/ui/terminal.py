@@ -33,10 +33,12 @@ def show(
     table.add_column("client", overflow="fold")
     for place in range(max(map(len, words.values()))):
         table.add_column(str(place + 1), overflow="fold")
-    for client, found in words.items():
-        table.add_row(Text(printable(client)), *(_cell(models[client], word) for word in found))
+    for client, suggestions in words.items():
+        table.add_row(
+            Text(printable(client)), *(_cell(models[client], word) for word in suggestions)
+        )
     console.print(table)
-    if any(word.experts for found in words.values() for word in found):
+    if any(word.experts for suggestions in words.values() for word in suggestions):
         console.print(
             "G generalist, S specialist: the expert with the largest routing weight where the "
             "word was chosen (mean over all blocks).",
@@ -66,16 +68,24 @@ def show_classes(
     table = Table(box=SIMPLE, pad_edge=False)
     several = len(predictions) > 1
     gated = any(
-        prediction.expert is not None for found in predictions.values() for prediction in found
+        prediction.expert is not None
+        for client_predictions in predictions.values()
+        for prediction in client_predictions
     )
     for column in ["sample", *["client"] * several, "class"]:
         table.add_column(column, overflow="fold")
     for column in ["probability", *["expert"] * gated]:
         table.add_column(column, justify="right")
     for k, name in enumerate(names):
-        for client, found in predictions.items():
-            said = found[k]
-            expert = ["" if said.expert is None else str(said.expert)] * gated
-            cells = [name, *[client] * several, said.name, f"{said.probability:.1%}", *expert]
+        for client, client_predictions in predictions.items():
+            predicted = client_predictions[k]
+            expert = ["" if predicted.expert is None else str(predicted.expert)] * gated
+            cells = [
+                name,
+                *[client] * several,
+                predicted.name,
+                f"{predicted.probability:.1%}",
+                *expert,
+            ]
             table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
