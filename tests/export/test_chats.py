@@ -312,7 +312,7 @@ def test_a_model_says_whether_it_was_trained_on_chats(
     assert ("content" in json.loads((own / "client.json").read_text())) == (content is not None)
     (client,) = Source(own).load()
     assert client.chats == chats
-    assert bool(client.serving.asked) == chats
+    assert bool(client.serving.prompt) == chats
 
 
 def test_marks_of_answers_are_no_obstacle(tmp_path: Path) -> None:

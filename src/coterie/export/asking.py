@@ -57,7 +57,7 @@ def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -
             otherwise.
     """
     serving, question = client.serving, QUESTION[0]["content"]
-    prompt = list(serving.asked)
+    prompt = list(serving.prompt)
     if runtime.chat_ids(written.folder, QUESTION) != prompt:
         raise _other(client, "writes a chat with other tokens than the model was trained with")
     if missing := set(serving.stops) - runtime.ending(prompt, serving.stops):

@@ -117,8 +117,8 @@ def _use(facts: Facts, name: str) -> str:
     """Return commands that use it."""
     if not facts.language:
         return f"coterie predict {name} --data FILES"
-    asked = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
-    lines = [f"coterie generate {name} {asked}"]
+    options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
+    lines = [f"coterie generate {name} {options}"]
     if facts.client is None:
         lines += [f"coterie adapt {name} --data MY_TEXTS --train --out mine"]
     return "\n".join(lines)

@@ -62,11 +62,11 @@ class ChatText:
         whole = rendered(PLACE)
         before, *rest = whole.split(PLACE)
         strips = rendered(f" {PLACE} ") == whole
-        found = cls(before, PLACE.join(rest), strips)
+        chat_text = cls(before, PLACE.join(rest), strips)
         written = {message: rendered(message) for message in MESSAGES}
-        changed = [one for one, text in written.items() if found.opening(one) != text]
+        changed = [one for one, text in written.items() if chat_text.opening(one) != text]
         if not changed:
-            return found
+            return chat_text
         problem = (
             f"writes a message {len(rest)} times"
             if len(rest) > 1

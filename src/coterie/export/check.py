@@ -51,17 +51,17 @@ class Check:
     @property
     def sentences(self) -> list[str]:
         """What the command prints of it."""
-        found = [
+        lines = [
             f"largest difference of {self.quantity} from {self.likeness}: {self.difference:.2g}"
             + ("" if self.by_token is None else f", token by token {self.by_token:.2g}")
         ]
         if self.perplexity is not None and self.original is not None:
             change = self.perplexity / self.original - 1
-            found.append(
+            lines.append(
                 f"test perplexity {self.perplexity:.2f}, of the personal model "
                 f"{self.original:.2f} ({change:+.2%}), on {self.tokens:,} tokens"
             )
-        return found + ([] if self.chat is None else [self.chat.sentence])
+        return lines + ([] if self.chat is None else [self.chat.sentence])
 
 
 def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
@@ -89,14 +89,14 @@ def checked(format: Format, options: Options, client: ClientModel, written: Writ
 
 def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Written) -> Check:
     ids = _probe(runtime, client)
-    wanted, found = written.expected(ids).float(), runtime.logits(ids)
+    expected, computed = written.expected(ids).float(), runtime.logits(ids)
     if runtime.quantity != "logits":
-        wanted, found = wanted.log_softmax(-1).clamp_min(LEAST), found.clamp_min(LEAST)
+        expected, computed = expected.log_softmax(-1).clamp_min(LEAST), computed.clamp_min(LEAST)
     # by most tokens: where experts are nearly as good as each other, rounding may choose another
-    allowed = limit * max(1.0, float(wanted.abs().max()))
+    allowed = limit * max(1.0, float(expected.abs().max()))
 
-    def difference(found: Tensor) -> float:
-        of_tokens = (wanted - found).abs().amax(dim=-1)
+    def difference(values: Tensor) -> float:
+        of_tokens = (expected - values).abs().amax(dim=-1)
         largest = float(of_tokens.max())
         if not of_tokens.isfinite().all() or float(of_tokens.median()) > allowed:
             raise ExportError(
@@ -110,10 +110,10 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
     by_token = runtime.logits_by_token(ids)
     check = Check(
         runtime.quantity,
-        difference(found),
+        difference(computed),
         written.likeness,
         None if by_token is None else difference(by_token),
-        chat=ask(runtime, client, written, limit) if client.serving.asked else None,
+        chat=ask(runtime, client, written, limit) if client.serving.prompt else None,
     )
     return check if client.test is None else _scored(check, runtime, client, client.test)
 

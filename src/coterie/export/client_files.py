@@ -25,20 +25,20 @@ def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
     `int8` rounds every matrix to 8 bits: beside NAME (..., width) lies NAME.scale (..., 1), and the
     value is their product. Integers, and vectors in `int8`, stay as they are.
     """
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and precision == "f16":
-            found[name] = tensor.half()
+            stored[name] = tensor.half()
         elif tensor.is_floating_point() and precision == "int8" and tensor.ndim > 1:
-            found[name], found[name + SCALE] = _rounded(tensor)
+            stored[name], stored[name + SCALE] = _rounded(tensor)
         else:
-            found[name] = tensor
-    if broken := [name for name, tensor in found.items() if not all_finite({name: tensor})]:
+            stored[name] = tensor
+    if broken := [name for name, tensor in stored.items() if not all_finite({name: tensor})]:
         raise ExportError(
             f"{path}: {broken[0]} has values that {precision} cannot hold",
             "Export it in f32, or train it again.",
         )
-    save(path, found, {"format": "pt", "precision": precision})
+    save(path, stored, {"format": "pt", "precision": precision})
 
 
 def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,11 +50,11 @@ def read(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a client by the names of the graph's inputs, fp32 or integers. Raises
     CheckpointError.
     """
-    found, _ = load(path)
+    stored, _ = load(path)
     values: dict[str, Tensor] = {}
-    for name, tensor in found.items():
-        if name + SCALE in found:
-            values[name] = tensor.float() * found[name + SCALE]
+    for name, tensor in stored.items():
+        if name + SCALE in stored:
+            values[name] = tensor.float() * stored[name + SCALE]
         elif not name.endswith(SCALE):
             values[name] = tensor.float() if tensor.is_floating_point() else tensor
     return values

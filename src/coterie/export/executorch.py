@@ -99,8 +99,8 @@ class ExecuTorchRuntime(GraphRuntime):
         self.method: Any = Runtime.get().load_program(str(base)).load_method("forward")
 
     def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
-        found = self.method.execute(self.arguments(ids, kept, past))
-        return [tensor.clone() for tensor in found]  # the next step overwrites them
+        outputs = self.method.execute(self.arguments(ids, kept, past))
+        return [tensor.clone() for tensor in outputs]  # the next step overwrites them
 
     def logits(self, ids: Tensor) -> Tensor:
         return torch.cat([GraphRuntime.logits(self, row) for row in torch.split(ids, 1)])

@@ -75,11 +75,11 @@ def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> Lan
         alpha=math.sqrt(rank),
         balance="none",
     )
-    found = LanguageModel(model.backbone, layout)
-    for parameter in found.adapter.parameters():
+    fold = LanguageModel(model.backbone, layout)
+    for parameter in fold.adapter.parameters():
         parameter.requires_grad_(False).zero_()
     olds = cast(Iterable[AdapterBlock], model.adapter.blocks)
-    news = cast(Iterable[AdapterBlock], found.adapter.blocks)
+    news = cast(Iterable[AdapterBlock], fold.adapter.blocks)
     for old, new, w in zip(olds, news, weights, strict=True):
         for name, lora in new.attention.items():
             theirs = cast(LoRA, old.attention[name])
@@ -88,7 +88,7 @@ def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> Lan
             A, B = experts_of(old.mlp, name)  # (n, r, in), (n, out, r)
             scaled = torch.cat([w[j] * old.mlp.gamma * B[j] for j in experts], dim=1)
             _place(cast(LoRA, lora), A[list(experts)].flatten(0, 1), scaled)
-    return found
+    return fold
 
 
 def _place(lora: LoRA, A: Tensor, B: Tensor) -> None:

@@ -160,8 +160,8 @@ class TorchRuntime(Runtime):
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        found: Tensor = self.model(ids).logits
-        return found.float()
+        logits: Tensor = self.model(ids).logits
+        return logits.float()
 
     def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
         return {*stops} & {*ids_of(self.model.generation_config.eos_token_id)}
@@ -170,14 +170,14 @@ class TorchRuntime(Runtime):
     def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
         ids = torch.tensor([[*prompt]])
         likeliest = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0}
-        found = self.model.generate(
+        output = self.model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
             pad_token_id=0,
             max_new_tokens=most,
             **likeliest,
         )
-        answer = found[0, len(prompt) :].tolist()
+        answer = output[0, len(prompt) :].tolist()
         return answer, bool(self.ending(prompt, answer[-1:]))
 
 

@@ -54,11 +54,13 @@ class Exported:
     @property
     def size(self) -> str:
         """Of its files, for people."""
-        own, shared = (
-            sum((self.folder / name).stat().st_size for name in names)
-            for names in (self.files, self.shared)
+        own_bytes, shared_bytes = (
+            sum((self.folder / name).stat().st_size for name in files)
+            for files in (self.files, self.shared)
         )
-        return f"{own:,} bytes" + (f", and {shared:,} that all clients share" if shared else "")
+        return f"{own_bytes:,} bytes" + (
+            f", and {shared_bytes:,} that all clients share" if shared_bytes else ""
+        )
 
     @property
     def sentences(self) -> list[str]:
@@ -113,9 +115,9 @@ def export(
         new = Path(beside) / "export"
         make_folder(new)
         with quiet():
-            found = _written(kind, options, clients, new, source.everyone, say)
+            exported = _written(kind, options, clients, new, source.everyone, say)
         _put_in_place(new, out)
-    return [_moved(one, new, out) for one in found]
+    return [_moved(entry, new, out) for entry in exported]
 
 
 def _written(
@@ -128,19 +130,19 @@ def _written(
 ) -> list[Exported]:
     """Write and check each client's files, and the summary."""
     format.write_base(clients, folder, options)
-    found, entries = [], {}
+    exported, entries = [], {}
     for client in clients:
         say(f"{client.client} ...")
-        own = folder
+        client_folder = folder
         if several and not format.shares_base:
-            make_folder(own := folder / names.encoded(client.client))
-        written = format.write(client, own, options)
+            make_folder(client_folder := folder / names.encoded(client.client))
+        written = format.write(client, client_folder, options)
         check = checked(format, options, client, written)
         entries[client.client] = _entry(client, folder, written, check)
-        found.append(
+        exported.append(
             Exported(
                 client.client,
-                own,
+                client_folder,
                 written.files,
                 written.shared,
                 written.notes,
@@ -150,7 +152,7 @@ def _written(
         )
     write_json(folder / SUMMARY, _summary(format, options, clients[0]) | {"clients": entries})
     write_all_sums(folder)
-    return found
+    return exported
 
 
 def _entry(client: ClientModel, folder: Path, written: Written, check: Check) -> dict[str, Any]:
@@ -220,5 +222,5 @@ def _put_in_place(new: Path, out: Path) -> None:
         ) from error
 
 
-def _moved(one: Exported, new: Path, out: Path) -> Exported:
-    return Exported(**(vars(one) | {"folder": out / one.folder.relative_to(new)}))
+def _moved(exported: Exported, new: Path, out: Path) -> Exported:
+    return Exported(**(vars(exported) | {"folder": out / exported.folder.relative_to(new)}))

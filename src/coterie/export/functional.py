@@ -35,23 +35,23 @@ def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
     holds the scale. `blocks.0.mlp.router` (n, d_model), of zeros where all experts have the same
     weight, and `.bias` (n,). `active` (1,) int64 is k.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     n = model.layout.experts
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         path = f"blocks.{i}"
         for name, lora in block.attention.items():
             A, B = pair(lora)
-            found[f"{path}.attention.{name}.A"], found[f"{path}.attention.{name}.B"] = A, B.mT
+            tensors[f"{path}.attention.{name}.A"], tensors[f"{path}.attention.{name}.B"] = A, B.mT
         mixture = block.mlp
         for name in (*mixture.first, "down"):
             A, B = experts_of(mixture, name)
-            found[f"{path}.mlp.{name}.A"] = A
-            found[f"{path}.mlp.{name}.B"] = mixture.gamma * B.mT
+            tensors[f"{path}.mlp.{name}.A"] = A
+            tensors[f"{path}.mlp.{name}.B"] = mixture.gamma * B.mT
         bias = None if mixture.router is None else mixture.router.bias
-        found[f"{path}.mlp.router"] = gate_of(block, n)
-        found[f"{path}.mlp.bias"] = torch.zeros(n) if bias is None else bias.detach()
-    found = {name: tensor.float().cpu().contiguous() for name, tensor in found.items()}
-    return found | {ACTIVE: torch.tensor([model.layout.active])}
+        tensors[f"{path}.mlp.router"] = gate_of(block, n)
+        tensors[f"{path}.mlp.bias"] = torch.zeros(n) if bias is None else bias.detach()
+    tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
+    return tensors | {ACTIVE: torch.tensor([model.layout.active])}
 
 
 class _Attention:
@@ -83,10 +83,10 @@ class _Experts:
         """(T, d_model) -> (n, T, 1): the softmax over the k largest logits, 0 elsewhere."""
         logits = tokens @ self._tensor("router").mT + self._tensor("bias")
         # how many are before each, counted pair by pair: n and k may be any
-        mine, others = logits[:, :, None], logits[:, None, :]
-        place = torch.arange(logits.shape[-1], device=logits.device)
-        earlier = place[None, :] < place[:, None]
-        before = (others > mine) | ((others == mine) & earlier)
+        logit, others = logits[:, :, None], logits[:, None, :]
+        index = torch.arange(logits.shape[-1], device=logits.device)
+        earlier = index[None, :] < index[:, None]
+        before = (others > logit) | ((others == logit) & earlier)
         kept = before.to(torch.int64).sum(dim=-1) < self.tensors[ACTIVE]
         return logits.masked_fill(~kept, -math.inf).softmax(dim=-1).mT[:, :, None]
 
@@ -199,13 +199,13 @@ class Functional(nn.Module):
         cache = DynamicCache(ddp_cache_data=past)
         weights: Any = []
         with self.backbone.using(_Client(self.backbone.architecture, client), weights):
-            found = self.base(
+            output = self.base(
                 input_ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
         if not self.routing:
-            return found.logits, [*_kept(cache.layers)]
+            return output.logits, [*_kept(cache.layers)]
         mean = torch.stack(weights).mean(dim=0).view(*input_ids.shape, -1)
-        return found.logits, [*_kept(cache.layers)], mean[:, logits_to_keep]
+        return output.logits, [*_kept(cache.layers)], mean[:, logits_to_keep]
 
 
 Axes = list[str | int]  # of one tensor: names of dimensions that may have any size, and sizes
@@ -268,9 +268,9 @@ class Interface:
         return {
             kind: {
                 name: {"dtype": "int64" if name in INTEGERS else "float32", "shape": axes}
-                for name, axes in found.items()
+                for name, axes in tensors.items()
             }
-            for kind, found in (("inputs", self.inputs), ("outputs", self.outputs))
+            for kind, tensors in (("inputs", self.inputs), ("outputs", self.outputs))
         }
 
 
@@ -287,11 +287,11 @@ def _axes(name: str, tensor: Tensor) -> Axes:
 
 def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Return the sizes that a client's tensors give to the dimensions with names."""
-    found: dict[str, int] = {}
+    named_sizes: dict[str, int] = {}
     for name, axes in interface.client.items():
         sizes = zip(axes, tensors[name].shape, strict=True)
-        found |= {axis: size for axis, size in sizes if isinstance(axis, str)}
-    return found
+        named_sizes |= {axis: size for axis, size in sizes if isinstance(axis, str)}
+    return named_sizes
 
 
 # sizes of what is traced: what is 1, or 0, would be taken for a constant

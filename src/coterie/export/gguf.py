@@ -44,8 +44,8 @@ class Gguf(Format):
     def check(self, client: ClientModel, options: Options) -> None:
         relative_of(client, self.name, gguf_files.ARCHITECTURES)
         model = client.model
-        if found := list(_obstacles(model)):
-            raise Refused(f"{client.client}: --format {self.name}: {found[0]}", OTHERS)
+        if obstacles := list(_obstacles(model)):
+            raise Refused(f"{client.client}: --format {self.name}: {obstacles[0]}", OTHERS)
         if options.precision in QUANTIZED and (rows := gguf_files.undividable(model)):
             raise Refused(
                 f"--precision {options.precision}: blocks of {gguf_files.BLOCK} weights have one "
@@ -62,17 +62,17 @@ class Gguf(Format):
         write_atomically(folder / README, _readme(clients, options.precision).encode())
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
-        base, own = _base(client.model, options.precision), _own(client)
-        gguf_files.write_client(folder / own, client.model, options.precision)
-        return Written(folder, (own,), client.logits, shared=(base, README))
+        base, file = _base(client.model, options.precision), _client_file(client)
+        gguf_files.write_client(folder / file, client.model, options.precision)
+        return Written(folder, (file,), client.logits, shared=(base, README))
 
     @contextmanager
     def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
         precise = written.shared[0].startswith("base-f32")
         base = written.folder / written.shared[0]
         most = gguf_files.context_length(client.model)
-        asked = len(client.serving.asked) + MOST
-        context = max(client.model.about.context, min(asked, most))
+        needed = len(client.serving.prompt) + MOST
+        context = max(client.model.about.context, min(needed, most))
         server = LlamaServer(base, context, client.model.tokenizer)
         with server.running([written.folder / written.files[0]], precise):
             server.longest, server.window = most - 1, most  # and one to answer
@@ -95,7 +95,7 @@ def _base(model: PersonalModel, precision: str) -> str:
     return f"base-{precision}{experts}.gguf"
 
 
-def _own(client: ClientModel) -> str:
+def _client_file(client: ClientModel) -> str:
     return f"{names.encoded(client.client)}.lora.gguf"
 
 
@@ -206,12 +206,12 @@ class LlamaServer(Runtime):
 
     def _all_following(self, prompt: Sequence[int]) -> Tensor:
         """(V,) the log-probabilities of all tokens behind a prompt."""
-        found = self._following(prompt, self.plain, self.vocabulary)
-        assert found is not None
+        answer = self._following(prompt, self.plain, self.vocabulary)
+        assert answer is not None
         values = torch.full((self.vocabulary,), -torch.inf)
-        entries = found["top_logprobs"]
-        places = torch.tensor([entry["id"] for entry in entries])
-        values[places] = torch.tensor([entry["logprob"] for entry in entries])
+        entries = answer["top_logprobs"]
+        ids = torch.tensor([entry["id"] for entry in entries])
+        values[ids] = torch.tensor([entry["logprob"] for entry in entries])
         return values
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -226,9 +226,9 @@ class LlamaServer(Runtime):
         total = 0.0
         for row, place in rows.counted[:, 1:].nonzero().tolist():
             *prompt, token = rows.ids[row, : place + 2].tolist()
-            found = self._following(prompt, token, 1)
-            if found is not None and found["id"] == token:
-                total -= found["logprob"]
+            following = self._following(prompt, token, 1)
+            if following is not None and following["id"] == token:
+                total -= following["logprob"]
             else:  # it ends the text, or is part of a letter
                 total -= float(self._all_following(prompt)[token])
         return total
@@ -241,9 +241,9 @@ class LlamaServer(Runtime):
             begins: Whether it gets the token that texts begin with.
             written: Whether a chat template has written it, whose control tokens are tokens.
         """
-        asked = {"content": text, "add_special": begins, "parse_special": written}
-        found: list[int] = self._get("/tokenize", asked)["tokens"]
-        return found
+        request = {"content": text, "add_special": begins, "parse_special": written}
+        ids: list[int] = self._get("/tokenize", request)["tokens"]
+        return ids
 
     def chat_ids(self, folder: Path, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         prompt = self._get("/apply-template", {"messages": [*messages]})["prompt"]
@@ -257,14 +257,14 @@ class LlamaServer(Runtime):
         return {token for token in stops if ends(token)}
 
     def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
-        found = self._likeliest(prompt, most)
-        return found["tokens"], found["stop_type"] == "eos"
+        completion = self._likeliest(prompt, most)
+        return completion["tokens"], completion["stop_type"] == "eos"
 
     def _likeliest(self, prompt: Sequence[int], most: int, **settings: Any) -> dict[str, Any]:
         """Return what follows a prompt, with its tokens."""
         request = {"prompt": [*prompt], "n_predict": most, "return_tokens": True}
-        found: dict[str, Any] = self._get("/completion", request | self._greedy | settings)
-        return found
+        completion: dict[str, Any] = self._get("/completion", request | self._greedy | settings)
+        return completion
 
     @property
     def _greedy(self) -> dict[str, Any]:
@@ -275,13 +275,13 @@ class LlamaServer(Runtime):
         """Refuse to keep what llama.cpp, asked a chat by its own protocol, answers in another way
         than asked by tokens. Raises ExportError.
         """
-        prompt = client.serving.asked
+        prompt = client.serving.prompt
         if not prompt or (most := min(MOST, (self.window or MOST) - len(prompt))) < 1:
             return
         request = {"messages": [*QUESTION], "max_tokens": most} | self._greedy
-        found = self._get("/v1/chat/completions", request)
+        completion = self._get("/v1/chat/completions", request)
         answer, ended = self.answer(prompt, most)
-        usage, finish = found["usage"], found["choices"][0]["finish_reason"]
+        usage, finish = completion["usage"], completion["choices"][0]["finish_reason"]
         counts = (usage["prompt_tokens"], usage["completion_tokens"], finish)
         if counts != (len(prompt), len(answer), "stop" if ended else "length"):
             raise ExportError(
@@ -297,19 +297,19 @@ class LlamaServer(Runtime):
         if client.test is not None:
             ids = rows_of(next(iter(client.test.scoring(4)))).ids
             text += tokenizer.decode(ids.flatten().tolist(), skip_special_tokens=True)
-        begin = () if client.serving.asked else client.serving.begin
-        wanted = [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
-        if (found := self.tokens(text, begins=not client.serving.asked)) != wanted:
+        begin = () if client.serving.prompt else client.serving.begin
+        expected = [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if (tokens := self.tokens(text, begins=not client.serving.prompt)) != expected:
             raise ExportError(
-                f"{client.client}: llama.cpp splits text into {len(found):,} tokens, the base's "
-                f"tokenizer into {len(wanted):,}, or into others",
+                f"{client.client}: llama.cpp splits text into {len(tokens):,} tokens, the base's "
+                f"tokenizer into {len(expected):,}, or into others",
                 "Nothing is kept. Use --format mixtral, and llama.cpp's own converter.",
             )
 
 
 def _usage(serving: Serving) -> str:
     """Return how the files are asked, for people."""
-    if not serving.asked:
+    if not serving.prompt:
         return serving.usage
     return (
         "They were trained on conversations: ask them by `/v1/chat/completions`, with `messages` "
@@ -324,9 +324,9 @@ def _readme(clients: Sequence[ClientModel], precision: str) -> str:
     for client in clients:
         bases.setdefault(_base(client.model, precision), []).append(client)
     parts = []
-    for base, own in bases.items():
-        files = ",".join(_own(client) for client in own)
-        ids = "\n".join(f"| {i} | {client.client} |" for i, client in enumerate(own))
+    for base, group in bases.items():
+        files = ",".join(_client_file(client) for client in group)
+        ids = "\n".join(f"| {i} | {client.client} |" for i, client in enumerate(group))
         parts.append(
             f"""## `{base}`
 

@@ -81,10 +81,10 @@ def rope_factors(model: PersonalModel) -> Values | None:
     """Return by what llama.cpp divides the frequencies of the rotary embedding, (head / 2,); None
     where they are the plain ones.
     """
-    own = model.backbone.model.model.rotary_emb.inv_freq.cpu().double().numpy()
+    frequencies = model.backbone.model.model.rotary_emb.inv_freq.cpu().double().numpy()
     theta = float(model.config.rope_parameters["rope_theta"])
-    plain = theta ** -(np.arange(len(own)) / len(own))
-    factors = (plain / own).astype(np.float32)
+    plain = theta ** -(np.arange(len(frequencies)) / len(frequencies))
+    factors = (plain / frequencies).astype(np.float32)
     return None if np.allclose(factors, 1, rtol=1e-4) else factors
 
 
@@ -243,5 +243,5 @@ def _interleaved(values: Values, layer: str, model: PersonalModel) -> Values:
 
 
 def _values(tensor: Tensor) -> Values:
-    found: Values = tensor.detach().float().cpu().contiguous().numpy()
-    return found
+    values: Values = tensor.detach().float().cpu().contiguous().numpy()
+    return values

@@ -48,9 +48,9 @@ class Tokens:
             Refused: It is of another kind, or splits text in a way that llama.cpp does not know.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        found = json.loads(backend.to_str()) if backend is not None else {}
-        model = found.get("model", {})
-        split = _split(found)
+        description = json.loads(backend.to_str()) if backend is not None else {}
+        model = description.get("model", {})
+        split = _split(description)
         merges = model.get("merges")
         if model.get("type") != "BPE" or model.get("byte_fallback") or not merges or not split:
             raise Refused(
@@ -59,7 +59,7 @@ class Tokens:
                 "Use --format mixtral, whose checkpoint llama.cpp's own convert_hf_to_gguf.py "
                 "reads, or --format peft.",
             )
-        ids = [*model["vocab"].values(), *(token["id"] for token in found["added_tokens"])]
+        ids = [*model["vocab"].values(), *(token["id"] for token in description["added_tokens"])]
         if not 0 <= min(ids, default=0) <= max(ids, default=0) < size:
             raise Refused(
                 f"the base's tokenizer has tokens from {min(ids)} to {max(ids)}, and the base "
@@ -70,7 +70,7 @@ class Tokens:
         kinds = [UNUSED] * size
         for text, i in model["vocab"].items():
             texts[i], kinds[i] = text, NORMAL
-        for token in found["added_tokens"]:
+        for token in description["added_tokens"]:
             texts[token["id"]] = token["content"]
             kinds[token["id"]] = CONTROL if token["special"] else USER_DEFINED
         pairs = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
@@ -91,7 +91,7 @@ class Tokens:
             if token is not None:
                 getattr(writer, f"add_{name}_token_id")(token)
         # it strips this token from what a template writes, and then puts it before that
-        first = (serving.asked or serving.begin)[:1]
+        first = (serving.prompt or serving.begin)[:1]
         writer.add_add_bos_token(first == (tokenizer.bos_token_id,))
         writer.add_add_eos_token(False)
         if isinstance(tokenizer.chat_template, str):
@@ -116,7 +116,7 @@ def end_tokens(serving: Serving) -> dict[str, int]:
 def check_serving(serving: Serving) -> None:
     """Refuse ends and beginnings of texts that llama.cpp does not know. Raises Refused."""
     end_tokens(serving)
-    if not serving.asked and serving.begin not in ((), (serving.tokenizer.bos_token_id,)):
+    if not serving.prompt and serving.begin not in ((), (serving.tokenizer.bos_token_id,)):
         begin = serving.tokenizer.decode(list(serving.begin))
         raise Refused(
             f"the base's texts begin with {begin!r}, and llama.cpp puts its beginning token or "
@@ -125,11 +125,16 @@ def check_serving(serving: Serving) -> None:
         )
 
 
-def _split(found: dict[str, Any]) -> str:
+def _split(description: dict[str, Any]) -> str:
     """Return llama.cpp's name of how a tokenizer.json splits text; "" where it has none."""
-    normalizer = (found.get("normalizer") or {}).get("type", "NFC")  # which llama.cpp leaves out
-    own = found.get("pre_tokenizer") or {}
-    steps = own["pretokenizers"] if own.get("type") == "Sequence" else [own]
+    # accepted, though llama.cpp leaves it out
+    normalizer = (description.get("normalizer") or {}).get("type", "NFC")
+    pre_tokenizer = description.get("pre_tokenizer") or {}
+    steps = (
+        pre_tokenizer["pretokenizers"]
+        if pre_tokenizer.get("type") == "Sequence"
+        else [pre_tokenizer]
+    )
     kinds = [step.get("type") for step in steps]
     last = steps[-1]
     if normalizer != "NFC" or kinds[-1] != "ByteLevel" or last.get("add_prefix_space"):

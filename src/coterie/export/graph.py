@@ -72,11 +72,11 @@ class GraphRuntime(Runtime):
         return answer, False
 
     def logits_by_token(self, ids: Tensor) -> Tensor:
-        found, past, kept = [], self.empty(len(ids)), torch.tensor([0])
+        outputs, past, kept = [], self.empty(len(ids)), torch.tensor([0])
         for token in torch.split(ids, 1, dim=1):
             logits, *past = self.step(token, kept, past)[: 1 + len(past)]
-            found.append(logits)
-        return torch.cat(found, dim=1)
+            outputs.append(logits)
+        return torch.cat(outputs, dim=1)
 
 
 class GraphFormat(Format):
@@ -103,12 +103,12 @@ class GraphFormat(Format):
         """Write the base's file."""
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
-        own = own_file(client)
-        client_files.write(folder / own, self.tensors(client), options.precision)
+        file = own_file(client)
+        client_files.write(folder / file, self.tensors(client), options.precision)
         others = [path for path in folder.rglob("*") if path.suffix != client_files.ENDING]
         shared = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
         shared.sort(key=lambda name: (name != self.base, name))
-        return Written(folder, (own,), client.logits, shared=tuple(shared))
+        return Written(folder, (file,), client.logits, shared=tuple(shared))
 
     def tensors(self, client: ClientModel) -> dict[str, Tensor]:
         """Return what is written into a client's file."""
@@ -119,9 +119,9 @@ class GraphFormat(Format):
     ) -> AbstractContextManager[GraphRuntime]:
         tensors = client_files.read(written.folder / written.files[0])
         interface = self.interface_of(client)
-        found = self.loaded(written.folder / self.base, interface, tensors)
-        found.stops = ids_of(read_json(written.folder / GENERATION).get("eos_token_id"))
-        return nullcontext(found)
+        runtime = self.loaded(written.folder / self.base, interface, tensors)
+        runtime.stops = ids_of(read_json(written.folder / GENERATION).get("eos_token_id"))
+        return nullcontext(runtime)
 
     @abstractmethod
     def loaded(

@@ -72,12 +72,12 @@ def write(
     if chat:
         settings["chat"] = ChatText.of(first.chats).to_json()
         settings["samples"] += _chat_samples(first.chats)
-    found = programs() | {
+    contents = programs() | {
         INDEX: _index(models, chat).encode(),
         STYLE: (page.STYLE + keyboard.STYLE).encode(),
         SETTINGS: json.dumps(settings).encode(),
     }
-    for name, content in found.items():
+    for name, content in contents.items():
         write_atomically(folder / name, content, lasting=False)
 
 
@@ -100,14 +100,14 @@ def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
 
 def programs() -> dict[str, bytes]:
     """Return the files that are the same on every page, by name."""
-    own = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
+    paths = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
     vendored = assets() / "vendor"
-    own += [path for path in vendored.iterdir() if path.name.endswith(".js")]
-    found = {path.name: path.read_bytes() for path in own}
+    paths += [path for path in vendored.iterdir() if path.name.endswith(".js")]
+    contents = {path.name: path.read_bytes() for path in paths}
     wasm = lzma.decompress((vendored / f"{WASM}.xz").read_bytes())
-    found[f"{WASM}.gz"] = gzip.compress(wasm, 9, mtime=0)
+    contents[f"{WASM}.gz"] = gzip.compress(wasm, 9, mtime=0)
     licences = (vendored / "licences").iterdir()
-    return found | {f"licences/{path.name}": path.read_bytes() for path in licences}
+    return contents | {f"licences/{path.name}": path.read_bytes() for path in licences}
 
 
 def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
@@ -125,10 +125,10 @@ def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
         "legend": keyboard.legend(models),
         "words": button.format("word", " disabled", "…\n&nbsp;") * keyboard.SHOWN,
     }
-    found = (assets() / INDEX).read_text(encoding="utf-8")
+    document = (assets() / INDEX).read_text(encoding="utf-8")
     for name, part in parts.items():
-        found = found.replace(f"{{{name}}}", part)
-    return found
+        document = document.replace(f"{{{name}}}", part)
+    return document
 
 
 def _settings(model: PersonalModel) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def _settings(model: PersonalModel) -> dict[str, Any]:
 
 def _controls(texts: TextEncoder) -> list[str]:
     """Return all control tokens."""
-    found: list[str] = texts.tokenizer.convert_ids_to_tokens(sorted(texts.special))
-    return found
+    tokens: list[str] = texts.tokenizer.convert_ids_to_tokens(sorted(texts.special))
+    return tokens
 
 
 def _samples(texts: TextEncoder) -> tuple[str, ...]:

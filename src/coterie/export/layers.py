@@ -17,14 +17,14 @@ FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
 
 def base_tensors(model: PersonalModel) -> dict[str, Tensor]:
     """Return the base's tensors by its own names: slots of a backbone hold its layers as `base`."""
-    found: dict[str, Tensor] = model.backbone.model.state_dict()
-    return {name.replace(".base.", "."): tensor for name, tensor in found.items()}
+    state: dict[str, Tensor] = model.backbone.model.state_dict()
+    return {name.replace(".base.", "."): tensor for name, tensor in state.items()}
 
 
 def pair(lora: nn.Module) -> tuple[Tensor, Tensor]:
     """Return A (r, in) and B (out, r) of an update, B with its scale."""
-    own = cast(LoRA, lora)
-    return own.A.detach()[0], own.gamma * own.B.detach()[0]
+    update = cast(LoRA, lora)
+    return update.A.detach()[0], update.gamma * update.B.detach()[0]
 
 
 def gate_of(block: AdapterBlock, experts: int) -> Tensor:

@@ -89,10 +89,10 @@ class Mixtral(Format):
         relative_of(client, self.name)
         model = client.model
         with torch.device("meta"):
-            wanted = _blank(model).state_dict()
-        found = _tensors(model, _no_update, wanted)
-        for name in sorted(wanted.keys() ^ found.keys()):
-            whose = "the base has" if name in found else "the base lacks"
+            blank = _blank(model).state_dict()
+        tensors = _tensors(model, _no_update, blank)
+        for name in sorted(blank.keys() ^ tensors.keys()):
+            whose = "the base has" if name in tensors else "the base lacks"
             raise _refused(client, f"{whose} {name}, unlike the {_kind(model)}", self.name)
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
@@ -167,17 +167,17 @@ def _blank(model: PersonalModel) -> Any:
     kind: Any = CONFIG_MAPPING[relative.kind]
     base = model.config.to_dict()
     base["head_dim"] = getattr(model.config, "head_dim", None)
-    own = {name: value for name, value in base.items() if name in kind().to_dict()}
+    settings = {name: value for name, value in base.items() if name in kind().to_dict()}
     for name in ("model_type", "architectures", "transformers_version", "dtype"):
-        own.pop(name, None)
-    own |= {
+        settings.pop(name, None)
+    settings |= {
         **relative.fixed,
         "head_dim": base["head_dim"] or base["hidden_size"] // base["num_attention_heads"],
         relative.experts: layout.experts,
         relative.width: model.config.intermediate_size,
         "num_experts_per_tok": layout.active,
     }
-    return AutoModelForCausalLM.from_config(kind(**own), trust_remote_code=False)
+    return AutoModelForCausalLM.from_config(kind(**settings), trust_remote_code=False)
 
 
 def _no_update(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
@@ -190,33 +190,35 @@ def _updated(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
     return weight.float() + lora[1] @ lora[0]
 
 
-def _tensors(model: PersonalModel, updated: Any, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _tensors(model: PersonalModel, updated: Any, blank: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name: those of the base, with experts for each MLP.
 
     Args:
         model: The personal model.
         updated: Makes an updated weight, of `_updated` or `_no_update`.
-        wanted: The checkpoint's tensors, of which the shapes matter.
+        blank: The checkpoint's tensors by name; only their shapes are used.
     """
-    found = base_tensors(model)
+    tensors = base_tensors(model)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         path = f"{FAMILY.blocks}.{i}"
         for name in FAMILY.linears:
-            own = f"{path}.{FAMILY.attention}.{name}.weight"
-            found[own] = updated(found[own], pair(block.attention[name]))
+            key = f"{path}.{FAMILY.attention}.{name}.weight"
+            tensors[key] = updated(tensors[key], pair(block.attention[name]))
         stacks = {}
         for ours, theirs in FAMILY.mlp.items():
             A, B = experts_of(block.mlp, ours)
-            weight = found.pop(f"{path}.mlp.{theirs}.weight")
+            weight = tensors.pop(f"{path}.mlp.{theirs}.weight")
             stacks[ours] = updated(weight, (A, block.mlp.gamma * B))  # (n, out, in)
-        found[f"{path}.mlp.experts.gate_up_proj"] = torch.cat([stacks["gate"], stacks["up"]], dim=1)
-        found[f"{path}.mlp.experts.down_proj"] = stacks["down"]
+        tensors[f"{path}.mlp.experts.gate_up_proj"] = torch.cat(
+            [stacks["gate"], stacks["up"]], dim=1
+        )
+        tensors[f"{path}.mlp.experts.down_proj"] = stacks["down"]
         gate = gate_of(block, model.layout.experts)
-        found[f"{path}.mlp.gate.weight"] = gate
+        tensors[f"{path}.mlp.gate.weight"] = gate
         for name in RELATIVES[model.config.model_type].zeros:
-            own = f"{path}.mlp.{name}"
-            found[own] = gate.new_zeros(wanted[own].shape)
-    return found
+            key = f"{path}.mlp.{name}"
+            tensors[key] = gate.new_zeros(blank[key].shape)
+    return tensors
 
 
 def _readme(client: ClientModel, precision: str) -> str:

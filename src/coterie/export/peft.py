@@ -105,30 +105,30 @@ class Peft(Format):
         return interface(client.model.backbone.architecture.vocabulary)
 
 
-def _expert(model: PersonalModel, wanted: str | None) -> int:
+def _expert(model: PersonalModel, name: str | None) -> int:
     """Return the number of an expert: the one asked for, the first generalist, or the only one.
     Raises Refused.
     """
-    if wanted is None and (model.layout.generalists or len(model.experts) == 1):
+    if name is None and (model.layout.generalists or len(model.experts) == 1):
         return 0
-    if wanted in model.experts:
-        return model.experts.index(wanted)
+    if name in model.experts:
+        return model.experts.index(name)
     client = model.about.client
-    problem = f"{client} has no expert {wanted!r}" if wanted else f"{client} has specialists only"
+    problem = f"{client} has no expert {name!r}" if name else f"{client} has specialists only"
     raise Refused(problem, f"Name one by --expert: {', '.join(model.experts)}.")
 
 
 def tensors_of(model: LanguageModel, family: Family, precision: str) -> dict[str, Tensor]:
     """Return the tensors of a model of one expert, by PEFT's names, all of rank `rank_of`."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     rank = rank_of(model, family)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         for name, factors in _factors(block, family).items():
             A, B = _padded(*factors, rank)
             for matrix, value in (("A", A), ("B", B)):
                 path = f"{PREFIX}{family.blocks}.{i}.{name}.lora_{matrix}.weight"
-                found[path] = value.to(DTYPES[precision]).contiguous()
-    return found
+                tensors[path] = value.to(DTYPES[precision]).contiguous()
+    return tensors
 
 
 def rank_of(model: LanguageModel, family: Family) -> int:
@@ -142,13 +142,13 @@ def _factors(block: AdapterBlock, family: Family) -> dict[str, tuple[Tensor, Ten
     """Return A (r, in) and B (out, r) of each layer of a block, by the family's names."""
     attention = {f"{family.attention}.{name}": block.attention[name] for name in family.linears}
     experts = cast(nn.ModuleDict, block.mlp.generalist)
-    found = {name: _of(lora) for name, lora in attention.items()}
-    found |= {family.within(theirs): _of(experts[ours]) for ours, theirs in family.mlp.items()}
+    factors = {name: _of(lora) for name, lora in attention.items()}
+    factors |= {family.within(theirs): _of(experts[ours]) for ours, theirs in family.mlp.items()}
     if family.fused:
         (A1, B1), (A2, B2) = _of(experts["gate"]), _of(experts["up"])
         both = torch.cat([A1, A2]), torch.block_diag(B1, B2)  # type: ignore[no-untyped-call]
-        found[family.within(family.fused)] = both
-    return found
+        factors[family.within(family.fused)] = both
+    return factors
 
 
 def _of(lora: nn.Module) -> tuple[Tensor, Tensor]:
@@ -202,20 +202,22 @@ def _left_out(model: PersonalModel, index: int) -> list[str]:
     others = [name for j, name in enumerate(model.experts) if j != index]
     if not others:
         return []
-    found = [
+    sentences = [
         f"The other experts ({', '.join(others)}) are left out: a PEFT adapter holds one update "
         f"for each layer, always in use."
     ]
     if layout.routed:
-        found.append("The router is left out: every token uses the exported expert with weight 1.")
+        sentences.append(
+            "The router is left out: every token uses the exported expert with weight 1."
+        )
     else:
-        found.append(
+        sentences.append(
             f"The model gives each of its {layout.experts} experts the weight "
             f"1/{layout.experts}; the mean of their outputs is no single "
             "update, because an activation lies between the layers."
         )
-    found.append("So the exported model is not the personal model: see its perplexity.")
-    return found
+    sentences.append("So the exported model is not the personal model: see its perplexity.")
+    return sentences
 
 
 def portable(base: str) -> str:

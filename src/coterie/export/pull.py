@@ -89,16 +89,16 @@ def pull(
         info = api.model_info(repo, revision=revision, files_metadata=True)
         if not info.sha:
             raise Refused(f"{repo} has no commit", "Push a model to it first.")
-        wanted = _checked_listing(repo, info.siblings or [], most_bytes)
+        sizes = _checked_listing(repo, info.siblings or [], most_bytes)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
             new = Path(beside) / "model"
             new.mkdir()
-            for name, size in wanted.items():
+            for name, size in sizes.items():
                 api.hf_hub_download(repo, name, revision=info.sha, local_dir=Path(beside) / "hub")
-                found = Path(beside) / "hub" / name
-                if found.is_symlink() or not found.is_file() or found.stat().st_size != size:
+                fetched = Path(beside) / "hub" / name
+                if fetched.is_symlink() or not fetched.is_file() or fetched.stat().st_size != size:
                     raise CheckpointError(f"{repo}: {name} is not what the repository lists")
-                os.rename(found, new / name)
+                os.rename(fetched, new / name)
             _verify(repo, new, _hashes(info.siblings or []))
             os.rename(new, out)
     except HFValidationError as error:

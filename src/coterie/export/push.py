@@ -94,18 +94,18 @@ def _shared(run: Path, folder: Path) -> Facts:
         raise CheckpointError(f"{run} holds no run", "Give the folder that `coterie run` wrote.")
     recipe = resolve(run)
     base = portable(getattr(recipe.model, "base", ""))
-    found: SharedPart = write_shared(run, folder, base)
+    part: SharedPart = write_shared(run, folder, base)
     about = read_json(folder / ABOUT)
     return Facts(
         client=None,
         base=base,
         method=recipe.method["name"],
         rounds=about["round"],
-        clients=found.clients,
-        size=f"{found.tokens:,} tokens of all clients together",
+        clients=part.clients,
+        size=f"{part.tokens:,} tokens of all clients together",
         metric=PERPLEXITY.about,
-        before=found.before,
-        after=found.after,
+        before=part.before,
+        after=part.after,
         privacy=_result(run).privacy if (run / RESULT).is_file() else None,
         chats=about.get("content") == "chats",
     )
@@ -127,9 +127,9 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     before, after = _scores(whole, result, about["client"]) if result else (None, None)
     size = _size(whole, about["client"])
     if (source / TRAINED).is_file():
-        own = read_json(source / TRAINED)
-        before, after = own["base"], own["after" if own["helped"] else "before"]
-        size = f"{own['tokens']['train']:,} tokens"
+        trained = read_json(source / TRAINED)
+        before, after = trained["base"], trained["after" if trained["helped"] else "before"]
+        size = f"{trained['tokens']['train']:,} tokens"
     return Facts(
         client=about["client"],
         base=_base(about),
@@ -178,18 +178,18 @@ def _size(run: Path, client: str) -> str | None:
 
 def _base(about: Mapping[str, Any]) -> str | None:
     """Return the base that client.json names, of any kind of model."""
-    found = about.get("base") or about.get("network", {}).get("base")
-    return None if found is None else portable(found)
+    base = about.get("base") or about.get("network", {}).get("base")
+    return None if base is None else portable(base)
 
 
 def _with_portable_bases(value: Any) -> Any:
     """Return JSON values, with the names of bases that say the same on every machine."""
     if isinstance(value, Mapping):
         return {
-            key: portable(own) if key == "base" and own else _with_portable_bases(own)
-            for key, own in value.items()
+            key: portable(entry) if key == "base" and entry else _with_portable_bases(entry)
+            for key, entry in value.items()
         }
-    return [_with_portable_bases(own) for own in value] if isinstance(value, list) else value
+    return [_with_portable_bases(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _upload(folder: Path, repo: str, public: bool) -> Pushed:
@@ -200,20 +200,20 @@ def _upload(folder: Path, repo: str, public: bool) -> Pushed:
     api = HfApi(library_name="coterie")
     files = sorted(path for path in folder.iterdir() if path.is_file())
     try:
-        made = api.create_repo(repo, private=not public, exist_ok=True)
-        private = bool(api.model_info(made.repo_id).private)
+        created = api.create_repo(repo, private=not public, exist_ok=True)
+        private = bool(api.model_info(created.repo_id).private)
         if not private and not public:
             raise Refused(
-                f"everybody can read {made.repo_id}",
+                f"everybody can read {created.repo_id}",
                 "Choose another --repo, make that one private, or say --public.",
             )
         operations = [CommitOperationAdd(path.name, path) for path in files]
-        api.create_commit(made.repo_id, operations, commit_message="A model of coterie")
+        api.create_commit(created.repo_id, operations, commit_message="A model of coterie")
     except HFValidationError as error:
         raise Refused(f"--repo {repo}: {error}", "Names are like me/my-model.") from None
     except (HfHubHTTPError, OSError) as error:
         raise hub_error(f"the Hub does not take {repo}", error) from error
-    return Pushed(str(made), {path.name: path.stat().st_size for path in files}, private)
+    return Pushed(str(created), {path.name: path.stat().st_size for path in files}, private)
 
 
 def hub_error(problem: str, error: Exception) -> CoterieError:

@@ -27,8 +27,8 @@ class Serving:
         chats: Whether the model was trained on conversations.
         begin: The ids before a text that is no chat.
         stops: The ids that end a text, or an answer.
-        asked: The ids of `QUESTION` by the chat template; none without one.
-        asked_text: What the template writes for it.
+        prompt: The ids of `QUESTION` by the chat template; none without one.
+        prompt_text: What the template writes for it.
     """
 
     tokenizer: Any
@@ -36,8 +36,8 @@ class Serving:
     chats: bool
     begin: tuple[int, ...]
     stops: tuple[int, ...]
-    asked: tuple[int, ...] = ()
-    asked_text: str = ""
+    prompt: tuple[int, ...] = ()
+    prompt_text: str = ""
 
     @classmethod
     def of(cls, model: PersonalModel, chats: bool) -> "Serving":
@@ -84,7 +84,7 @@ class Serving:
             return f"It goes on with texts, up to {ends or 'any length'}.{starts}"
         written = (
             "a chat as `chat_template.jinja` writes it, which is whole: nothing is put before it"
-            if self.asked
+            if self.prompt
             else f"prompts as they are.{starts}"
         )
         return f"It was trained on conversations: ask it {written}. An answer ends with {ends}."
@@ -93,15 +93,15 @@ class Serving:
         """Return a program with Python for PROMPT, the ids of a prompt by a `tokenizer` of the
         package tokenizers, and for STOPS.
         """
-        text = json.dumps(self.asked_text or TEXT)
-        begin = "" if self.asked or not self.begin else f"{[*self.begin]} + "
+        text = json.dumps(self.prompt_text or TEXT)
+        begin = "" if self.prompt or not self.begin else f"{[*self.begin]} + "
         ids = f"{begin}tokenizer.encode({text}, add_special_tokens=False).ids"
         return program.replace("PROMPT", ids).replace("STOPS", str([*self.stops]))
 
     @property
     def transformers_program(self) -> str:
         """Return the end of a program with a `model` and a `tokenizer` of transformers."""
-        if self.asked:
+        if self.prompt:
             prompt = f"""tokenizer.apply_chat_template(
     [{json.dumps(QUESTION[0])}],
     add_generation_prompt=True,

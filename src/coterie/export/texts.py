@@ -95,19 +95,21 @@ class Source:
         about = model.about
         if self.data is not None:
             section = _section(model, recipe)
-            own = own_text(
+            client_data = own_text(
                 section, model.tokenizer, about.context, about.seed, about.client, self.data
             )
-            return {about.client: own}, ""
+            return {about.client: client_data}, ""
         if recipe is None:
             return {}, absent
         if not isinstance(recipe.model, LanguageSection) or not isinstance(recipe.data, Section):
             return {}, f"{recipe.name} is no recipe of language models"
         try:
-            found = recipe.data.load(model.tokenizer, recipe.model.context, order_seed=recipe.seed)
+            federation = recipe.data.load(
+                model.tokenizer, recipe.model.context, order_seed=recipe.seed
+            )
         except CoterieError as error:
             return {}, error.problem
-        return found.everyone, ""
+        return federation.everyone, ""
 
 
 def _section(model: PersonalModel, recipe: Recipe | None) -> Folders:
@@ -133,11 +135,11 @@ def _chats(model: PersonalModel, recipe: Recipe | None) -> bool:
 def _with_text(
     model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str, chats: bool
 ) -> ClientModel:
-    own = data.get(names.normal(model.about.client))
-    if own is None:
+    client_data = data.get(names.normal(model.about.client))
+    if client_data is None:
         absent = absent or "it is no client of the recipe"
         return ClientModel(model, absent=absent, chats=chats)
-    return ClientModel(model, _apart(own.valid), _apart(own.test), chats=chats)
+    return ClientModel(model, _apart(client_data.valid), _apart(client_data.test), chats=chats)
 
 
 def _apart(split: Split) -> Split:
