@@ -109,11 +109,11 @@ Base = Annotated[
 ]
 
 
-def _trust(said: bool) -> bool:
+def _trust(allowed: bool) -> bool:
     """Allow base models to run their own code, in this process and in those that it starts."""
-    if said:
+    if allowed:
         os.environ[TRUST] = "1"
-    return said
+    return allowed
 
 
 Chat = Annotated[
@@ -234,10 +234,8 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         )
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # nothing is left to stop, and another signal would kill Python while it exits
+        # nothing is left to stop, and another signal would kill Python while it exits
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         print(f"coterie: {note}", file=sys.stderr)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None

@@ -55,15 +55,15 @@ def keys(
 ) -> None:
     """Make a certificate for a server and a key for each client's device (extra `flower`)."""
     with _stopping("stopped."):
-        from coterie.deploy import keys as making
+        from coterie.deploy import keys as key_files
 
-        making.make(folder, host or [], client or [])
+        key_files.make(folder, host or [], client or [])
         print(
-            f"The server needs all of {folder}. A device needs only {folder}/{making.CA} and its "
-            f"own key, {folder}/{making.CLIENTS}/ID."
+            f"The server needs all of {folder}. A device needs only {folder}/{key_files.CA} and "
+            f"its own key, {folder}/{key_files.CLIENTS}/ID."
         )
         for id in client or ():
-            if (path := making.private(folder, id)).name != id:
+            if (path := key_files.private(folder, id)).name != id:
                 print(f"  {printable(id)}: {path}")
 
 
@@ -206,9 +206,9 @@ def client(
             print(account.accepted(folder))
         account.Account(folder / account.ACCOUNT).verify()
         if limits is not None:
-            from coterie.runs.device import limits as allowed
+            from coterie.runs.device import limits as device_limits
 
-            print(account.described(folder, allowed.read(limits)))
+            print(account.described(folder, device_limits.read(limits)))
         if not node.link.answers("fleet"):
             print(f"No server answers at {server} yet. This device keeps trying.")
         with supernode.device(node) as supervisor:
@@ -229,11 +229,11 @@ def resident(configuration: str) -> None:
         import json
 
         from coterie.deploy import apps
-        from coterie.deploy import resident as serving
+        from coterie.deploy import resident as resident_process
 
         node = json.loads(configuration)
         device = apps.device(node)
-        serving.serve(device.home, device.answer, lambda: print("ready", flush=True))
+        resident_process.serve(device.home, device.answer, lambda: print("ready", flush=True))
 
 
 @app.command()
@@ -273,7 +273,7 @@ def submit(
 ) -> None:
     """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
     with _stopping("disconnected. The run continues on the server."):
-        from coterie.deploy import submit as submitting
+        from coterie.deploy import submit as submission
         from coterie.deploy.link import Link
         from coterie.reports import trackers
 
@@ -296,7 +296,7 @@ def submit(
             "clients": clients,
             "track": ";".join(trackers.check(track or ())),
         }
-        submitting.submit(
+        submission.submit(
             Link(server, ca),
             home or Path("coterie-server"),
             config,

@@ -16,7 +16,7 @@ def doctor() -> None:
 
         problems = 0
         for check in examined():
-            print(f"{'ok ' if check.fine else '-- '} {check.name}: {printable(check.found)}")
+            print(f"{'ok ' if check.fine else '-- '} {check.name}: {printable(check.finding)}")
             if check.remedy:
                 print(f"      {printable(check.remedy)}")
             problems += check.needed and not check.fine

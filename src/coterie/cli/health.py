@@ -26,14 +26,14 @@ class Check:
 
     Args:
         name: What it is.
-        found: What there is.
+        finding: What there is.
         fine: Whether that will do.
         remedy: What to do about it; "" where nothing is to be done.
         needed: Whether no run works without it.
     """
 
     name: str
-    found: str
+    finding: str
     fine: bool = True
     remedy: str = ""
     needed: bool = True
@@ -41,9 +41,9 @@ class Check:
 
 def examined() -> Iterator[Check]:
     """Yield what was looked at, one thing after the other."""
-    found = sys.version_info >= (3, 11)
-    remedy = "" if found else "coterie needs Python 3.11 or newer."
-    yield Check("Python", platform.python_version(), found, remedy)
+    supported = sys.version_info >= (3, 11)
+    remedy = "" if supported else "coterie needs Python 3.11 or newer."
+    yield Check("Python", platform.python_version(), supported, remedy)
     yield Check("coterie", f"{__version__}, in {Path(__file__).parents[1]}")
     yield from map(_package, CORE)
     for look in (_base, _device, _threads, _memory):
@@ -122,12 +122,12 @@ def _threads() -> Check:
     cores = cores or os.cpu_count() or 1
     if hasattr(os, "getloadavg"):
         busy = os.getloadavg()[0]
-    said = os.environ.get("OMP_NUM_THREADS")
-    found = f"{torch.get_num_threads()} of torch, {cores} cores, load {busy:.1f}"
-    found += f", OMP_NUM_THREADS={said}" if said else ""
+    setting = os.environ.get("OMP_NUM_THREADS")
+    summary = f"{torch.get_num_threads()} of torch, {cores} cores, load {busy:.1f}"
+    summary += f", OMP_NUM_THREADS={setting}" if setting else ""
     crowded = busy > 1.5 * cores
     remedy = "Other programs use the cores: a run will be slow." if crowded else ""
-    return Check("threads", found, not crowded, remedy, needed=False)
+    return Check("threads", summary, not crowded, remedy, needed=False)
 
 
 def _memory() -> Check:

@@ -35,9 +35,9 @@ def push(
 ) -> None:
     """Publish the shared part of a run, or one client's personal model, on the Hugging Face Hub."""
     with _stopping("stopped. Perhaps the repository was made; see it on the Hub."):
-        from coterie.export import push as pushing
+        from coterie.export import push as hub_push
 
-        found = pushing.push(
+        pushed = hub_push.push(
             run,
             repo,
             client=client,
@@ -46,8 +46,8 @@ def push(
             public=public,
             say=lambda line: print(f"  {printable(line)}", flush=True),
         )
-        seen = "private" if found.private else "public"
-        print(f"{len(found.files)} files are in {printable(found.url)} ({seen}).")
+        seen = "private" if pushed.private else "public"
+        print(f"{len(pushed.files)} files are in {printable(pushed.url)} ({seen}).")
 
 
 @app.command()
@@ -67,19 +67,19 @@ def pull(
 ) -> None:
     """Fetch a model that `coterie push` published, and verify it. It is data and runs no code."""
     with _stopping("stopped. Nothing is kept."):
-        from coterie.export import pull as pulling
+        from coterie.export import pull as hub_pull
 
-        found = pulling.pull(repo, out, revision=revision, most_bytes=int(most_gb * 2**30))
-        what = "the shared part of a run" if found.shared else f"the model of {found.client}"
-        base = f", on the base {found.base}" if found.base else ""
+        pulled = hub_pull.pull(repo, out, revision=revision, most_bytes=int(most_gb * 2**30))
+        what = "the shared part of a run" if pulled.shared else f"the model of {pulled.client}"
+        base = f", on the base {pulled.base}" if pulled.base else ""
         print(
-            f"{found.folder} holds {printable(what)}: {printable(found.method + base)}, commit "
-            f"{found.revision[:12]}."
+            f"{pulled.folder} holds {printable(what)}: {printable(pulled.method + base)}, commit "
+            f"{pulled.revision[:12]}."
         )
-        folder = shlex.quote(str(found.folder))
-        if found.base is None:
+        folder = shlex.quote(str(pulled.folder))
+        if pulled.base is None:
             print(f"To use it:\n  coterie predict {folder} --data FILES")
             return
         print(f'To use it:\n  coterie generate {folder} --text "The weather is"')
-        if found.shared:
+        if pulled.shared:
             print(f"  coterie adapt {folder} --data MY_TEXTS --train --out mine")

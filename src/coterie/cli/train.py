@@ -106,9 +106,9 @@ def _dry_run(recipe: "Recipe") -> None:
     from coterie.runs.problems.auto import resolved
 
     console, seconds = Console(), list[float]()
-    recipe, said = resolved(recipe)
-    if said:
-        console.print(said, markup=False, highlight=False, soft_wrap=True)
+    recipe, note = resolved(recipe)
+    if note:
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
@@ -157,7 +157,7 @@ def compare(
         from coterie import api
         from coterie.runs.tuning import spaces
 
-        found = api.compare(
+        comparison = api.compare(
             methods,
             loaded,
             seeds=seeds,
@@ -170,9 +170,9 @@ def compare(
             track=track or (),
             progress=True,
         )
-        folder, console = found.folder, Console()
+        folder, console = comparison.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
-        _show(console, found.rows, title, loaded.method["name"], found.notes)
+        _show(console, comparison.rows, title, loaded.method["name"], comparison.notes)
         console.print(
             f"Everything is in {folder}; open {folder}/report.html.",
             markup=False,
@@ -185,7 +185,7 @@ def _show(
     console: "Console",
     rows: "Sequence[Row]",
     title: str,
-    own: str,
+    own_method: str,
     notes: "Sequence[str] | None" = None,
 ) -> None:
     from coterie.core.metrics import direction
@@ -199,7 +199,7 @@ def _show(
     )
     for table in beside:
         console.print(table)
-    for note in comparability(rows, own) if notes is None else notes:
+    for note in comparability(rows, own_method) if notes is None else notes:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
     console.print(scores)
@@ -220,5 +220,5 @@ def _show(
     console.print(
         f"{direction(rows[0].metric).capitalize()}, best in bold. {scored}", highlight=False
     )
-    if said := verdict(rows, own):
-        console.print(f"\n{said}", markup=False, highlight=False)
+    if sentence := verdict(rows, own_method):
+        console.print(f"\n{sentence}", markup=False, highlight=False)

@@ -66,7 +66,7 @@ def tune(
         from coterie.runs.tuning import spaces
         from coterie.runs.tuning.tune import chosen_run
 
-        found = api.tune(
+        tuned = api.tune(
             names or [loaded.method["name"]],
             loaded,
             fields=spaces.parse(field or ()),
@@ -78,17 +78,17 @@ def tune(
             track=track or (),
             progress=True,
         )
-        console, folder = Console(), found.folder
+        console, folder = Console(), tuned.folder
         console.print()
-        console.print(reports.terminal(found))
-        for note in (*reports.READING, found.effort, *found.notes):
+        console.print(reports.terminal(tuned))
+        for note in (*reports.READING, tuned.effort, *tuned.notes):
             console.print(f"- {note}", markup=False, highlight=False)
-        first = next(row for row in found.rows if row.valid is not None)
-        kept = chosen_run(found, first.method)
+        first = next(row for row in tuned.rows if row.valid is not None)
+        kept = chosen_run(tuned, first.method)
         console.print(
             f"Open {folder}/tune.html for pictures of the search. The runs of what was chosen are "
             f"there with their models, e.g. {kept}; to run it again, say with other seeds: "
-            f"`coterie run {found.path(first.method)}`.",
+            f"`coterie run {tuned.path(first.method)}`.",
             markup=False,
             highlight=False,
             soft_wrap=True,

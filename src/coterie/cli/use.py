@@ -60,56 +60,57 @@ def adapt(
 ) -> None:
     """Make a personal model for a new client. Its data need no labels and never leave it."""
     with _stopping("stopped. Nothing is kept."):
-        from coterie.adapt import new_client as adapting
-        from coterie.adapt import outcome as told
+        from coterie.adapt import new_client, outcome
         from coterie.personal import PersonalClassifier
 
         if iterations is not None and not train:
             raise Refused("--iterations needs --train", "Give both, or neither.")
         training = (
-            adapting.Training(iterations, lambda line: print(f"  {line}", flush=True))
+            new_client.Training(iterations, lambda line: print(f"  {line}", flush=True))
             if train
             else None
         )
-        found = adapting.adapt(run, data, client, out, training=training)
-        about, classifies = found.model.about, isinstance(found.model, PersonalClassifier)
-        if about.round < found.rounds:
+        adapted = new_client.adapt(run, data, client, out, training=training)
+        about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)
+        if about.round < adapted.rounds:
             print(
-                f"The run has done {about.round} of {found.rounds} rounds. The model is from that "
-                f"round."
+                f"The run has done {about.round} of {adapted.rounds} rounds. The model is from "
+                f"that round."
             )
         if classifies:
             print(
-                f"{printable(about.client)}: {found.samples:,} "
-                f"sample{'s' * (found.samples != 1)}, labels not needed and not read."
+                f"{printable(about.client)}: {adapted.samples:,} "
+                f"sample{'s' * (adapted.samples != 1)}, labels not needed and not read."
             )
         for expert in (
-            sorted(found.experts, key=lambda m: -found.scores[m]) if found.scores else found.experts
+            sorted(adapted.experts, key=lambda m: -adapted.scores[m])
+            if adapted.scores
+            else adapted.experts
         ):
             print(
                 f"  expert {expert}"
-                + (f": {found.scores[expert]:.1%} of the scores" if found.scores else "")
+                + (f": {adapted.scores[expert]:.1%} of the scores" if adapted.scores else "")
             )
-        if rest := [score for m, score in enumerate(found.scores) if m not in found.experts]:
+        if rest := [score for m, score in enumerate(adapted.scores) if m not in adapted.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
-        if not found.experts and classifies:
+        if not adapted.experts and classifies:
             print("  the model that every client gets")
         if not classifies:
-            for sentence in told.sentences(printable(about.client), found.personalised):
+            for sentence in outcome.sentences(printable(about.client), adapted.personalised):
                 print(sentence)
-        sent = f"{found.up:,} bytes (its scores)" if found.up else "nothing"
+        sent = f"{adapted.up:,} bytes (its scores)" if adapted.up else "nothing"
         once = (
-            f", and before that {found.once:,} bytes of the common expert, as every client does"
-            if found.once
+            f", and before that {adapted.once:,} bytes of the common expert, as every client does"
+            if adapted.once
             else ""
         )
-        print(f"It sent {sent} and received {found.down:,} bytes{once}.")
+        print(f"It sent {sent} and received {adapted.down:,} bytes{once}.")
         given = (
             f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
         )
         print(
-            f"Its model is in {found.folder}. To use it:\n  coterie predict "
-            f"{shlex.quote(str(found.folder))} {given}"
+            f"Its model is in {adapted.folder}. To use it:\n  coterie predict "
+            f"{shlex.quote(str(adapted.folder))} {given}"
         )
 
 
@@ -155,23 +156,23 @@ def audit(
         from coterie.audit import audit as auditing
 
         settings = Settings(tuple(dict.fromkeys(client or ())), windows, words, top, secure, seed)
-        found = auditing(run, settings, lambda text: print(f"  {text} ...", flush=True))
+        report = auditing(run, settings, lambda text: print(f"  {text} ...", flush=True))
         from rich.console import Console
 
-        from coterie.reports import audit as told
+        from coterie.reports import audit as audit_report
 
         console = Console()
         console.print(
-            f"\n{told.about(found)}: what the shared part reveals",
+            f"\n{audit_report.about(report)}: what the shared part reveals",
             style="bold",
             markup=False,
             highlight=False,
         )
-        for table in told.terminal(found):
+        for table in audit_report.terminal(report):
             console.print()
             console.print(table)
         console.print()
-        for sentence in told.sentences(found):
+        for sentence in audit_report.sentences(report):
             console.print(f"- {sentence}", markup=False, highlight=False)
         console.print(
             f"Intervals are 95 % confidence intervals. All figures are in {run}/audit.json, a "
@@ -342,10 +343,10 @@ def export(
 ) -> None:
     """Write a client's model for other programs, run what was written, and print how it does."""
     with _stopping("stopped. Nothing is kept."):
-        from coterie import export as exporting
+        from coterie import export as exports
 
-        found = exporting.export(
-            exporting.Source(run, client, everyone, base, data),
+        exported = exports.export(
+            exports.Source(run, client, everyone, base, data),
             format,
             out,
             part=part,
@@ -355,11 +356,11 @@ def export(
             chat=chat,
             say=lambda line: print(f"  {printable(line)}", flush=True),
         )
-        for one in found:
-            print(f"{printable(one.client)}: {one.size}, in {one.folder}")
-            for sentence in one.sentences:
+        for model in exported:
+            print(f"{printable(model.client)}: {model.size}, in {model.folder}")
+            for sentence in model.sentences:
                 print(f"  {printable(sentence)}")
-        for note in dict.fromkeys(note for one in found for note in one.notes):
+        for note in dict.fromkeys(note for model in exported for note in model.notes):
             print(printable(note))
         print(f"{out}/export.json says what is in the files, and how they were checked.")
 
