@@ -22,9 +22,8 @@ from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
 from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
 from coterie.reports.parts import COLOURS
 
-CONTEXT = (
-    256  # tokens that are looked at: each of the search's texts has keys and values of its own
-)
+# tokens that are looked at: each of the search's texts has keys and values of its own
+CONTEXT = 256
 TYPED = 8  # control tokens in a sample
 CHOSEN = 8  # clients whose rows are shown at first; the others can be chosen
 INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
