@@ -1,4 +1,4 @@
-"""Answers in the shapes of OpenAI's completions and chat completions, whole and as streams."""
+"""Responses in the format of OpenAI's completions and chat completions, whole or streamed."""
 
 import json
 import secrets
@@ -13,12 +13,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answers:
-    """The shapes of one request's answers.
+    """The format of the answers to one completion request.
 
     Args:
-        client: Whose model answers.
-        vocabulary: Of its tokens.
-        logprobs: Whether log-probabilities are told.
+        client: The client whose model answers.
+        vocabulary: The vocabulary of the model's tokens.
+        logprobs: Whether the answers contain log-probabilities.
     """
 
     prefix = "cmpl"
@@ -33,7 +33,7 @@ class Answers:
         }
 
     def response(self, pieces: Sequence[Sequence[Piece]], usage: dict[str, int]) -> dict[str, Any]:
-        """Return a whole response; `pieces` are those of each answer."""
+        """Return a whole response from the pieces of each answer."""
         choices = [
             self.choice(
                 index,
@@ -48,7 +48,7 @@ class Answers:
         return {**self._about, "object": self.whole, "choices": choices, "usage": usage}
 
     def choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return an answer."""
+        """Return the JSON of one answer."""
         return {
             "index": index,
             "text": piece.text,
@@ -61,17 +61,17 @@ class Answers:
         return iter(())
 
     def event(self, index: int, piece: Piece) -> bytes:
-        """Return a piece as an event of a stream; b"" where it says nothing."""
+        """Return a piece as an event of a stream; b"" for an empty piece."""
         if not piece.text and not piece.tokens and piece.finish is None:
             return b""
         return self._event([self.delta(index, piece)])
 
     def delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        """Return what is new of an answer."""
+        """Return the JSON of a new piece of an answer."""
         return self.choice(index, piece)
 
     def end(self, usage: dict[str, int] | None) -> bytes:
-        """Return the last events of a stream, with the usage if it is asked for."""
+        """Return the last events of a stream, with the usage unless it is None."""
         return DONE if usage is None else self._event([], usage=usage) + DONE
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
@@ -95,7 +95,7 @@ class Answers:
         return logprobs | {self._name(one.token.id): one.token.logprob}
 
     def _name(self, token: int) -> str:
-        """Return a token as text; one that is no whole letters by its bytes."""
+        """Return a token as text, or its bytes if they are not whole characters."""
         text = self.vocabulary.decode([token])
         if "\ufffd" not in text or (content := self.vocabulary.content(token)) is None:
             return text
@@ -103,7 +103,7 @@ class Answers:
 
 
 class ChatAnswers(Answers):
-    """The shapes of a chat's answers."""
+    """The format of the answers to a chat request."""
 
     prefix = "chatcmpl"
     whole, part = "chat.completion", "chat.completion.chunk"
@@ -155,5 +155,5 @@ class ChatAnswers(Answers):
 
 
 def sse(event: dict[str, Any]) -> bytes:
-    """Return an event of a stream, as browsers know it (server-sent events)."""
+    """Return an event of a stream in the format of server-sent events."""
     return b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"

@@ -23,8 +23,10 @@ from coterie.personal.api.requests import ChatRequest, CompletionRequest, parsed
 from coterie.personal.api.scheduler import Scheduler
 from coterie.personal.api.texts import Piece
 
-_GONE = 499  # the caller is gone; nobody reads this
-_DRAINED = 16  # bodies of the largest size that are read and thrown away before an error is told
+# HTTP status for a caller who has closed the connection, who does not read it
+_CLOSED = 499
+# a body of up to so many times the largest size is read and discarded before the error is sent
+_DRAIN_FACTOR = 16
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
@@ -32,10 +34,10 @@ class Api:
     """OpenAI's completions, chat completions and models, for the models of clients.
 
     Args:
-        preparation: Makes prompts of requests.
-        scheduler: Continues them.
-        limits: Of requests.
-        report: Takes one line about each error that is the server's own.
+        preparation: Turns requests into prompts.
+        scheduler: Continues the prompts.
+        limits: The limits of requests.
+        report: Called with one line about each internal error of the server.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class Api:
         self.preparation, self.scheduler, self.limits = preparation, scheduler, limits
         self._report = report
         self._begun = int(time.time())
-        # tokenizing a large prompt takes long: it holds up neither the event loop nor the batch
+        # a thread of its own, so that a large prompt delays neither the event loop nor the batch
         self._worker = ThreadPoolExecutor(1, "tokenizer")
 
     def app(self) -> Starlette:
-        """Return the routes."""
+        """Return the application with its routes and error handlers."""
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -60,9 +62,9 @@ class Api:
             Route("/v1/models/{model}", self.model),
         ]
         handlers: dict[Any, Any] = {
-            ApiError: _told,
+            ApiError: _error_answer,
             HTTPException: _no_route,
-            ClientDisconnect: _unread,
+            ClientDisconnect: _no_answer,
             Exception: self._unexpected,
         }
         return Starlette(routes=routes, exception_handlers=handlers)
@@ -78,21 +80,21 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue prompts."""
-        parameters = await self._asked(request, CompletionRequest)
+        parameters = await self._parsed(request, CompletionRequest)
         prepared = await self._prepared(request, self.preparation.completion, parameters)
         return await self._answer(request, parameters, prepared, Answers)
 
     async def chat(self, request: Request) -> Response:
         """Answer the last message of a chat."""
-        parameters = await self._asked(request, ChatRequest)
+        parameters = await self._parsed(request, ChatRequest)
         prepared = await self._prepared(request, self.preparation.chat, parameters)
         return await self._answer(request, parameters, prepared, ChatAnswers)
 
     def _about(self, client: str) -> dict[str, Any]:
         return {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
 
-    async def _asked(self, request: Request, kind: type[_R]) -> _R:
-        """Read a request. Raises ApiError."""
+    async def _parsed(self, request: Request, kind: type[_R]) -> _R:
+        """Return the parsed body of a request. Raises ApiError."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise ApiError(
@@ -103,10 +105,10 @@ class Api:
         return parsed(kind, await self._body(request))
 
     async def _body(self, request: Request) -> bytes:
-        """Read the body. Raises ApiError where it is too large or too slow."""
+        """Read the body. Raises ApiError if it is too large or too slow."""
         most, body, size = self.limits.body, bytearray(), 0
         length = request.headers.get("content-length", "")
-        drained = most * _DRAINED
+        drained = most * _DRAIN_FACTOR
         try:
             async with asyncio.timeout(self.limits.body_s):
                 if not (length.isdecimal() and int(length) > drained):
@@ -125,14 +127,15 @@ class Api:
     async def _prepared(
         self, request: Request, prepare: Callable[[_R], Prepared], parameters: _R
     ) -> Prepared:
-        """Return what a request is to continue. Raises ClientDisconnect where its caller goes
-        before; then it is prepared no further.
+        """Return the prompts of a request. Raises ClientDisconnect if the caller disconnects
+        first, and stops the preparation.
         """
         preparing = self._worker.submit(prepare, parameters)
         work = asyncio.wrap_future(preparing)
-        if await _is_gone_before(request, work):
+        if await _disconnects_before(request, work):
             work.cancel()
-            if not preparing.cancel():  # it runs
+            # a preparation that already runs can only be interrupted
+            if not preparing.cancel():
                 self.preparation.interrupt()
             raise ClientDisconnect
         return work.result()
@@ -144,8 +147,8 @@ class Api:
         prepared: Prepared,
         shapes: type[Answers],
     ) -> Response:
-        """Start the work, and return its answer, whole or as a stream. A caller who goes stops
-        it.
+        """Generate the answer and return it, whole or as a stream. Stop if the caller
+        disconnects.
         """
         job = Job(prepared, self.preparation.vocabulary, self.scheduler)
         with_logprobs = prepared.continuations[0].sampling.logprobs is not None
@@ -155,23 +158,21 @@ class Api:
             return _Stream(job, _events(job, answers, parameters.stream_options.include_usage))
         work = asyncio.ensure_future(_whole(job, answers))
         try:
-            if await _is_gone_before(request, work):
-                return Response(status_code=_GONE)
+            if await _disconnects_before(request, work):
+                return Response(status_code=_CLOSED)
             return JSONResponse(work.result())
         finally:
             job.cancel()
             work.cancel()
 
     async def _unexpected(self, request: Request, error: Exception) -> Response:
-        """Tell the operator of an error that is the server's own, and the caller no more than
-        that.
-        """
+        """Report an internal error to the operator, and send the caller no details of it."""
         self._report(f"a request failed: {type(error).__name__}: {error}")
         return error_response(ApiError(500, "The server failed.", kind="server_error"))
 
 
 class _Stream(StreamingResponse):
-    """A stream whose work stops where nobody reads it any more."""
+    """A stream whose job is cancelled when the caller stops reading."""
 
     def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
@@ -186,9 +187,10 @@ class _Stream(StreamingResponse):
             self.job.cancel()
 
 
-async def _is_gone_before(request: Request, work: "asyncio.Future[Any]") -> bool:
-    """Wait for some work, and return whether the request's caller is gone before it is done."""
-    disconnect = asyncio.ensure_future(request.receive())  # the body is read: only the end can come
+async def _disconnects_before(request: Request, work: "asyncio.Future[Any]") -> bool:
+    """Wait for some work, and return whether the caller disconnects before it is done."""
+    # the body has been read, so the next message can only be the disconnect
+    disconnect = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         return not work.done()
@@ -231,12 +233,12 @@ def _usage(job: Job, generated: int) -> dict[str, int]:
     }
 
 
-async def _told(request: Request, error: ApiError) -> Response:
+async def _error_answer(request: Request, error: ApiError) -> Response:
     return error_response(error)
 
 
-async def _unread(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=_GONE)
+async def _no_answer(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=_CLOSED)
 
 
 async def _no_route(request: Request, error: HTTPException) -> Response:

@@ -2,19 +2,19 @@
 
 from typing import Any
 
-SHOWN = 80  # characters of what a caller sent that an error repeats
+SHOWN = 80  # most characters of a caller's input that an error repeats
 
 
 class ApiError(Exception):
-    """A request that is refused or has failed.
+    """A refused or failed request.
 
     Args:
-        status: HTTP's.
+        status: The HTTP status.
         message: The problem and the remedy, for the caller.
-        param: The field of the request that is wrong.
-        code: For programs.
-        kind: OpenAI's `type`.
-        headers: Of the response.
+        param: The invalid field of the request.
+        code: The error code, for programs.
+        kind: The `type` of OpenAI's errors.
+        headers: The additional headers of the response.
     """
 
     def __init__(
@@ -43,6 +43,6 @@ class ApiError(Exception):
 
 
 def shown(given: object) -> str:
-    """Return what a caller sent, short enough to be repeated in an error."""
+    """Return a caller's input, shortened so that an error can repeat it."""
     text = str(given)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -1,5 +1,5 @@
-"""What a server lets nobody do: ask under another name or from a foreign page, ask without the
-token, be slow, or keep others out.
+"""Protection of a server against requests to another host name, from foreign pages or without the
+token, and against slow or too many connections.
 """
 
 import hmac
@@ -23,7 +23,8 @@ _PORT = re.compile(r":\d{1,5}$")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",  # a link may have the token in it
+    # a link may contain the token
+    "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -34,14 +35,14 @@ class Limits:
     """The limits of requests.
 
     Args:
-        body: Bytes of a request's body.
-        head_s: Seconds until a request's head is complete, from the connection or the last answer
-            on.
-        body_s: Seconds until its body is.
-        write_s: Seconds until a caller who does not read what is sent is cut off.
-        connections: Open at once. A further one takes the place of the oldest whose caller has not
-            shown the token.
-        of_an_address: Likewise from one address, of callers who have not shown the token.
+        body: The largest body of a request, in bytes.
+        head_s: Seconds to receive a request's head, from the connection or the last answer on.
+        body_s: Seconds to receive a request's body.
+        write_s: Seconds until a caller who does not read the answer is disconnected.
+        connections: The most open connections. Another one replaces the oldest whose caller has not
+            sent the token.
+        of_an_address: The most open connections from one address whose callers have not sent the
+            token.
     """
 
     body: int = 1 << 20
@@ -53,28 +54,29 @@ class Limits:
 
 
 def new_token() -> str:
-    """Return a token that nobody can guess: 192 bits."""
+    """Return a new random token of 192 bits."""
     return secrets.token_urlsafe(24)
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """Return an error as a response, after which the connection is closed: what is left of its
-    request is not read.
+    """Return an error as a response that closes the connection, so that the rest of the request
+    is not read.
     """
     return JSONResponse(error.body(), error.status, {"Connection": "close", **error.headers})
 
 
 class Guard:
-    """Middleware that lets a request through if it names this server, comes from no foreign page,
+    """Middleware that accepts a request if it names this server, does not come from a foreign page,
     and has the token.
 
     Args:
-        app: What answers.
+        app: The application that answers accepted requests.
         host: The address that the server listens on.
-        token: What callers must know.
+        token: The token that callers must send.
     """
 
-    policy = "default-src 'none'; frame-ancestors 'none'"  # what browsers may do with an answer
+    # the Content-Security-Policy of every answer
+    policy = "default-src 'none'; frame-ancestors 'none'"
 
     def __init__(self, app: ASGIApp, host: str, token: str) -> None:
         self.app = app
@@ -82,7 +84,7 @@ class Guard:
         self._token = token.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as ASGI has it."""
+        """Answer a request (ASGI)."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
@@ -94,16 +96,16 @@ class Guard:
         await app(scope, receive, send)
 
     def refusal(self, error: ApiError) -> ASGIApp:
-        """Return what answers a request that is not let through."""
+        """Return the application that answers a refused request."""
         return error_response(error)
 
     def token_of(self, request: Request) -> str:
-        """Return the token that a request shows; empty where it shows none."""
+        """Return the token of a request; "" if it has none."""
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         return token if scheme.lower() == "bearer" else ""
 
     def _marked(self, send: Send) -> Send:
-        """Return `send` with what every answer says to a browser."""
+        """Return `send` with the security headers added to every answer."""
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -126,7 +128,8 @@ class Guard:
         if _is_foreign(request):
             raise ApiError(403, "Pages of others may not use this server.", code="wrong_origin")
         given = self.token_of(request).encode("latin-1", "replace")
-        if not hmac.compare_digest(given, self._token):  # takes always as long
+        # a comparison in constant time reveals nothing about the token
+        if not hmac.compare_digest(given, self._token):
             raise ApiError(
                 401,
                 "Incorrect API key provided. Send the server's token: Authorization: Bearer TOKEN.",
@@ -136,10 +139,10 @@ class Guard:
         request.state.recognised()
 
     def _is_own(self, host: str) -> bool:
-        """Whether a request was addressed to this server: by its address, or a name of its own.
+        """Return whether a request's Host is an address or a name of this server.
 
-        A page of a stranger can have its own name point to this machine (DNS rebinding), and then
-        its requests carry that name. They cannot carry an address.
+        A foreign page can have its own name resolve to this machine (DNS rebinding), and then its
+        requests carry that name. They cannot carry an address.
         """
         name = _PORT.sub("", host).removeprefix("[").removesuffix("]").lower()
         try:
@@ -150,8 +153,9 @@ class Guard:
 
 
 def _is_foreign(request: Request) -> bool:
-    """Whether a browser says that a page of another server asks. Links from there are no such
-    requests: who follows one looks at this server's own page.
+    """Return whether a request comes from a page of another server, by the browser's headers.
+
+    Following a link on another page is allowed: it opens this server's own page.
     """
     headers = request.headers
     if (origin := headers.get("origin")) is not None:
@@ -161,9 +165,9 @@ def _is_foreign(request: Request) -> bool:
 
 
 def protocol(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's protocol with limits that uvicorn has not: of connections, and of the time
-    until a request's head is complete and until a caller reads on. A connection is one of a
-    stranger's until the app has called `recognised` of a request's state.
+    """Return uvicorn's protocol with limits that uvicorn lacks: on connections, and on the time to
+    send a request's head and to read the answer. A connection counts as a stranger's until the app
+    has called `recognised` of a request's state.
     """
 
     class Limited(H11Protocol):
@@ -187,7 +191,8 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def _recognise(self) -> None:
             self.strangers.leave(self)
-            if self in self.connections:  # it may have been closed meanwhile
+            # the connection may have been closed meanwhile
+            if self in self.connections:
                 self.known.add(self)
 
         def on_response_complete(self) -> None:

@@ -1,4 +1,4 @@
-"""A request in work: what its answers say, as it comes."""
+"""A request whose answers are being generated, and their pieces as they come."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -12,7 +12,7 @@ from coterie.personal.api.texts import Answer, Piece, spoken
 from coterie.personal.running_batch import Continuation, Progress
 from coterie.personal.vocabulary import Vocabulary
 
-RETRY_S = 1  # seconds after which a caller may try again when there is no room
+RETRY_S = 1  # seconds after which a caller may try again if the server is full
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Said:
     """A piece of one of a request's answers.
 
     Args:
-        index: The number of the answer: those of the first prompt come first.
-        piece: What is new.
-        generated: How many tokens were generated for it.
+        index: The number of the answer; those of the first prompt come first.
+        piece: The new text and tokens.
+        generated: The number of tokens that were generated for the piece.
     """
 
     index: int
@@ -31,12 +31,12 @@ class Said:
 
 
 class Job:
-    """A request whose answers are being written. Made and read in the event loop.
+    """A request whose answers are being generated. Created and read in the event loop.
 
     Args:
-        prepared: What is to be continued.
-        vocabulary: Of its tokens.
-        scheduler: Where it is continued.
+        prepared: The prompts of the request.
+        vocabulary: The vocabulary of their tokens.
+        scheduler: The scheduler that continues the prompts.
     """
 
     def __init__(self, prepared: Prepared, vocabulary: Vocabulary, scheduler: Scheduler) -> None:
@@ -51,11 +51,11 @@ class Job:
 
     @property
     def count(self) -> int:
-        """How many answers there will be."""
+        """The number of answers."""
         return len(self._answers)
 
     def start(self) -> None:
-        """Have the prompts continued. Raises ApiError where there is no room for them."""
+        """Submit the prompts to the scheduler. Raises ApiError if it is full."""
         try:
             self.scheduler.submit(self.prepared.continuations, self)
         except Full:
@@ -68,11 +68,11 @@ class Job:
             ) from None
 
     def cancel(self) -> None:
-        """Stop what is not over."""
+        """Stop the unfinished answers."""
         self.scheduler.cancel(self.prepared.continuations)
 
     async def pieces(self) -> AsyncGenerator[Said, None]:
-        """Yield what the answers say, until all are over. Raises ApiError if the batch failed."""
+        """Yield pieces until all answers have ended. Raises ApiError if the batch failed."""
         left = len(self._answers)
         while left:
             update = await self._said.get()
@@ -82,7 +82,7 @@ class Job:
             yield update
 
     def progress(self, progress: Progress) -> bool:
-        """See `Listener`."""
+        """Add a token to its answer; see `Listener`."""
         place = self._answers[progress.of, progress.choice]
         if place.over:
             return False
@@ -97,17 +97,18 @@ class Job:
         return place.over
 
     def failed(self, error: Exception) -> None:
-        """See `Listener`."""
+        """Pass an error on to the reader; see `Listener`."""
         self._put(error)
 
     def _put(self, update: Said | Exception) -> None:
-        with suppress(RuntimeError):  # the server has stopped
+        # the event loop is closed if the server has stopped
+        with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._said.put_nowait, update)
 
 
 @dataclass
 class _Place:
-    """An answer among those of a request."""
+    """The state of one of a request's answers."""
 
     index: int
     echo: str

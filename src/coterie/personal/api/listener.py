@@ -1,4 +1,4 @@
-"""A port, and the thread that answers there: of the interface for programs, and of the pages."""
+"""The port and the server thread of the API and of the web pages."""
 
 import errno
 import socket
@@ -12,9 +12,10 @@ import uvicorn
 from coterie.core.errors import Refused
 from coterie.personal.api.guard import Guard, Limits, protocol
 
-_HEAD = 1 << 15  # bytes of a request's head
-_WAITING = 1024  # connections that the system keeps until they are accepted
-_ACCEPTED = 1  # connections between two looks at what others have sent: in a crowd each is heard
+_HEAD = 1 << 15  # most bytes of a request's head
+_WAITING = 1024  # connections that the system queues until they are accepted
+# connections accepted at a time, so that many new ones do not delay the requests of others
+_ACCEPTED = 1
 
 
 @contextmanager
@@ -22,9 +23,9 @@ def running(guard: Guard, listener: socket.socket, limits: Limits) -> Iterator[N
     """Answer requests while the block runs.
 
     Args:
-        guard: What answers.
+        guard: The application, behind its guard.
         listener: A listening socket.
-        limits: Of connections and requests.
+        limits: The limits of connections and requests.
     """
     server = uvicorn.Server(_configuration(guard, limits))
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
@@ -40,7 +41,7 @@ def running(guard: Guard, listener: socket.socket, limits: Limits) -> Iterator[N
 
 
 def _configuration(guard: Guard, limits: Limits) -> uvicorn.Config:
-    """Return uvicorn's settings: it logs nothing, neither texts nor who asks."""
+    """Return uvicorn's settings, without any log of texts or callers."""
     return uvicorn.Config(
         guard,
         http=protocol(limits),
@@ -63,10 +64,10 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
     Args:
         host: The address to listen on.
-        port: Likewise; 0: a free one.
+        port: The port to listen on; 0: any free one.
 
     Raises:
-        Refused: The port is taken, or the host is no address of this machine.
+        Refused: The port is taken, or the host is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

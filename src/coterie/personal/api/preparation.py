@@ -1,4 +1,4 @@
-"""Requests as prompts of tokens, within the server's limits."""
+"""Conversion of requests to prompts of tokens, within the server's limits."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from coterie.personal.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is to be continued, and how it is told.
+    """The prompts of a request.
 
     Args:
-        client: Whose model answers.
+        client: The client whose model answers.
         continuations: One for each prompt.
         stops: Texts that end an answer.
-        echoes: The text of each prompt where it is part of the answer; otherwise "".
+        echoes: The text of each prompt if it is part of the answer; otherwise "".
     """
 
     client: str
@@ -35,15 +35,15 @@ class Prepared:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens the prompts have together."""
+        """The number of tokens of all prompts together."""
         return sum(len(one.prompt) for one in self.continuations)
 
 
 class Preparation:
-    """Makes prompts of tokens of requests, in one thread.
+    """The conversion of requests to prompts, in one thread.
 
     Args:
-        models: Of all clients.
+        models: The models of all clients.
         context: Most tokens of a prompt and its answer.
         texts: Most texts of one request.
         rows: Most choices of one prompt.
@@ -62,14 +62,14 @@ class Preparation:
         self.chat_ends = self.ends | frozenset(self.chats.stops)
 
     def interrupt(self) -> None:
-        """End what takes long of the request that is prepared."""
+        """Stop rendering the chat template of the current request."""
         jinja_process.shared.end()
 
     def client(self, model: str) -> str:
-        """Return the client that a request's model names.
+        """Return the client of the model that a request names.
 
         Raises:
-            ApiError: There is none of that name.
+            ApiError: There is no such client.
         """
         if (client := names.normal(model)) in self.models.models:
             return client
@@ -82,7 +82,7 @@ class Preparation:
         )
 
     def completion(self, request: CompletionRequest) -> Prepared:
-        """Return what a completion continues. Raises ApiError."""
+        """Return the prompts of a completion request. Raises ApiError."""
         client = self.client(request.model)
         self._check(len(request.prompts), request.n)
         prompts = [self._tokens(prompt) for prompt in request.prompts]
@@ -112,7 +112,7 @@ class Preparation:
         return Prepared(client, continuations, request.stops, echoes)
 
     def chat(self, request: ChatRequest) -> Prepared:
-        """Return what a chat completion continues. Raises ApiError."""
+        """Return the prompt of a chat request. Raises ApiError."""
         client = self.client(request.model)
         self._check(1, request.n)
         prompt = self._template(request)
@@ -154,8 +154,8 @@ class Preparation:
             raise ApiError(400, f"The base's {problem}", "messages") from None
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt as tokens, a text as `generate` begins it. Raises ApiError for tokens
-        that the base lacks, and for control tokens in a text where they are refused.
+        """Return a prompt as tokens; texts are encoded as by `generate`. Raises ApiError for tokens
+        that the base lacks, and for refused control tokens in a text.
         """
         try:
             self._refuse_long([prompt], "prompt")
@@ -166,10 +166,10 @@ class Preparation:
         return ids
 
     def _refuse_long(self, contents: Sequence[Any], param: str) -> None:
-        """Refuse prompts or contents of messages that cannot have so few tokens, before any work is
-        done for them.
+        """Refuse prompts or contents of messages that are certainly too long, before they are
+        tokenised.
         """
-        characters = sum(map(_length, contents))
+        characters = sum(map(_characters, contents))
         self._fits(max(len(contents), characters // self._longest), 0, param)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
@@ -186,7 +186,7 @@ class Preparation:
         self._check_ids(list(bias), "logit_bias")
 
     def _check(self, prompts: int, choices: int) -> None:
-        """Refuse more texts than the server ever takes at once."""
+        """Refuse more texts than the server accepts at once."""
         if choices > self.rows:
             raise ApiError(
                 400, f"Invalid 'n': this server writes at most {self.rows} at once.", "n"
@@ -211,8 +211,8 @@ class Preparation:
             )
 
 
-def _length(content: Any) -> int:
-    """Return how many characters a prompt has, or the content of a message, which may be parts."""
+def _characters(content: Any) -> int:
+    """Return the number of characters of a prompt or of a message's content."""
     if isinstance(content, str):
         return len(content)
     parts = content if isinstance(content, list) else []

@@ -1,4 +1,4 @@
-"""The requests of OpenAI's completions and chat completions: what is read, and what is refused."""
+"""The requests of OpenAI's completions and chat completions: supported and refused fields."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -12,7 +12,7 @@ from coterie.personal.sampling import Sampling
 
 MOST_BIASES = 300  # as OpenAI allows
 DEFAULT_TOKENS = 16  # of OpenAI's completions
-# what does not change an answer here
+# fields that have no effect on an answer here
 _WITHOUT_EFFECT = (
     "metadata",
     "parallel_tool_calls",
@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = (
     "store",
     "user",
 )
-# what would change an answer and is not supported, with the values that ask for nothing
+# unsupported fields that would change an answer, with the values that have no effect
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
@@ -36,11 +36,13 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-_KEYS = {  # of a message
+# the known keys of a message
+_KEYS = {
     *("role", "content", "name", "refusal", "tool_calls", "tool_call_id", "function_call"),
     *REASONING,
 }
-_EMPTY: tuple[Any, ...] = (None, [])  # a client may send an answer's message as it came
+# empty values are accepted, since a caller may send back an answer's message unchanged
+_EMPTY: tuple[Any, ...] = (None, [])
 _EXPECTED = {
     "prompt": "Expected a text, a list of texts, a list of token ids, or a list of such lists.",
     "stop": "Expected a text that is not empty, or up to 4 of them.",
@@ -68,7 +70,7 @@ class StreamOptions(_Fields):
 
 
 class _Request(_Fields):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions have in common."""
 
     model: str
     n: int = Field(default=1, ge=1, le=128)
@@ -91,11 +93,11 @@ class _Request(_Fields):
 
     @property
     def top_logprobs_wanted(self) -> int | None:
-        """How many log-probabilities are asked for at each token."""
+        """The number of log-probabilities requested for each token; None: none at all."""
         raise NotImplementedError
 
     def sampling(self) -> Sampling:
-        """Return how tokens are chosen."""
+        """Return the settings of the choice of tokens."""
         return Sampling(
             self.temperature,
             self.top_p,
@@ -121,7 +123,7 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Each prompt by itself: texts, or token ids."""
+        """A list of the prompts: texts, or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -142,7 +144,7 @@ class ChatRequest(_Request):
     @field_validator("messages")
     @classmethod
     def _known(cls, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Refuse what would change an answer and is not supported, such as sound."""
+        """Refuse unsupported keys that would change an answer, such as audio."""
         parts = (part for message in messages for part in message.items())
         if unknown := {key for key, value in parts if value not in _EMPTY} - _KEYS:
             raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
@@ -154,7 +156,7 @@ class ChatRequest(_Request):
 
     @property
     def most(self) -> int | None:
-        """How many tokens an answer may have; None: as many as there is room for."""
+        """The most tokens of an answer; None: as many as there is room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -162,10 +164,10 @@ _R = TypeVar("_R", bound=_Request)
 
 
 def parsed(kind: type[_R], body: bytes) -> _R:
-    """Return the request in a body.
+    """Parse the body of a request.
 
     Raises:
-        ApiError: It is no JSON, or a field is missing, unknown, unsupported or out of range.
+        ApiError: The body is not JSON, or a field is missing, unknown, unsupported or out of range.
     """
     try:
         body_fields = json_of(body)
@@ -201,7 +203,7 @@ def parsed(kind: type[_R], body: bytes) -> _R:
 
 
 def _refusal(error: ErrorDetails) -> ApiError:
-    """Return the first mistake of a request in OpenAI's words."""
+    """Return the first error of a request in OpenAI's words."""
     name = shown(error["loc"][0])
     if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
         return ApiError(400, f"Unknown parameter: '{name}'.", name, "unknown_parameter")

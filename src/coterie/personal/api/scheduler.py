@@ -1,5 +1,5 @@
-"""The thread in which the running batch works: it takes continuations from many requests, and tells
-each request what its texts say.
+"""The thread of the running batch: it takes continuations from many requests, and passes the
+generated tokens to each request.
 """
 
 import threading
@@ -13,22 +13,22 @@ from coterie.personal.running_batch import Continuation, Progress, RunningBatch
 
 
 class Listener(Protocol):
-    """A request that waits for its continuations. It is told in the scheduler's thread."""
+    """A request that waits for its continuations. It is called in the scheduler's thread."""
 
     def progress(self, progress: Progress) -> bool:
-        """Take a token; return whether its text is over, by the token or by what it says."""
+        """Add a token; return whether it ends its text, by itself or by a stop text."""
 
     def failed(self, error: Exception) -> None:
-        """Take an error, after which nothing more comes."""
+        """Handle an error; no token follows it."""
 
 
 class Full(CoterieError):
-    """There is no room for more requests at the moment."""
+    """A server that has no room for more requests at the moment."""
 
 
 @dataclass(eq=False)
 class _Work:
-    """A continuation, who waits for it, and how many of its texts are not over."""
+    """A continuation, its listener, and the number of its unfinished texts."""
 
     continuation: Continuation
     listener: Listener
@@ -39,10 +39,10 @@ class Scheduler:
     """The running batch of a server.
 
     Args:
-        models: Of all clients.
-        rows: How many texts are continued at once.
-        queue: How many more may wait.
-        report: Takes one line about each error that is the server's own.
+        models: The models of all clients.
+        rows: The number of texts that are continued at once.
+        queue: The number of further texts that may wait.
+        report: Called with one line about each internal error of the server.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class Scheduler:
         self._thread.start()
 
     def submit(self, continuations: Sequence[Continuation], listener: Listener) -> None:
-        """Have prompts continued: all of them, or none. From any thread.
+        """Queue prompts to be continued, all or none of them. May be called from any thread.
 
         Raises:
-            Full: So many texts are not over that there is no room for these.
+            Full: There are too many unfinished texts.
         """
         works = [_Work(one, listener, max(one.choices, 1)) for one in continuations]
         with self._changed:
@@ -74,8 +74,8 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, continuations: Sequence[Continuation]) -> None:
-        """Stop continuations that are not over; their listener is told nothing more. From any
-        thread.
+        """Stop unfinished continuations; their listener is not called again. May be called from
+        any thread.
         """
         with self._changed:
             cancelled = [one for one in continuations if self._work.pop(one, None) is not None]
@@ -83,7 +83,7 @@ class Scheduler:
             self._changed.notify()
 
     def close(self) -> None:
-        """Stop everything, and wait for the thread to end."""
+        """Stop all texts, and wait for the thread to end."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -94,7 +94,8 @@ class Scheduler:
         while self._take_up(batch):
             try:
                 updates = batch.step()
-            except Exception as error:  # of the computation, as out of memory: the server goes on
+            # a failed computation, such as out of memory, must not stop the server
+            except Exception as error:
                 self._report(f"a batch failed: {type(error).__name__}: {error}")
                 batch = RunningBatch(self.models, self.rows)
                 self._fail(error)
@@ -104,8 +105,8 @@ class Scheduler:
         self._fail(Full("the server is stopping", "Start it again."))
 
     def _take_up(self, batch: RunningBatch) -> bool:
-        """Wait for something to do, and add and remove what has come and gone. Returns whether to
-        go on.
+        """Wait for work, add new continuations to the batch and remove cancelled ones. Return
+        False when the scheduler closes.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._closing or self._new or self._gone or batch.busy)
@@ -117,7 +118,7 @@ class Scheduler:
             return not self._closing
 
     def _tell(self, batch: RunningBatch, progress: Progress) -> None:
-        """Tell a request of a token, and stop what is over."""
+        """Pass a token to its request, and remove a finished text from the batch."""
         with self._changed:
             work = self._work.get(progress.of)
         if work is None:
@@ -126,7 +127,8 @@ class Scheduler:
             if progress.error is not None:
                 raise progress.error
             over = work.listener.progress(progress)
-        except Exception as error:  # of one request, as of what its tokens mean: others go on
+        # an error of one request, such as in decoding its tokens, must not affect the others
+        except Exception as error:
             self._report(f"a request failed: {type(error).__name__}: {error}")
             work.listener.failed(error)
             self.cancel([w.continuation for w in self._works_of(work.listener)])

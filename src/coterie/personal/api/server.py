@@ -1,4 +1,4 @@
-"""The server: one port, one thread for requests, one for the batch."""
+"""The API server: one port, one thread for requests, and one for the batch."""
 
 import ipaddress
 import re
@@ -21,9 +21,10 @@ except ImportError:
 from coterie.personal.api.preparation import Preparation
 from coterie.personal.api.scheduler import Scheduler
 
-CONTEXT = 4096  # most tokens of a prompt and its answer, where the base's context is longer
+CONTEXT = 4096  # most tokens of a prompt and its answer if the base's context is longer
 QUEUE = 64
-_TOKEN = re.compile(r"[!-~]{8,200}")  # what a header can carry, and nobody guesses at once
+# printable ASCII, as a header allows, and not too short to resist guessing
+_TOKEN = re.compile(r"[!-~]{8,200}")
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,14 @@ class Settings:
     """The settings of a server.
 
     Args:
-        port: To listen on.
+        port: The port to listen on.
         host: The address to listen on.
-        token: What callers must send.
-        rows: Texts that are written at once.
-        queue: Texts that may wait.
+        token: The token that callers must send.
+        rows: The number of texts that are generated at once.
+        queue: The number of further texts that may wait.
         context: Most tokens of a prompt and its answer; None: the base's context, at most
             `CONTEXT`.
-        limits: Of requests.
+        limits: The limits of requests.
     """
 
     port: int
@@ -70,16 +71,16 @@ class Settings:
 def served(
     models: Mapping[str, PersonalModel], settings: Settings, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Serve models while the block runs; yields the address of the interface.
+    """Serve models while the block runs; yield the address of the API.
 
     Args:
         models: A personal model for each client, on one backbone.
-        settings: Of the server.
-        report: Takes one line about each error that is the server's own.
+        settings: The settings of the server.
+        report: Called with one line about each internal error of the server.
 
     Raises:
-        Refused: The port is taken, the host is no address of this machine, or the context is longer
-            than the base's.
+        Refused: The port is taken, the host is not an address of this machine, or the context is
+            longer than the base's.
         ModelError: The base has no tokenizer.
     """
     together = ManyModels(models)

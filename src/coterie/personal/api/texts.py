@@ -1,4 +1,4 @@
-"""Tokens as text, while they come: whole letters, and nothing behind what ends the answer."""
+"""Incremental decoding of tokens to text: whole characters only, and nothing after a stop text."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +7,8 @@ from coterie.personal.running_batch import Finish
 from coterie.personal.sampling import Token
 from coterie.personal.vocabulary import Vocabulary
 
-BROKEN = "\ufffd"  # stands for bytes that are no letter
-LONGEST = 32  # tokens that may be held back
+BROKEN = "\ufffd"  # stands for bytes that are not a whole character
+LONGEST = 32  # most tokens that are held back
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Spoken:
     """A token at its place in a text.
 
     Args:
-        token: With its log-probability.
-        offset: The number of characters before it.
+        token: The token with its log-probability.
+        offset: The number of characters before the token.
     """
 
     token: Token
@@ -26,12 +26,12 @@ class Spoken:
 
 @dataclass(frozen=True)
 class Piece:
-    """What is new of a text.
+    """A new piece of a text.
 
     Args:
-        text: Its characters.
-        tokens: Its tokens.
-        finish: Why it ends here; None: it goes on.
+        text: The new characters.
+        tokens: The new tokens.
+        finish: Why the text ends here; None if it goes on.
     """
 
     text: str
@@ -40,18 +40,18 @@ class Piece:
 
 
 class Decoder:
-    """Text of tokens that come one by one. A letter may be several tokens, which are no letter each
-    by itself: what may still become one is held back.
+    """A decoder of tokens that come one by one. A character may consist of several tokens, so an
+    incomplete one is held back.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self._before: list[int] = []  # tokens whose text is given out
+        self._before: list[int] = []  # tokens whose text is released
         self._held: list[int] = []
-        self._out = 0  # characters of the held tokens that are given out
+        self._out = 0  # released characters of the held tokens
 
     def add(self, token: int) -> str:
-        """Return the text that is whole with this token."""
+        """Return the text that this token completes."""
         self._held.append(token)
         text = self._text(self._before, self._held)
         released = self._give(text, len(text.rstrip(BROKEN)))
@@ -62,13 +62,13 @@ class Decoder:
         return released
 
     def rest(self) -> str:
-        """Return what is held back."""
+        """Return the text that is held back."""
         text = self._text(self._before, self._held)
         return self._give(text, len(text))
 
     def _shorten(self, text: str) -> str:
-        """Give out what is surely no letter: a letter has four bytes at most, so three tokens are
-        held back.
+        """Release all but the last three held tokens: a character has four bytes at most, so
+        older tokens cannot be part of an incomplete one.
         """
         old, new = self._held[:-3], self._held[-3:]
         first = self._text(self._before, old)
@@ -84,7 +84,7 @@ class Decoder:
         return released
 
     def _text(self, before: list[int], ids: list[int]) -> str:
-        """Return the text of tokens behind others."""
+        """Return the text of tokens that follow others."""
         size = len(self.vocabulary.decode(before, special=False))
         return self.vocabulary.decode(before + ids, special=False)[size:]
 
@@ -93,18 +93,18 @@ class Answer:
     """The text of one choice.
 
     Args:
-        vocabulary: Of its tokens.
-        stops: Texts that end it, and are no part of it.
-        begin: The number of characters before it (of an echoed prompt).
+        vocabulary: The vocabulary of its tokens.
+        stops: Texts that end the answer, and are not part of it.
+        begin: The number of characters before the answer (of an echoed prompt).
     """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0) -> None:
         self._decoder, self._stops, self._begin = Decoder(vocabulary), stops, begin
         self._text, self._out = "", 0
-        self._tokens: list[Spoken] = []  # that are not given out
+        self._tokens: list[Spoken] = []  # not released yet
 
     def add(self, token: Token, finish: Finish | None) -> Piece:
-        """Return what is new with a token; one that ends the text is no part of it."""
+        """Add a token and return the new piece; a token that ends the text is not part of it."""
         before = len(self._text)
         if finish != "stop":
             self._tokens.append(Spoken(token, self._begin + before))
@@ -121,14 +121,12 @@ class Answer:
         return Piece(text, tuple(given), finish)
 
     def _stop(self, before: int) -> int | None:
-        """Return where the first text begins that ends the answer, if it ends behind `before`."""
+        """Return where the first stop text begins, of those that end after `before`."""
         places = [self._text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
         return min((place for place in places if place >= 0), default=None)
 
     def _unsure(self) -> int:
-        """Return how many characters at the end may be the beginning of a text that ends the
-        answer.
-        """
+        """Return the number of characters at the end that may begin a stop text."""
         longest = 0
         for stop in self._stops:
             sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
@@ -137,7 +135,7 @@ class Answer:
 
 
 def spoken(vocabulary: Vocabulary, tokens: Sequence[Token]) -> tuple[Spoken, ...]:
-    """Return the tokens of a prompt at their places in its text."""
+    """Return the tokens of a prompt with their places in its text."""
     decoder, offset, placed = Decoder(vocabulary), 0, []
     for token in tokens:
         placed.append(Spoken(token, offset))
