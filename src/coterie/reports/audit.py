@@ -13,7 +13,7 @@ from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, table
 
 OBSERVERS = {"server": "the server", "others": "another client"}
 COLOURS = {"server": VERMILION, "others": BLUE}
-WIDTH = 80  # of a terminal that has room for everything
+WIDTH = 80  # characters of a terminal in which every table fits
 
 ABOUT = (
     "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The "
@@ -29,13 +29,13 @@ EXAMPLES = (
 
 
 def about(audit: AuditResult) -> str:
-    """Return one line: what was audited."""
+    """Return one line that says what was audited."""
     of = "" if len(audit.clients) > 1 else f", client {audit.clients[0]}"
     return f"{audit.recipe}, {audit.method}, seed {audit.seed}, after round {audit.round}{of}"
 
 
 def _of(observer: str, audit: AuditResult) -> str:
-    """Return an observer's name: under secure aggregation a server sees sums alone."""
+    """Return an observer's name; under secure aggregation the server sees only sums."""
     return "a server of sums" if observer == "server" and audit.secure else OBSERVERS[observer]
 
 
@@ -49,9 +49,7 @@ def _interval(value: Estimate | None, digits: int, factor: float = 1) -> str:
 
 
 def rows(audit: AuditResult) -> list[list[str]]:
-    """Return the lines of the table: a measure, what each observer gets, and what guessing
-    would.
-    """
+    """Return the rows of the table: a measure, its value for each observer, and by guessing."""
     observers = audit.observers.values()
     membership = [result.membership for result in observers]
     min_k = [result.min_k for result in observers if result.min_k]
@@ -82,7 +80,7 @@ def rows(audit: AuditResult) -> list[list[str]]:
 
 
 def word_rows(audit: AuditResult) -> list[list[str]]:
-    """Return the lines of the second table: whose model suggests rare words, and how often."""
+    """Return the rows of the second table: whose model suggests rare words, and how often."""
     words = audit.words
     if not words or not words.words:
         return []
@@ -201,7 +199,7 @@ def audited(audit: AuditResult | None) -> tuple[str, ...]:
 
 
 def _pictures(audit: AuditResult) -> list[tuple[str, str, str]]:
-    """Return a title, what is told beside it, and a picture, of each measure."""
+    """Return the title, the detail beside it and the picture of each measure."""
     observers, words, pictures = audit.observers, audit.words, []
     exposures = {
         name: result.canaries.exposure for name, result in observers.items() if result.canaries
@@ -226,7 +224,7 @@ def _drawn(
     limits: tuple[float, float],
     chance: float,
 ) -> str:
-    """Return a picture of what each observer gets."""
+    """Return a picture of a measure, with a row for each observer."""
     shown = {}
     for observer, estimate in values.items():
         name = _of(observer, audit)

@@ -8,15 +8,15 @@ from coterie.core.result import Row
 
 @dataclass(frozen=True)
 class Beside:
-    """A figure of a row that a table has beside the metric.
+    """A figure that a table shows beside the metric.
 
     Args:
-        name: Of its column.
-        of: The figure of a row; None where it is not known.
-        digits: Behind the point.
-        lower_is_better: Which way is better.
-        about: What it is, in a few words.
-        sentence: The same in a sentence, as HTML.
+        name: The heading of its column.
+        of: Returns the figure of a row; None if it is unknown.
+        digits: Digits behind the point.
+        lower_is_better: Whether lower values are better.
+        about: A description in a few words.
+        sentence: The description in a sentence, as HTML.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Beside:
     sentence: str
 
     def known(self, rows: Sequence[Row]) -> bool:
-        """Whether any row has it."""
+        """Return whether any row has the figure."""
         return any(self.of(row) is not None for row in rows)
 
 

@@ -8,17 +8,17 @@ from typing import Literal
 
 from coterie.reports.parts import escape, figure, folded, level
 
-HEIGHT, BROAD = 224, 300  # of a panel, in pixels
+HEIGHT, BROAD = 224, 300  # heights of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
-LETTER = 7.2  # pixels that a letter of an axis is wide
+LETTER = 7.2  # width of a letter on an axis, in pixels
 COLUMNS = 4  # panels side by side, at most
-ALL, FIRST = 6, 4  # up to so many panels are all open; of more, so many
+ALL, FIRST = 6, 4  # up to 6 panels are all open; of more, the first 4
 MOST = 6  # ticks of a logarithmic axis; of more, only the powers of ten
-UNITS = 1000  # of a panel's width, in the paths of its lines
-RATIO = 20.0  # between the ends of a range of ratios: beyond, its scale is logarithmic
+UNITS = 1000  # width of a panel in the paths of its lines
+RATIO = 20.0  # ends of a range that differ by a larger factor get a logarithmic scale
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-DASHES = ("", "6 3", "2 3", "8 3 2 3")  # the second cue beside the colour
-MARKED = 40  # points up to which a line has markers
+DASHES = ("", "6 3", "2 3", "8 3 2 3")  # a second cue beside the colour
+MARKED = 40  # a line of more points has no markers
 MARKERS = ("circle", "square", "triangle", "diamond")
 Point = tuple[float, float]
 
@@ -28,9 +28,9 @@ class Style:
     """The style of a line.
 
     Args:
-        colour: Of line and markers.
-        number: Picks the dashes and the markers.
-        strength: In (0, 1], its opacity.
+        colour: The colour of line and markers.
+        number: Chooses the dashes and the markers.
+        strength: The opacity, in (0, 1].
         marked: Whether its points have markers; they have tooltips anyway.
     """
 
@@ -41,7 +41,7 @@ class Style:
 
     @property
     def sample(self) -> str:
-        """A piece of it, for a legend."""
+        """The line's sample in a legend."""
         marker = _marker(self, "14", 6) if self.marked else ""
         return (
             f'<svg class="sample" viewBox="0 0 28 12" width="28" height="12" '
@@ -71,13 +71,13 @@ class Axes:
     """The axes of a panel.
 
     Args:
-        x: What the horizontal axis is of.
-        y: What the vertical axis is, with its unit.
-        limits: Of the vertical axis; default: what the panel's points need.
+        x: The name of the horizontal axis.
+        y: The name of the vertical axis, with its unit.
+        limits: The range of the vertical axis; default: what the panel's points need.
         log: Whether the vertical axis is logarithmic; points that are not positive are left out.
-        across: What the horizontal axis has: whole numbers from 0 that are counted, any values
-            from 0, or positive ones of which only ratios count.
-        ticks: Values that have a tick across; default: round ones.
+        across: The values of the horizontal axis: whole numbers counted from 0, any values from 0,
+            or positive values of which only ratios count.
+        ticks: Values with a tick on the horizontal axis; default: round ones.
     """
 
     x: str
@@ -88,22 +88,22 @@ class Axes:
     ticks: Sequence[float] = ()
 
     def height(self, value: float) -> float:
-        """Where a value is, on a scale that is not logarithmic."""
+        """Return the place of a value of the vertical axis on a linear scale."""
         return math.log10(value) if self.log else value
 
     def width(self, value: float) -> float:
-        """Where a value is across, on a scale that is not logarithmic."""
+        """Return the place of a value of the horizontal axis on a linear scale."""
         return math.log10(value) if self.across == "ratios" else value
 
     def horizontal(self, values: Sequence[float]) -> "_Scale":
-        """Return the scale across, for these values."""
+        """Return the scale of the horizontal axis for these values."""
         if self.across == "ratios":
             low, high = _around_log(values)
             return _Scale(math.log10(low), math.log10(high), 0, 100)
         return _Scale(0, max(values, default=0) or 1, 0, 100)
 
     def columns(self, scale: "_Scale") -> list[float]:
-        """Return the values that have a tick across."""
+        """Return the values with a tick on the horizontal axis."""
         if self.ticks:
             return list(self.ticks)
         if self.across != "ratios":
@@ -112,7 +112,7 @@ class Axes:
         return [v for v in ticks if f"{v:e}"[0] == "1"] if len(ticks) > MOST else ticks
 
     def rows(self, scale: "_Scale") -> list[tuple[float, str]]:
-        """Return where on the scale there is a tick upwards, and what it says."""
+        """Return the places of the ticks on the vertical axis, and their texts."""
         if not self.log:
             return [(v, _tick(v)) for v in scale.ticks()]
         if len(fine := scale.fine_ticks()) <= MOST:
@@ -129,20 +129,20 @@ def panels(
     ratios: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a panel for each title. Of more than a few, those beyond the first ones are folded
-    away, and in a narrow window all.
+    """Return a panel for each title. If there are many, all but the first are folded away, and in a
+    narrow window all of them.
 
     Args:
-        charts: Lines by title.
-        x: What the horizontal axis counts; it starts at 0.
-        y: What the vertical axis is, with its unit.
-        limits: Of the vertical axes; default: one range for all panels of a kind, which their
-            points need.
-        broad: Whether panels are to be large.
-        ratios: Whether values are positive and only their ratios count: a large range has a
-            logarithmic scale then.
-        kinds: The kind of each title, as only panels of one kind are compared; default: all are of
-            one.
+        charts: The lines of each panel, by title.
+        x: The unit that the horizontal axis counts; it starts at 0.
+        y: The name of the vertical axis, with its unit.
+        limits: The range of the vertical axes; default: one range for all panels of a kind, as
+            large as their points need.
+        broad: Whether panels are large.
+        ratios: Whether values are positive and only their ratios count: a large range then has a
+            logarithmic scale.
+        kinds: The kind of each title; only panels of one kind are compared. Default: all are of one
+            kind.
     """
     kind = kinds or dict.fromkeys(charts, "")
     axes = {
@@ -182,9 +182,7 @@ def _shared(
 
 
 def grid(drawn: Sequence[str], broad: bool = False) -> str:
-    """Figures side by side, in rows that are full: as many rows as needed, each with about as
-    many figures.
-    """
+    """Return figures side by side, in as many rows as needed, each with about as many figures."""
     if not drawn:
         return ""
     columns = level(len(drawn), COLUMNS)
@@ -195,8 +193,8 @@ def grid(drawn: Sequence[str], broad: bool = False) -> str:
 
 
 def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) -> str:
-    """One SVG with axes, lines, and a tooltip for every point. Points that are not finite are
-    left out.
+    """Return one SVG with axes, lines, and a tooltip for every point. Points that are not finite
+    are left out.
     """
     kept = [
         Line(
@@ -232,20 +230,20 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
 
 
 def around(charts: Iterable[Sequence[Line]]) -> Point:
-    """Return the range that the points of several panels need, so that these can be compared."""
+    """Return one range for the points of several panels, so that they can be compared."""
     return _around(list(finite_heights(charts)))
 
 
 def finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
-    """Yield the y of all points of all lines that are drawn."""
+    """Yield the finite y values of all points."""
     for line in chain.from_iterable(charts):
         yield from (y for _, y in line.points if math.isfinite(y))
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values low..high to places start..stop: percent of a chart's width, or pixels of its
-    height.
+    """A linear map from values low..high to places start..stop: percent of a chart's width, or
+    pixels of its height.
     """
 
     low: float
@@ -257,12 +255,12 @@ class _Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
 
     def at(self, value: float) -> str:
-        """Return a value's place across, in percent."""
+        """Return a value's horizontal place, in percent."""
         return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
-        """Round values within the scale: multiples of 1, 2 or 5 times a power of ten, at least
-        `least` apart.
+        """Return round values within the scale: multiples of 1, 2 or 5 times a power of ten, at
+        least `least` apart.
         """
         rough = max((self.high - self.low) / most, least)
         power = 10.0 ** math.floor(math.log10(rough))
@@ -271,7 +269,7 @@ class _Scale:
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
     def fine_ticks(self) -> list[float]:
-        """Return 1, 2 and 5 times the powers of ten within the scale, if it is of logarithms."""
+        """Return 1, 2 and 5 times the powers of ten within a scale of logarithms."""
         decades = range(math.floor(self.low) - 1, math.ceil(self.high) + 1)
         candidates = [m * 10.0**e for e in decades for m in (1, 2, 5)]
         return [v for v in candidates if self.low <= math.log10(v) <= self.high]
@@ -284,7 +282,7 @@ def _around(values: Sequence[float]) -> Point:
 
 
 def _around_log(values: Sequence[float]) -> Point:
-    """Return the same where only ratios count."""
+    """Return the range of some values with room around it, where only ratios count."""
     low, high = min(values, default=0.1), max(values, default=1.0)
     room = (high / low) ** 0.06 if high > low else 2.0
     return low / room, high * room
@@ -324,7 +322,7 @@ def _tick(value: float) -> str:
 
 
 def _power(exponent: float) -> str:
-    """Return the number that a whole power of ten is, or where that is long the power itself."""
+    """Return a power of ten as a number, or if that is long as a power."""
     if -3 <= exponent <= 4:
         return f"{10**exponent:g}"
     return "10" + f"{exponent:.0f}".translate(RAISED)
@@ -335,7 +333,7 @@ def _path(line: Line, places: Sequence[Point], height: int) -> str:
 
 
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:
-    """Return a marker, and what tells the value, at every point."""
+    """Return a marker and a tooltip at every point."""
     return "".join(
         f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
         f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
@@ -345,9 +343,7 @@ def _marks(line: Line, places: Sequence[Point], x: str) -> str:
 
 
 def _value_text(value: float) -> str:
-    """Return a number with two digits behind the point, or with two digits that are not 0 where it
-    is small.
-    """
+    """Return a number with two digits behind the point; a small one with two significant digits."""
     return figure(value) if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 
@@ -359,7 +355,7 @@ SHAPES = {
 
 
 def _marker(style: Style, x: str, y: float) -> str:
-    """Return a marker at a place across, in pixels or percent, and one from above."""
+    """Return a marker at `x`, in pixels or percent, and `y` pixels from above."""
     shape = MARKERS[style.number % len(MARKERS)]
     fill = f'fill="{style.colour}"' + (
         "" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"'

@@ -1,4 +1,4 @@
-"""Who has which classes as pictures, and what K-means makes of them (DDOME, Fig. 2 and 11)."""
+"""Pictures of the classes of each client, and of K-means on them (DDOME, Fig. 2 and 11)."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -12,12 +12,13 @@ from coterie.reports.heat import Heat, heat_map, scale
 from coterie.reports.marks import Dot
 from coterie.reports.parts import COLOURS, captioned, unseen
 
-CLUSTERS = 5  # of K-means where there are no anchors
+CLUSTERS = 5  # clusters of K-means if there are no anchors
+# upper limits of the mean silhouette (Kaufman and Rousseeuw, 1990)
 SUBSTANTIAL = {
     "no clear groups": 0.25,
     "weak groups": 0.5,
     "groups": 1.0,
-}  # mean silhouettes up to: Kaufman and Rousseeuw, 1990
+}
 
 ABOUT_CLASSES = (
     "<p>Columns are clients, rows are classes. A field is the class's share of the "
@@ -27,8 +28,8 @@ ABOUT_CLASSES = (
 
 
 def classes(result: Result) -> tuple[str, ...]:
-    """Return the parts of the section on labels: who has which, and what K-means makes of them;
-    nothing where nobody knows.
+    """Return the parts of the section on labels: the classes of each client, and K-means on them;
+    () if labels are unknown.
     """
     return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.label_counts else ()
 
@@ -57,8 +58,8 @@ def distribution(result: Result) -> str:
 
 
 def _kinds(result: Result) -> dict[str, list[str]]:
-    """Who holds examples: anchors, then normal clients, then unseen ones by group; titled by how
-    many they are.
+    """Return the clients with examples by kind: anchors, normal clients, then unseen ones by group.
+    Titles state their number.
     """
     kinds: dict[str, list[str]] = {"anchors": list(result.anchors or ()), "normal clients": []}
     for i in result.label_counts or ():
@@ -77,19 +78,19 @@ def anchored_classes(result: Result) -> list[Sequence[int]]:
 
 
 def class_order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
-    """Classes, those of an anchor beside each other; behind them those that no anchor has."""
+    """Return the classes in order: those of each anchor side by side, then those of no anchor."""
     return list(dict.fromkeys(c for group in (*anchored, range(count)) for c in group))
 
 
 def percentages(counts: Iterable[int]) -> list[float]:
-    """Shares of their sum; of nothing, nothing."""
+    """Return the percentage of each count; zeros if all are zero."""
     held = list(counts)
     return [100 * count / (sum(held) or 1) for count in held]
 
 
 def clustering(result: Result) -> str:
-    """K-means on the label shares of the normal clients, in their two principal components (Fig.
-    11); nothing where they are too few.
+    """Return a picture of K-means on the label shares of the normal clients, in their first two
+    principal components (Fig. 11); "" if there are too few clients.
     """
     if not available("sklearn"):
         return f"<p>K-means on these shares needs scikit-learn: {escape(extra('vision'))}</p>"
@@ -129,5 +130,7 @@ def clustering(result: Result) -> str:
 
 
 def look_of(number: int, marked: bool = True) -> Style:
-    """One of many looks: colours repeat after eight, with other dashes and markers."""
+    """Return the style of a line by its number: colours repeat after eight, with other dashes and
+    markers.
+    """
     return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)

@@ -1,5 +1,5 @@
-"""Collaboration weights as pictures: W as a heat map over training, beside the true clusters,
-and weights over time (CoBo, Fig. 3 to 5).
+"""Pictures of collaboration weights: W as a heat map over training, beside the true clusters, and
+weights over time (CoBo, Fig. 3 to 5).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from coterie.reports.chart import Line, Style
 from coterie.reports.heat import Heat, Matrix
 from coterie.reports.parts import COLOURS, GREY, captioned, escape, legend, thinned
 
-CLIENTS = 8  # that have a panel, and that a panel has lines to, at most
+CLIENTS = 8  # panels, and lines of a panel, at most
 FAINT = 0.45  # the strength of lines to clients of other clusters
 
 
@@ -22,11 +22,11 @@ class Weights:
     """The weights of one method at its evaluations.
 
     Args:
-        title: Of the method.
-        clients: In the order of the pictures: by cluster, where those are known.
-        clusters: The true cluster of each of them; None where nobody knows.
-        stages: Local iterations, and w_ij (n, n) in that order of clients.
-        error: W error at the end, where it is known.
+        title: The title of the method.
+        clients: The clients in the order of the pictures: by cluster, if clusters are known.
+        clusters: The true cluster of each client; None if unknown.
+        stages: Local iterations, and w_ij (n, n) after them, in that order of clients.
+        error: W error at the end, if known.
     """
 
     title: str
@@ -37,7 +37,7 @@ class Weights:
 
     @classmethod
     def of(cls, title: str, result: Result) -> "Weights | None":
-        """Those of a result, or None if its method has none."""
+        """Return the weights of a result, or None if its method has none."""
         evaluations = [
             (e.iteration, e.weights) for e in result.evaluations if e.weights is not None
         ]
@@ -64,19 +64,19 @@ class Weights:
 
     @staticmethod
     def between(matrix: Matrix) -> Iterator[float]:
-        """All weights but those of a client for itself."""
+        """Return all weights except those of clients for themselves."""
         return (matrix[i][j] for i, j in permutations(range(len(matrix)), 2))
 
     @cached_property
     def truth(self) -> Matrix | None:
-        """The whole scale within true clusters, nothing between them."""
+        """The true clusters as weights: the end of the scale within a cluster, else 0."""
         if self.clusters is None:
             return None
         return [[self.top * (a == b) for b in self.clusters] for a in self.clusters]
 
     def inside(self, matrix: Matrix) -> float:
-        """Return the share of all weight between clients that is within true clusters; 0 where
-        there is no weight. Clusters are known.
+        """Return the share of the weight between clients that is within true clusters, which must
+        be known; 0 without any weight.
         """
         assert self.clusters is not None
         total = sum(self.between(matrix))
@@ -88,8 +88,8 @@ class Weights:
         return within / total if total else 0.0
 
     def nearest(self, iterations: Sequence[int]) -> list[tuple[int, Matrix]]:
-        """Return the stages that are nearest to some iterations; of none, five that are spread over
-        all.
+        """Return the stages nearest to the given iterations; without any, five that are evenly
+        spread.
         """
         if not iterations:
             return thinned(self.stages, 5)
@@ -105,11 +105,11 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     clusters, and weights over time.
 
     Args:
-        results: By title; the first with weights has its weights over time
-            shown at once.
+        results: Results by title. The weights over time of the first with weights are shown at
+            once.
 
     Returns:
-        Nothing where no result has weights.
+        () if no result has weights.
     """
     all_weights = [
         weights for title, result in results.items() if (weights := Weights.of(title, result))
@@ -137,8 +137,8 @@ def _about(all_weights: Sequence[Weights]) -> str:
 
 
 def _maps(all_weights: Sequence[Weights]) -> str:
-    """Return a heat map for each method at the last stage, and the truth. The script moves the
-    stages by what is in `data-stages`.
+    """Return a heat map for each method at the last stage, and one of the true clusters. The script
+    reads the stages from `data-stages`.
     """
     moments = sorted({at for w in all_weights for at, _ in w.stages})
     alike = len({w.top for w in all_weights}) == 1
@@ -171,12 +171,12 @@ def scale(top: float) -> str:
 
 
 def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
-    """W as fields of colour.
+    """Return W as fields of colour.
 
     Args:
-        weights: Whose clients, clusters and scale.
-        matrix: (n, n), what to draw.
-        stages: Whether it is to move with the slider.
+        weights: The weights whose clients, clusters and scale are used.
+        matrix: The weights to draw, (n, n).
+        stages: Whether the map moves with the slider.
     """
     names = weights.clients
     label = f"{weights.title}: weights of {len(names)} clients for each other"
@@ -188,7 +188,7 @@ def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
 
 
 def _blocks(weights: Weights) -> str:
-    """Frames around the true clusters, which are neighbours."""
+    """Return a path around the true clusters, whose clients are neighbours."""
     clusters = list(weights.clusters or ())
     starts = {cluster: clusters.index(cluster) for cluster in clusters}
     sizes = {cluster: clusters.count(cluster) for cluster in starts}
@@ -196,7 +196,7 @@ def _blocks(weights: Weights) -> str:
 
 
 def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
-    """Heat maps at some stages, and the truth, side by side."""
+    """Return heat maps at some stages, and the true clusters, side by side."""
     figures = [
         captioned(f"{at:,} iterations", "", heat_map(weights, matrix))
         for at, matrix in weights.nearest(iterations)
@@ -207,8 +207,8 @@ def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
 
 
 def shares(all_weights: Sequence[Weights]) -> str:
-    """One panel: the share of weight within true clusters over training, a line for each method;
-    nothing where nobody knows them.
+    """Return a panel of the share of weight within true clusters over training, with a line for
+    each method; "" if clusters are unknown.
     """
     known = [w for w in all_weights if w.clusters is not None]
     if not known:
@@ -240,8 +240,8 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
     training.
 
     Args:
-        weights: What to draw.
-        clients: Whose panels; () for the first ones.
+        weights: The weights to draw.
+        clients: The clients with a panel; () for the first ones.
     """
     places = [k for k, name in enumerate(weights.clients) if name in clients or not clients][
         :CLIENTS

@@ -1,4 +1,4 @@
-"""What changes over rounds on a page: scores, routers' weights, and what privacy has spent."""
+"""Curves over rounds: scores, routers' weights, and the privacy spent."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from coterie.reports.chart import Line, Style
 from coterie.reports.parts import BLUE, COLOURS, captioned, folded, legend, thinned, unseen
 from coterie.reports.tokens import Expert
 
-Value = Callable[[Evaluation], float]  # of a curve at a point
-FAINT = 0.4  # the colour of the first of several blocks; the last has all of it
+Value = Callable[[Evaluation], float]  # the value of a curve at an evaluation
+FAINT = 0.4  # opacity of the first of several blocks; that of the last is 1
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
-FAR = 3  # times as bad as all that follows: a base with which curves do not share a panel
+FAR = 3  # a base so many times worse than all later scores is left out of panels
 ROUTERS = (
     "<p>The mean routing weight of each kind of expert over the tokens of the training "
     "batches, by round. One line per block; stronger colours are deeper blocks.</p>"
@@ -32,15 +32,15 @@ SPENT = (
 
 
 def _curves(results: Sequence[Result]) -> str:
-    """Return the mean over clients, and a panel per client: the test metric against local
-    iterations, one line per method.
+    """Return a panel of the mean over clients, and one for each client: the test metric against
+    local iterations, one line per method.
 
-    A method without training is a level line. Where the base is so much worse than what is trained
-    that curves cannot be told apart, the mean is shown once more without it, and clients' panels
-    are without it, each with a range of its own.
+    A method without training is a level line. If the base is so much worse than trained models that
+    their curves look alike, the mean is shown a second time without it, and clients' panels omit
+    it, each with its own range.
     """
     own_result, metric = results[-1], results[-1].metric
-    looks = [*range(1, len(results)), 0]  # the run's own method has the first
+    looks = [*range(1, len(results)), 0]  # the run's own method has the first colour
     groups = own_result.groups or {}
     at, count = (of_round, "rounds") if groups else (of_iteration, "local iterations")
     windows, series = _series(results)
@@ -123,24 +123,24 @@ def _curves(results: Sequence[Result]) -> str:
 
 
 def _far(lines: Sequence[Line]) -> bool:
-    """Whether the base is so much worse than what is trained that curves cannot be told apart."""
+    """Return whether the base is so much worse than trained models that their curves look alike."""
     trained = list(chart.finite_heights([_trained(lines)]))
     return bool(trained) and max(chart.finite_heights([lines])) > FAR * max(trained)
 
 
 def _trained(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines without what is before training, and without level ones."""
+    """Return the lines without their points before training, and without level lines."""
     moving = [line for line in lines if len({y for _, y in line.points}) > 1]
     return [replace(line, points=[p for p in line.points if p[0] > 0]) for line in moving]
 
 
 def of_round(evaluation: Evaluation) -> int:
-    """Return the rounds that were done."""
+    """Return the number of completed rounds."""
     return evaluation.round
 
 
 def of_iteration(evaluation: Evaluation) -> int:
-    """Return the local iterations that were done."""
+    """Return the number of completed local iterations."""
     return evaluation.iteration
 
 
@@ -149,20 +149,20 @@ def mean_test(evaluation: Evaluation) -> float:
 
 
 def group_test(group: str) -> Value:
-    """Return what gives the mean test metric of a group of unseen clients in an evaluation."""
+    """Return a function that reads the mean test metric of a group of unseen clients."""
     return lambda evaluation: evaluation.mean_of(group)
 
 
 def test_of(client: str) -> Value:
-    """What gives the test metric of a client in an evaluation; NaN where it was not there."""
+    """Return a function that reads a client's test metric; NaN if it was not evaluated."""
     return lambda evaluation: (
         evaluation.clients[client].test if client in evaluation.clients else math.nan
     )
 
 
 def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evaluation]]]:
-    """Return the points of each method's curve: of as large a part of the test sets, if all have
-    such points, and how large; else of all.
+    """Return how many windows of each test set curves are scored on, and the points of each method;
+    None and the evaluations of whole test sets if methods differ in it.
     """
     parts = {r.curve.windows if r.curve else None for r in results}
     windows: int | None = parts.pop() if len(parts) == 1 else None
@@ -174,18 +174,19 @@ def _marked(result: Result, points: Sequence[Evaluation]) -> bool:
 
 
 def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str, ...]:
-    """Mean routing weights over training, from metrics.jsonl; nothing where no client has a
-    router.
+    """Return panels of the mean routing weights over training, from metrics.jsonl; () if no client
+    has a router.
     """
     series = router_series(path)
     charts: dict[str, list[Line]] = {}
     for i in (i for i in series if i in clients):
         mixture, blocks = tokens.experts(clients[i]), len(series[i][0][1])
+        # Clients report these weights: skip those of an unexpected shape.
         points = [
             (at, w)
             for at, w in series[i]
             if len(w) == blocks and all(len(row) == len(mixture) for row in w)
-        ]  # what a client says
+        ]
         charts |= {i: _depths(points, mixture)} if points else {}
     if not charts:
         return ()
@@ -200,8 +201,8 @@ def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str,
 
 
 def _privacy(path: Path, result: Result) -> tuple[str, ...]:
-    """Return what was spent by each round, and the norm C if it adapts, from metrics.jsonl; nothing
-    of a run without privacy.
+    """Return curves of the epsilon spent by each round, and of the norm C if it adapts, from
+    metrics.jsonl; () without privacy.
     """
     if (privacy := result.privacy) is None:
         return ()
@@ -215,9 +216,8 @@ def _privacy(path: Path, result: Result) -> tuple[str, ...]:
         "clip": ("C", "Clipping norm C", privacy.clip),
     }
     for key, (axis, title, start) in curves.items():
-        values = {0: start} | {
-            line["round"]: line[key] for line in lines if key in line
-        }  # of a round's exchanges the last one
+        # the last exchange of each round counts
+        values = {0: start} | {line["round"]: line[key] for line in lines if key in line}
         if len(set(values.values())) > 1:
             line, limits = (
                 Line(list(values.items()), title, style),
@@ -230,8 +230,8 @@ def _privacy(path: Path, result: Result) -> tuple[str, ...]:
 
 
 def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
-    """By client: local iterations, and (blocks, experts) mean weights in the steps that trained
-    the experts.
+    """Return local iterations, and the mean weights (blocks, experts) in the steps that trained the
+    experts, by client.
     """
     series: dict[str, list[tuple[int, list[list[float]]]]] = {}
     for line in _of_kind(path, "train"):
@@ -249,7 +249,7 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
 
 
 def _of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the lines of one kind in metrics.jsonl; none where there is no such file."""
+    """Return the lines of one kind in metrics.jsonl; [] without the file."""
     if not path.exists():
         return []
     with opened(path) as file:

@@ -1,4 +1,4 @@
-"""What the texts of clients hold, in a terminal and as a page."""
+"""The content of clients' texts, in a terminal and as a page."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -24,12 +24,12 @@ EQUAL = (
     "data.near_duplicates: together keeps these in one split."
 )
 EXAMPLES = "The first training rows as the model sees them; tokens with loss are {}."
-_SHOWN = 50  # clients or files that a terminal shows
+_SHOWN = 50  # rows of a table that a terminal shows
 LINE = "↵"
 
 
 def print_data(console: Console, summary: DataSummary) -> None:
-    """Print what the texts of clients hold."""
+    """Print the content of clients' texts."""
     _say(console, summary.description)
     for sentence in (*summary.notes, *_remarks(summary)):
         _say(console, f"- {sentence}")
@@ -70,7 +70,7 @@ def _say(console: Console, text: str) -> None:
 
 
 def _tables(summary: DataSummary) -> Iterator[tuple[Sequence[str], list[list[str]], str]]:
-    """Yield the tables, each with its header and what its columns are."""
+    """Yield the header, the rows and a description of each table."""
     sizes = [
         [id, name, *map("{:,}".format, astuple(split))]
         for id, client in summary.clients.items()
@@ -113,7 +113,7 @@ def _few(ids: Sequence[str]) -> str:
 
 
 def data_page(title: str, summary: DataSummary) -> bytes:
-    """Return a self-contained page of what the texts of clients hold."""
+    """Return a self-contained page on the content of clients' texts."""
     clients = summary.clients.values()
     splits = [split for client in clients for split in client.splits.values()]
     figures = [
