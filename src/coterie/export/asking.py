@@ -1,5 +1,5 @@
-"""A chat that an exported model is asked in its own program: it is written as in training, and its
-answer is the model's and ends where the model's ends.
+"""The check of an exported chat model in its own program: it must write a chat as in training, give
+the model's answer, and end it where the model does.
 """
 
 from dataclasses import dataclass
@@ -11,18 +11,19 @@ from coterie.core.printing import printable
 from coterie.export.format import ClientModel, Runtime, Written
 from coterie.export.serving import QUESTION
 
-MOST = 32  # tokens of an answer
+# the most tokens of an answer
+MOST = 32
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A chat and what a program answers.
+    """A question to a chat model and its program's answer.
 
     Args:
         question: The user's message.
-        answer: As text, without tokens such as that which ends it; None where it was not asked.
-        tokens: How many it has, with the one that ends it.
-        ended: Whether such a token ended it, otherwise the most tokens were reached.
+        answer: The answer's text without special tokens; None if the question was not asked.
+        tokens: The number of tokens in the answer, including the one that ends it.
+        ended: Whether a stop token ended the answer; otherwise it reached the most tokens.
     """
 
     question: str
@@ -32,7 +33,7 @@ class Asked:
 
     @property
     def sentence(self) -> str:
-        """What the command prints of it."""
+        """The sentence that the command prints."""
         if self.answer is None:
             return "no chat was asked: the question leaves no room for an answer"
         how = "ended by its stop token" if self.ended else "cut off there"
@@ -43,18 +44,18 @@ class Asked:
 
 
 def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -> Asked:
-    """Ask a program a chat.
+    """Ask an exported model a question in its own program, and check the answer.
 
     Args:
-        runtime: The program with what was written.
-        client: The model.
-        written: What was written.
-        limit: The largest difference of logits, as a part of the largest, that rounding explains;
-            infinite where the weights are others.
+        runtime: The program, with the exported model loaded.
+        client: The personal model.
+        written: The files of the export.
+        limit: The largest difference of logits that rounding explains, relative to the largest
+            logit; infinite if the export has quantised weights.
 
     Raises:
-        ExportError: It writes the chat with other tokens, ends answers at others, or answers
-            otherwise.
+        ExportError: The program writes the chat with other tokens, ends answers at other tokens,
+            or gives another answer.
     """
     serving, question = client.serving, QUESTION[0]["content"]
     prompt = list(serving.prompt)
@@ -77,8 +78,8 @@ def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -
 
 
 def _regret(prompt: list[int], answer: list[int], written: Written) -> float:
-    """Return how much less likely than the likeliest tokens those of an answer are, by what was
-    expected: of most tokens, as a part of the largest logit.
+    """Return how far the logits of an answer's tokens are below the largest expected logits: the
+    median over the tokens, relative to the largest logit.
     """
     logits = written.expected(torch.tensor([prompt + answer])).float()[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -11,19 +11,19 @@ from coterie.models.architecture import EMBEDDED
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a card states; None for what is not known.
+    """The facts that a card states; None if a fact is not known.
 
     Args:
         client: The client whose model it is; None for the shared part.
-        base: As everybody knows it: `embedded`, a Hub id, or the last part of a path.
-        method: Its name.
+        base: The public name of the base: `embedded`, a Hub id, or the last part of a path.
+        method: The name of the method.
         rounds: Rounds done.
         clients: Number of clients that trained together.
         size: The training data in words, e.g. "12,000 tokens".
-        metric: Of the scores.
-        before: The metric of the base without any training, on test data.
-        after: The metric of what is published, on the same data.
-        privacy: What was spent; None where no noise was added.
+        metric: The metric of the scores.
+        before: The score of the base without any training, on test data.
+        after: The score of the published model, on the same data.
+        privacy: The privacy spent; None if no noise was added.
         language: Whether it is a language model.
         chats: Whether it was trained on conversations.
     """
@@ -80,7 +80,7 @@ code.
 
 
 def _front_matter(facts: Facts) -> str:
-    """Return the metadata of a card; the base where it is one of the Hub."""
+    """Return the metadata of a card, with the base if it is on the Hub."""
     lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
     if facts.base and facts.base != EMBEDDED and "/" in facts.base:
         lines += [f"base_model: {facts.base}"]
@@ -90,12 +90,12 @@ def _front_matter(facts: Facts) -> str:
 
 
 def _where(facts: Facts) -> str:
-    """Return on whose data the scores are."""
+    """Return the phrase that says on whose data the model was scored."""
     return "the mean over the clients" if facts.client is None else "this client's own"
 
 
 def _reads(facts: Facts) -> str:
-    """Return what somebody can read out of the model."""
+    """Return sentences on what the model may reveal of its training data."""
     if facts.client is None:
         return (
             "No specialist or router of a client is in it. What its clients' texts had in common "
@@ -114,7 +114,7 @@ It was trained on conversations, and answers messages by the chat template of th
 
 
 def _use(facts: Facts, name: str) -> str:
-    """Return commands that use it."""
+    """Return the commands that use the model."""
     if not facts.language:
         return f"coterie predict {name} --data FILES"
     options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
@@ -125,7 +125,7 @@ def _use(facts: Facts, name: str) -> str:
 
 
 def spent(privacy: PrivacySpent | None) -> str:
-    """Return what privacy a model's training has spent, in a sentence."""
+    """Return the privacy that a model's training has spent, in words."""
     if privacy is None:
         return "no noise was added: the training gives no formal guarantee of privacy"
     epsilon = "infinite" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"
@@ -134,5 +134,5 @@ def spent(privacy: PrivacySpent | None) -> str:
 
 
 def _or(value: float | None, form: str = ",") -> str:
-    """Return a number, or that nobody knows it."""
+    """Return a formatted number, or "not recorded" for None."""
     return "not recorded" if value is None else format(value, form)

@@ -1,4 +1,4 @@
-"""What a chat template writes around one message, for programs that cannot run the template."""
+"""The text that a chat template puts around one message, for programs that cannot run it."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -7,7 +7,9 @@ from coterie.core.errors import Refused
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
 
-PLACE = "7b1e90message4c25d"  # stands for the message where the parts are read off
+# a message that no template contains, to find the texts around it
+PLACE = "7b1e90message4c25d"
+# the template must write each of these unchanged
 MESSAGES = (
     "How are you?",
     "",
@@ -27,12 +29,12 @@ MESSAGES = (
 
 @dataclass(frozen=True)
 class ChatText:
-    """A message and the answer to it so far, as text: `before`, the message, `between`, the answer.
+    """The texts before and after one message of a chat.
 
     Args:
-        before: What the template writes before a message.
-        between: What it writes between a message and its answer.
-        strips: Whether it leaves out white space at both ends of a message, as `str.strip` does.
+        before: The text before the message.
+        between: The text between the message and its answer.
+        strips: Whether the template strips the message, as `str.strip` does.
     """
 
     before: str
@@ -40,20 +42,20 @@ class ChatText:
     strips: bool
 
     def opening(self, message: str, answer: str = "") -> str:
-        """Return what `ChatTemplate.render` writes as a prompt of one message, and the answer."""
+        """Return the prompt of one message as `ChatTemplate.render` writes it, and the answer."""
         return f"{self.before}{message.strip() if self.strips else message}{self.between}{answer}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return its parts by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     @classmethod
     def of(cls, template: ChatTemplate) -> "ChatText":
-        """Return the parts that a template writes, tried on messages of many kinds.
+        """Return the texts that a template writes, tested on messages of many kinds.
 
         Raises:
             DataError: There is no template, or it refuses messages.
-            Refused: It does more than write a message between two texts that are always the same.
+            Refused: The template does more than put a message between two fixed texts.
         """
 
         def rendered(message: str) -> str:

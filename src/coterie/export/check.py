@@ -1,4 +1,6 @@
-"""The end of every export: what was written runs in its own program, beside the model."""
+"""The check at the end of every export: the files run in their own program, and their results are
+compared with the model's.
+"""
 
 import math
 from collections.abc import Iterator
@@ -15,28 +17,31 @@ from coterie.export.asking import Asked, ask
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.rows import rows_of
 
-ROWS = 16  # windows at a time
-# the largest difference of logits that rounding explains, as a part of the largest logit; weights
-# of fewer bits have no such limit
+# windows in a batch
+ROWS = 16
+# The largest difference of logits that rounding explains, relative to the largest logit. Quantised
+# weights have no such limit.
 LIMITS = {"f32": 1e-3, "f16": 3e-2}
-EXACT = ("", "f32")  # precisions of a base that are no other weights
-LEAST = -80.0  # log-probabilities below are all alike: fp32 probabilities end there
+# precisions of a base that do not quantise its weights
+EXACT = ("", "f32")
+# Smaller log-probabilities are raised to this before they are compared: fp32 ends there.
+LEAST = -80.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """How what was written does, run in its own program.
+    """The results of an exported model, run in its own program.
 
     Args:
-        quantity: What was compared: logits, or log-probabilities.
-        difference: The largest difference from what was expected.
-        likeness: What was expected.
-        by_token: The largest difference where each token was computed with the cache of those
-            before; None of a program without one of its own.
-        tokens: Predicted tokens of the client's test text; 0 where it is not here.
-        perplexity: Of what was written, on these tokens.
-        original: Of the personal model, on these tokens.
-        chat: What it answers to a chat, of a model trained on chats.
+        quantity: The values that were compared: logits, or log-probabilities.
+        difference: The largest difference from the expected values.
+        likeness: The name of the model that gave the expected values.
+        by_token: The largest difference if each token is computed with the cache of earlier tokens;
+            None for a program without a cache of its own.
+        tokens: Number of predicted tokens in the client's test text; 0 if that text is absent.
+        perplexity: The perplexity of the exported model on these tokens.
+        original: The perplexity of the personal model on these tokens.
+        chat: The answer to a question, for a model trained on chats.
     """
 
     quantity: str
@@ -50,7 +55,7 @@ class Check:
 
     @property
     def sentences(self) -> list[str]:
-        """What the command prints of it."""
+        """The sentences that the command prints."""
         lines = [
             f"largest difference of {self.quantity} from {self.likeness}: {self.difference:.2g}"
             + ("" if self.by_token is None else f", token by token {self.by_token:.2g}")
@@ -65,11 +70,11 @@ class Check:
 
 
 def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
-    """Run what was written and compare it with the model.
+    """Run an exported model and compare it with the personal model.
 
     Raises:
-        ExportError: It cannot be run, its values are not finite, or it differs from what was
-            expected by more than rounding explains, or answers a chat otherwise.
+        ExportError: The export cannot be run, its values are not finite or differ by more than
+            rounding explains, or it gives another answer to a chat.
     """
     exact = options.base_precision in EXACT
     limit = LIMITS.get(options.precision, math.inf) if exact else math.inf
@@ -92,7 +97,8 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
     expected, computed = written.expected(ids).float(), runtime.logits(ids)
     if runtime.quantity != "logits":
         expected, computed = expected.log_softmax(-1).clamp_min(LEAST), computed.clamp_min(LEAST)
-    # by most tokens: where experts are nearly as good as each other, rounding may choose another
+    # The median over tokens is limited: if two experts have nearly equal logits, rounding may
+    # choose the other one for a few tokens.
     allowed = limit * max(1.0, float(expected.abs().max()))
 
     def difference(values: Tensor) -> float:
@@ -119,12 +125,13 @@ def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Writ
 
 
 def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) -> Check:
-    """Add the perplexities on the client's test text, of conversations on the answers, or on as
-    much of it as the program takes.
+    """Add the perplexities on the client's test text (on the answers, for conversations), or on the
+    part of it that the program can take.
     """
     theirs = sum(map(runtime.nll, _limited(test, runtime)))
     ours, tokens = client.model.language.score(_limited(test, runtime)).tolist()
-    if not tokens:  # no answer begins within what the program takes
+    # no answer begins within the tokens that the program can take
+    if not tokens:
         return check
     return replace(
         check,
@@ -135,8 +142,8 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
 
 
 def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
-    """Yield the rows of a text in order, as many and as long as a program takes, at least one
-    batch.
+    """Yield the rows of a text in order, up to the number and length that a program can take, and
+    at least one batch.
     """
     rows = max(1, min(ROWS, runtime.most_tokens // split.context))
     tokens = 0
@@ -149,7 +156,7 @@ def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
 
 
 def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
-    """(B, C) the beginning of the client's test text, or else tokens by chance."""
+    """Return (B, C) the beginning of the client's test text, or random tokens without one."""
     rows, tokens = runtime.probe
     tokens = min(tokens, runtime.longest or client.model.backbone.context_limit)
     if client.test is not None:

@@ -1,8 +1,7 @@
-"""The file of one client beside a graph: its tensors as safetensors, by the names of the graph's
-inputs.
+"""The file of one client for a graph: its tensors as safetensors, named after the graph's inputs.
 
-Safetensors is 8 bytes of length, a JSON of names, shapes and places, and the values: any language
-reads it in a few lines, a browser too.
+A safetensors file is a length of 8 bytes, a JSON of names, shapes and offsets, and the values. A
+browser can read it in a few lines, as can any language.
 """
 
 from collections.abc import Mapping
@@ -20,10 +19,10 @@ ENDING, SCALE = ".safetensors", ".scale"
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
-    """Write tensors in a precision. Raises SaveError, and ExportError for values beyond it.
+    """Write tensors in a precision. Raises SaveError, and ExportError for values beyond its range.
 
-    `int8` rounds every matrix to 8 bits: beside NAME (..., width) lies NAME.scale (..., 1), and the
-    value is their product. Integers, and vectors in `int8`, stay as they are.
+    `int8` rounds every matrix to 8 bits: NAME (..., width) has a scale NAME.scale (..., 1), and the
+    value is their product. Integers, and vectors with `int8`, stay as they are.
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -42,12 +41,14 @@ def write(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
 
 
 def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in 8 bits and the scale of each row."""
+    # the smallest scale keeps rows of zeros from a division by 0
     scale = tensor.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
     return (tensor / scale).round().to(torch.int8), scale
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a client by the names of the graph's inputs, fp32 or integers. Raises
+    """Read a client's tensors, named after the graph's inputs, fp32 or integers. Raises
     CheckpointError.
     """
     stored, _ = load(path)

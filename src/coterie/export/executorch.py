@@ -16,13 +16,15 @@ from coterie.export.graph import GraphFormat, GraphRuntime
 from coterie.export.serving import Serving
 from coterie.personal import PersonalModel
 
-LONGEST = 512  # tokens in the cache, unless the base takes fewer or clients were trained with more
-AT_ONCE = 64  # new tokens of one step, unless clients were trained with more
+# tokens in the cache, unless the base takes fewer or the clients were trained with more
+LONGEST = 512
+# new tokens in one step, unless the clients were trained with more
+AT_ONCE = 64
 
 
 class ExecuTorch(GraphFormat):
-    """A program of ExecuTorch. Its memory is planned when it is written: batches have one row,
-    lengths are limited, and the models have one layout.
+    """A program of ExecuTorch. Its memory is planned ahead: batches have one row, lengths are
+    limited, and all models have one layout.
     """
 
     name = "executorch"
@@ -85,8 +87,8 @@ class ExecuTorchRuntime(GraphRuntime):
     """ExecuTorch in this process.
 
     Args:
-        base: The program.
-        interface: What it takes and returns.
+        base: The file of the program.
+        interface: The inputs and outputs of the graph.
         client: The tensors of the client.
     """
 
@@ -100,7 +102,8 @@ class ExecuTorchRuntime(GraphRuntime):
 
     def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
         outputs = self.method.execute(self.arguments(ids, kept, past))
-        return [tensor.clone() for tensor in outputs]  # the next step overwrites them
+        # the next step overwrites them
+        return [tensor.clone() for tensor in outputs]
 
     def logits(self, ids: Tensor) -> Tensor:
         return torch.cat([GraphRuntime.logits(self, row) for row in torch.split(ids, 1)])

@@ -1,8 +1,7 @@
-"""One update for each layer in place of several experts and a router: what programs without
-routing can hold.
+"""One update for each layer in place of several experts and a router, for programs without routing.
 
-The experts' hidden layers are not linear, so the update with the mean weights is an approximation
-of their mixture.
+The experts' hidden layers are not linear, so the update with the mean weights only approximates
+their mixture.
 """
 
 import math
@@ -22,11 +21,12 @@ from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of
 
-ROWS = 16  # windows at a time
+# windows in a batch
+ROWS = 16
 
 
 def check_text(client: ClientModel) -> None:
-    """Refuse a model with a router whose client's validation text is not here."""
+    """Refuse a model with a router if the client's validation text is absent."""
     if client.model.layout.routed and client.valid is None:
         raise Refused(
             f"{client.client}: a fold needs the client's validation text, which is not here: "
@@ -46,7 +46,8 @@ def mean_weights(client: ClientModel) -> Tensor:
     assert client.valid is not None
     total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
     for rows in map(rows_of, client.valid.scoring(ROWS)):
-        present = rows.positions[:, 1:] > 0  # inputs that have a next token
+        # inputs that have a next token
+        present = rows.positions[:, 1:] > 0
         weights = model.routing(rows.ids[:, :-1]).cpu().double()  # (blocks, B, C, n)
         total += weights[:, present].sum(dim=1)
         tokens += int(present.sum())
@@ -56,13 +57,13 @@ def mean_weights(client: ClientModel) -> Tensor:
 def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> LanguageModel:
     """Return a model of one expert, always in use, whose updates are sum_j w_j gamma B_j A_j.
 
-    Every update, those of the attention included, has one rank: that of all its experts together,
-    one behind the other. Its gamma is 1, so A and B are what other programs multiply.
+    The experts' factors are concatenated, so their ranks add up. All updates, the attention's too,
+    have one rank, and gamma = 1: other programs only multiply A and B.
 
     Args:
         model: The personal model.
         weights: w, (blocks, n).
-        experts: Those j that it is made of.
+        experts: The indices j in the sum.
     """
     rank = max(model.layout.rank, len(experts) * model.layout.expert_rank)
     layout = replace(

@@ -1,4 +1,4 @@
-"""The contract of a format: what it takes, what it writes, and the program that runs it."""
+"""The interface of a format: its options, the files it writes, and the program that runs them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,9 @@ class ClientModel:
 
     Args:
         model: The personal model.
-        valid: The client's validation text; None where it is not here.
-        test: The client's test text; None where it is not here.
-        absent: Why there is no text; "" where there is.
+        valid: The client's validation text; None if it is absent.
+        test: The client's test text; None if it is absent.
+        absent: The reason why there is no text; "" if there is text.
         chats: Whether the model was trained on conversations.
     """
 
@@ -44,27 +44,27 @@ class ClientModel:
 
     @cached_property
     def serving(self) -> Serving:
-        """How the model is used. Raises DataError."""
+        """The tokenizer and the settings of generation. Raises DataError."""
         return Serving.of(self.model, self.chats)
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (B, C, V), of the personal model."""
+        """Return the personal model's logits: (B, C) int64 -> (B, C, V)."""
         return self.model.language.forward(ids)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a format is asked for, each one of those that it lists.
+    """The options of an export, each among those that the format lists.
 
     Args:
-        part: Which part of a model is written.
-        precision: Of the values that are written.
-        expert: The name of the expert that is written, of a part that is one expert; None: the
-            first generalist, or the only expert.
-        base_precision: Of the base, of a format that writes one for all clients apart from theirs;
-            "" of others.
-        chat: Whether texts are answers to messages, of a format that `chats`.
+        part: The part of a model to write.
+        precision: The precision of the values.
+        expert: The name of the expert to write, for a part that is one expert; None: the first
+            generalist, or the only expert.
+        base_precision: The precision of the base, if the format writes one base for all clients;
+            "" for other formats.
+        chat: Whether texts are answers to messages, for a format that `chats`.
     """
 
     part: str
@@ -76,16 +76,16 @@ class Options:
 
 @dataclass(frozen=True)
 class Written:
-    """What was written for one client.
+    """The files written for one client.
 
     Args:
-        folder: Where its files are.
-        files: Their names in it.
-        expected: What the files should compute.
-        likeness: The name of what they should compute, for messages.
-        notes: What its user has to know, sentence by sentence.
-        details: What export.json says besides.
-        shared: Names of the files in `folder` that are all clients', the base first.
+        folder: The folder of the files.
+        files: The names of the client's own files.
+        expected: The function that the files should compute.
+        likeness: The name of that function, for messages.
+        notes: Sentences that the user has to know.
+        details: Further entries of export.json.
+        shared: The names of the files in `folder` that all clients share, the base first.
     """
 
     folder: Path
@@ -98,11 +98,12 @@ class Written:
 
 
 class Runtime(ABC):
-    """What was written, loaded by the program that it is for.
+    """An exported model, loaded by the program that it is for.
 
-    `quantity` names what `logits` returns, `probe` is (rows, tokens) of what is compared value by
-    value, `most_tokens` limits the text whose perplexity is measured, `longest` is how many tokens
-    the program takes at once, if that is less than the base, and `window` how many in all.
+    `quantity` names the values that `logits` returns. `probe` is the (rows, tokens) of the input
+    whose logits are compared. `most_tokens` limits the text whose perplexity is measured. `longest`
+    is the most tokens that the program takes at once, and `window` the most in all; None: as many
+    as the base takes.
     """
 
     quantity: ClassVar[str] = "logits"
@@ -113,11 +114,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (B, C, V) fp32."""
+        """Return logits: (B, C) int64 -> (B, C, V) fp32."""
 
     def logits_by_token(self, ids: Tensor) -> Tensor | None:
-        """Return the same logits computed token by token, with a cache of those before; None of
-        what has none of its own.
+        """Return the logits computed token by token with a cache; None without a cache of the
+        program's own.
         """
         return None
 
@@ -128,7 +129,7 @@ class Runtime(ABC):
         return float(functional.cross_entropy(logits[counted], targets, reduction="sum").double())
 
     def chat_ids(self, folder: Path, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the tokens that a chat is asked with, by what was written alone."""
+        """Return the tokens of a chat's prompt, from the exported files alone."""
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
@@ -139,20 +140,20 @@ class Runtime(ABC):
 
     @abstractmethod
     def ending(self, prompt: Sequence[int], stops: Sequence[int]) -> set[int]:
-        """Return those of some tokens at which the program ends the answer to a prompt."""
+        """Return the tokens among `stops` at which the program ends the answer to a prompt."""
 
     @abstractmethod
     def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """Return the likeliest tokens behind a prompt, up to the one at which the program ends by
-        itself, or `most`, and whether it ended.
+        """Return the likeliest tokens after a prompt, up to the token at which the program stops
+        or `most` tokens, and whether it stopped.
         """
 
 
 class TorchRuntime(Runtime):
-    """A model of transformers, or one called alike.
+    """A model of transformers, or one with the same interface.
 
     Args:
-        model: Takes (B, C) token ids, and returns what has `logits`.
+        model: The model: it takes (B, C) token ids, and its output has `logits`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -184,12 +185,12 @@ class TorchRuntime(Runtime):
 class Format(ABC):
     """One format of files.
 
-    `name` is what --format takes, `about` says in a few words what it is. `packages` are the
-    modules that it needs besides coterie's own, and `extra` brings them; `parts` and `precisions`
-    are what --part and --precision take, the default first, and `base_precisions` what
-    --base-precision takes, where the base is written apart. `chats` says whether it has --chat.
-    Where `shares_base`, the files of all clients lie in one folder beside those of the base; else
-    several clients have folders of their own.
+    `name` is the value of --format, `about` its description in a few words. `packages` are modules
+    that it needs besides coterie's own requirements, and `extra` is the extra that installs them.
+    `parts`, `precisions` and `base_precisions` are the values of --part, --precision and
+    --base-precision, the default first; only formats that write the base apart have
+    `base_precisions`. `chats` is whether the format has --chat. With `shares_base`, the files of
+    all clients are in one folder with the base; otherwise each of several clients has a folder.
     """
 
     name: ClassVar[str]
@@ -204,30 +205,30 @@ class Format(ABC):
 
     @abstractmethod
     def check(self, client: ClientModel, options: Options) -> None:
-        """Refuse, before anything is written, a model that the format cannot hold. Raises Refused,
+        """Refuse a model that the format cannot hold, before anything is written. Raises Refused,
         with another format as its remedy.
         """
 
     def write_base(  # noqa: B027 - formats without a common base write none
         self, clients: Sequence[ClientModel], folder: Path, options: Options
     ) -> None:
-        """Write what all clients have in common."""
+        """Write the files that all clients share."""
 
     @abstractmethod
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
-        """Write what one client has for itself. Raises SaveError."""
+        """Write the files of one client. Raises SaveError."""
 
     @abstractmethod
     def runtime(self, client: ClientModel, written: Written) -> AbstractContextManager[Runtime]:
-        """Load what was written, by the program that it is for."""
+        """Load the files of one client by the program that they are for."""
 
     @abstractmethod
     def interface(self, client: ClientModel) -> dict[str, Any]:
-        """Return the inputs and the outputs of what is written, for export.json."""
+        """Return the inputs and the outputs of the exported model, for export.json."""
 
 
 def interface(vocabulary: int) -> dict[str, Any]:
-    """Return the inputs and outputs of a causal language model as transformers has them."""
+    """Return the inputs and outputs of a causal language model of transformers."""
     return {
         "inputs": {"input_ids": {"dtype": "int64", "shape": ["batch", "tokens"]}},
         "outputs": {"logits": {"dtype": "float32", "shape": ["batch", "tokens", vocabulary]}},

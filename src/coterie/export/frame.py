@@ -1,5 +1,5 @@
-"""One export, whatever its format: models are loaded, written beside the folder, run in their own
-program, and only then put in their place.
+"""One export in any format: models are loaded, written to a temporary folder, run in their own
+program, and only then moved to their place.
 """
 
 import os
@@ -26,21 +26,22 @@ from coterie.export.texts import Source
 from coterie.models.architecture import files_of
 
 SUMMARY, VERSION = "export.json", 1
-LIBRARIES = ("torch", "transformers", "safetensors")  # whose versions are written down
+# their versions are written to export.json
+LIBRARIES = ("torch", "transformers", "safetensors")
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written for one client, and how it does in its own program.
+    """The export of one client, and its results in its own program.
 
     Args:
-        client: Its id.
-        folder: Where its files are.
-        files: Their names in it.
-        shared: Of the files that are all clients'.
-        notes: What its user has to know, sentence by sentence.
-        check: How it does.
-        absent: Why its perplexity was not measured; "" where it was.
+        client: The client's id.
+        folder: The folder of the files.
+        files: The names of the client's own files.
+        shared: The names of the files that all clients share.
+        notes: Sentences that the user has to know.
+        check: The results in the format's own program.
+        absent: The reason why the perplexity was not measured; "" if it was.
     """
 
     client: str
@@ -53,7 +54,7 @@ class Exported:
 
     @property
     def size(self) -> str:
-        """Of its files, for people."""
+        """The size of the files, in words."""
         own_bytes, shared_bytes = (
             sum((self.folder / name).stat().st_size for name in files)
             for files in (self.files, self.shared)
@@ -64,7 +65,7 @@ class Exported:
 
     @property
     def sentences(self) -> list[str]:
-        """How it does, for people."""
+        """The results, sentence by sentence."""
         missing = [f"its perplexity was not measured: {self.absent}"] if self.absent else []
         return self.check.sentences + missing
 
@@ -81,28 +82,29 @@ def export(
     chat: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Exported]:
-    """Write models of a run for another program, and run what was written in it.
+    """Write models of a run for another program, and check them in that program.
 
     Args:
-        source: Which models, and by which text.
+        source: The models, and the text by which they are folded and measured.
         format: A name of `FORMATS`.
-        out: An empty or new folder; it is filled whole or not at all.
-        part: Which part of the models; default: the first of the format's.
-        precision: Of what is written; likewise.
-        expert: The expert, of a part that is one.
-        base_precision: Of the base, of a format that writes it apart; default: the first.
-        chat: Whether what is written answers messages, by the chat template.
-        say: Is told a line before each client.
+        out: An empty or new folder; either all files are written to it or none.
+        part: The part of the models; default: the format's first.
+        precision: The precision of the values; default: the format's first.
+        expert: The name of the expert, for a part that is one expert.
+        base_precision: The precision of the base, for a format that writes it apart; default: the
+            format's first.
+        chat: Whether the export answers messages, by the chat template.
+        say: A function that is called with a line before each client.
 
     Returns:
-        What was written, client by client.
+        The exports, one for each client.
 
     Raises:
         Refused: The format, its packages, the client, its text, its chat template or the folder
-            will not do.
+            cannot be used.
         DataError: There is no chat template for `chat`.
-        ExportError: What was written does not run, or not as the model does.
-        SaveError: It could not be written.
+        ExportError: An export does not run, or its results differ from the model's.
+        SaveError: The files could not be written.
     """
     kind, options = chosen(format, part, precision, expert, base_precision, chat)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -156,7 +158,7 @@ def _written(
 
 
 def _entry(client: ClientModel, folder: Path, written: Written, check: Check) -> dict[str, Any]:
-    """Describe what was written for one client."""
+    """Return the entry of one client in export.json."""
     about = asdict(client.model.about)
     del about["base"], about["client"]
     files = {
@@ -167,12 +169,12 @@ def _entry(client: ClientModel, folder: Path, written: Written, check: Check) ->
 
 
 def _file(path: Path) -> dict[str, Any]:
-    """Describe a file."""
+    """Return the entry of a file in export.json."""
     return {"bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
 def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
-    """Describe the export as a whole."""
+    """Return the entries of export.json that describe the whole export."""
     base = client.model.about.base
     packages = dict.fromkeys([*LIBRARIES, *format.packages])
     return {
@@ -196,7 +198,7 @@ def _summary(format: Format, options: Options, client: ClientModel) -> dict[str,
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within the block, libraries neither warn of each other nor show how far loading is."""
+    """Silence the libraries' warnings about each other, and their progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -211,9 +213,11 @@ def quiet() -> Iterator[None]:
 
 
 def _put_in_place(new: Path, out: Path) -> None:
+    """Move the finished folder to `out`. Raises SaveError."""
     try:
+        # it is empty, and some systems cannot rename a folder to the name of another
         if out.exists():
-            out.rmdir()  # it is empty; not everywhere can a folder take the place of another
+            out.rmdir()
         os.rename(new, out)
     except OSError as error:
         raise SaveError(
@@ -223,4 +227,5 @@ def _put_in_place(new: Path, out: Path) -> None:
 
 
 def _moved(exported: Exported, new: Path, out: Path) -> Exported:
+    """Return an export with its folder after the move."""
     return Exported(**(vars(exported) | {"folder": out / exported.folder.relative_to(new)}))

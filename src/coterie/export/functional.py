@@ -1,8 +1,8 @@
-"""A base with cache and adapter as a function of tensors alone: what exporters of graphs trace.
+"""A base with cache and adapter as a function of tensors alone, for exporters that trace graphs.
 
-One graph serves every client: the tensors of an adapter are inputs, whatever their number of
-experts and their ranks. The base's own blocks are traced, through the slots that training uses, so
-each family computes here what it computes there.
+One graph serves every client: the tensors of an adapter are inputs, of any number of experts and
+any ranks. The base's own blocks are traced, through the slots that training uses, so each family
+computes here what it computes there.
 """
 
 import math
@@ -21,9 +21,11 @@ from coterie.models.mixture_kernel import FrozenMLP
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of
 
-ACTIVE = "active"  # the name of k among a client's tensors
+# the name of k among a client's tensors
+ACTIVE = "active"
 KEPT = "logits_to_keep"
-INTEGERS = ("input_ids", KEPT, ACTIVE)  # inputs that are int64
+# int64 inputs
+INTEGERS = ("input_ids", KEPT, ACTIVE)
 T = TypeVar("T")
 
 
@@ -76,13 +78,14 @@ class _Experts:
         return self.tensors[f"{self.path}.{name}"]
 
     def _update(self, x: Tensor, name: str) -> Tensor:
-        """(1 or n, T, in) -> (n, T, out)."""
+        """Return the experts' updates: (1 or n, T, in) -> (n, T, out)."""
         return x @ self._tensor(f"{name}.A").mT @ self._tensor(f"{name}.B")
 
     def _weights(self, tokens: Tensor) -> Tensor:
         """(T, d_model) -> (n, T, 1): the softmax over the k largest logits, 0 elsewhere."""
         logits = tokens @ self._tensor("router").mT + self._tensor("bias")
-        # how many are before each, counted pair by pair: n and k may be any
+        # An expert is kept if fewer than k others rank before it; of equals the first ranks first.
+        # Pairs are compared because topk would fix n and k in the graph.
         logit, others = logits[:, :, None], logits[:, None, :]
         index = torch.arange(logits.shape[-1], device=logits.device)
         earlier = index[None, :] < index[:, None]
@@ -93,7 +96,7 @@ class _Experts:
     def __call__(self, x: Tensor, base: FrozenMLP, record: list[Tensor] | None = None) -> Tensor:
         """(B, C, d_model) -> (B, C, d_model); the weights (T, n) are appended to `record`."""
         tokens = x.reshape(-1, x.shape[-1])
-        # the base's products keep three dimensions: as such quantisers know them
+        # The base's products keep three dimensions: quantisers recognise no others.
         wide = [layer(x) for layer in base.first]
         first, *second = (
             y.reshape(1, -1, y.shape[-1]) + self._update(tokens[None], name)
@@ -120,7 +123,7 @@ class _Block:
 
 
 class _Client:
-    """What stands for the adapter while the base is traced."""
+    """The adapter while the base is traced."""
 
     def __init__(self, architecture: Architecture, tensors: Mapping[str, Tensor]) -> None:
         self.architecture = architecture
@@ -131,14 +134,14 @@ class _Client:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """The shape of what one layer keeps: (B, heads, P, key) and (B, heads, P, value)."""
+    """The shapes of one layer's cache: (B, heads, P, key) and (B, heads, P, value)."""
 
     heads: int
     key: int
     value: int
 
     def zeros(self, batch: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of so many tokens."""
+        """Return keys and values of zeros."""
         return (
             torch.zeros(batch, self.heads, tokens, self.key),
             torch.zeros(batch, self.heads, tokens, self.value),
@@ -146,7 +149,7 @@ class CacheShape:
 
 
 def cache_shapes(backbone: Backbone) -> list[CacheShape]:
-    """Return what a base keeps of the tokens that it has seen, layer by layer."""
+    """Return the shapes of a base's cache, layer by layer."""
     layers = _run(backbone, torch.zeros((1, 2), dtype=torch.int64)).layers
     return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _kept(layers)]
 
@@ -170,7 +173,7 @@ class Functional(nn.Module):
     """A base whose cache and adapter are arguments.
 
     Args:
-        backbone: The base. While this is traced nobody else may use it.
+        backbone: The base. It must not be used elsewhere during the trace.
         routing: Whether routing weights are returned too.
     """
 
@@ -190,9 +193,9 @@ class Functional(nn.Module):
 
         Args:
             input_ids: (B, C) int64.
-            logits_to_keep: (K,) int64, which of these C tokens logits are wanted for.
-            past: Keys and values of each layer that keeps them, (B, heads, P, width).
-            client: See `client_tensors`.
+            logits_to_keep: (K,) int64, the indices of the tokens that get logits.
+            past: Keys and values of each layer with a cache, (B, heads, P, width).
+            client: The client's tensors, see `client_tensors`.
         """
         from transformers import DynamicCache
 
@@ -208,18 +211,19 @@ class Functional(nn.Module):
         return output.logits, [*_kept(cache.layers)], mean[:, logits_to_keep]
 
 
-Axes = list[str | int]  # of one tensor: names of dimensions that may have any size, and sizes
+# the dimensions of one tensor: a name for any size, or a fixed size
+Axes = list[str | int]
 
 
 @dataclass(frozen=True)
 class Interface:
-    """What a traced base takes and returns.
+    """The inputs and outputs of a traced base.
 
     Args:
-        caches: What it keeps.
-        client: The dimensions of a client's tensors, by their names.
+        caches: The shapes of the cache, layer by layer.
+        client: The dimensions of a client's tensors by name.
         vocabulary: V.
-        routing: Whether it returns routing weights too.
+        routing: Whether routing weights are returned too.
     """
 
     caches: list[CacheShape]
@@ -236,15 +240,15 @@ class Interface:
 
     @property
     def inputs(self) -> dict[str, Axes]:
-        """The dimensions of the inputs, in their order; those of the cache have the names that
-        other exporters give them.
+        """The dimensions of the inputs in order; the cache has the names that other exporters use
+        too.
         """
         tokens: dict[str, Axes] = {"input_ids": ["batch", "tokens"], KEPT: ["kept"]}
         return tokens | self._cache("past_key_values", "past") | self.client
 
     @property
     def outputs(self) -> dict[str, Axes]:
-        """The dimensions of the outputs, in their order."""
+        """The dimensions of the outputs in order."""
         logits: dict[str, Axes] = {"logits": ["batch", "kept", self.vocabulary]}
         weights: dict[str, Axes] = {"routing": ["batch", "kept", "experts"]}
         return logits | self._cache("present", "past + tokens") | (weights if self.routing else {})
@@ -257,7 +261,7 @@ class Interface:
         }
 
     def arguments(self, values: Sequence[T]) -> tuple[T, T, list[tuple[T, T]], dict[str, T]]:
-        """Return what stands for the inputs, in their order, as `Functional` takes them."""
+        """Group one value for each input, in order, as `Functional` takes them."""
         ids, kept, *others = values
         cached = 2 * len(self.caches)
         past = list(zip(others[:cached:2], others[1:cached:2], strict=True))
@@ -286,7 +290,7 @@ def _axes(name: str, tensor: Tensor) -> Axes:
 
 
 def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes that a client's tensors give to the dimensions with names."""
+    """Return the sizes of the named dimensions of a client's tensors."""
     named_sizes: dict[str, int] = {}
     for name, axes in interface.client.items():
         sizes = zip(axes, tensors[name].shape, strict=True)
@@ -294,7 +298,7 @@ def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, i
     return named_sizes
 
 
-# sizes of what is traced: what is 1, or 0, would be taken for a constant
+# the sizes of the traced example: the tracer takes sizes of 0 and 1 for constants
 _EXAMPLE = {
     "batch": 2,
     "tokens": 3,
@@ -313,13 +317,13 @@ def traced(
     fixed: Mapping[str, int] | None = None,
     most: Mapping[str, int] | None = None,
 ) -> torch.export.ExportedProgram:
-    """Trace the base of a model. Whatever has a name in the interface may have any size.
+    """Trace the base of a model. Named dimensions of the interface may have any size.
 
     Args:
         model: A model on the base.
-        interface: What its base takes.
-        fixed: Sizes of those that may not, by their names.
-        most: The largest sizes of others, for programs that reserve memory.
+        interface: The inputs and outputs of the base.
+        fixed: The sizes of named dimensions that are fixed instead.
+        most: The largest sizes of named dimensions, for programs that reserve memory.
     """
     sizes, limits = _EXAMPLE | {**(fixed or {})}, most or {}
     examples: list[Tensor] = []
