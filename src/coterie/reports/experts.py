@@ -1,5 +1,5 @@
-"""A pool of experts as pictures: which expert a gate gives which class to (DDOME, Fig. 7,
-Table 5).
+"""Pictures of a pool of experts: the classes that a gate sends to each expert (DDOME, Fig. 7, Table
+5).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,13 +30,13 @@ ABOUT_GATE = (
 
 @dataclass(frozen=True)
 class Choices:
-    """Which experts the gate of a method gave test samples to, at its evaluations.
+    """The experts that a method's gate chose for test samples, at its evaluations.
 
     Args:
-        title: Of the method.
-        anchors: The anchor of each expert; () where experts have none.
+        title: The title of the method.
+        anchors: The anchor of each expert; () if experts have none.
         anchored: The classes of each anchor.
-        stages: Rounds, and by group of clients, the headline first, what the gate chose.
+        stages: Rounds, and the gate's choices after them by group of clients, the headline first.
     """
 
     title: str
@@ -46,7 +46,7 @@ class Choices:
 
     @classmethod
     def of(cls, title: str, result: Result) -> "Choices | None":
-        """Those of a result, or None if its method has no gate."""
+        """Return the choices of a result, or None if its method has no gate."""
         evaluations = [(e.round, e.choices) for e in result.evaluations if e.choices]
         if not evaluations:
             return None
@@ -58,27 +58,27 @@ class Choices:
 
     @cached_property
     def groups(self) -> list[str]:
-        """Of clients, the headline first."""
+        """The groups of clients, the headline first."""
         return list(self.stages[-1][1])
 
     @cached_property
     def size(self) -> tuple[int, int]:
-        """Classes, and experts M."""
+        """The number of classes, and the number of experts M."""
         given = self.stages[-1][1][self.groups[0]].given
         return len(given), len(given[0])
 
     @cached_property
     def marked(self) -> bool:
-        """Whether curves are to have markers."""
+        """Whether curves have markers."""
         return len(self.stages) <= chart.MARKED
 
     @cached_property
     def order(self) -> list[int]:
-        """Classes, from above."""
+        """The classes, from the top."""
         return class_order(self.size[0], self.anchored)
 
     def shares(self, group: str) -> Heat:
-        """(classes, M): percent of each class that each expert was given."""
+        """Return the percentage of each class that each expert was given, (classes, M)."""
         rows = {str(c): [c] for c in self.order}
         owned = [[c in classes for c in self.order] for classes in self.anchored]
         frames = "".join(
@@ -93,8 +93,8 @@ class Choices:
         )
 
     def confusion(self, group: str) -> Heat:
-        """(M, M): percent of the classes of each anchor that each expert was given; in a last
-        row, of the classes that no anchor has.
+        """Return the percentage of each anchor's classes that each expert was given, (M, M); in a
+        last row, of the classes of no anchor.
         """
         orphans = [c for c in self.order if not any(c in classes for classes in self.anchored)]
         rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
@@ -126,7 +126,7 @@ class Choices:
         )
 
     def expert_accuracy(self, group: str) -> list[Line]:
-        """Return a line for each expert: percent right of the samples that it was given."""
+        """Return a line for each expert: its accuracy on the samples that it was given, percent."""
         return [
             Line(
                 [(at, _rate(choices[group], m)) for at, choices in self.stages],
@@ -137,8 +137,8 @@ class Choices:
         ]
 
     def gate_accuracy(self, group: str, style: Style) -> Line:
-        """Percent of samples that went to an expert whose anchor has their class. Experts have
-        anchors.
+        """Return the line of the percentage of samples that went to an expert whose anchor has
+        their class. Experts must have anchors.
         """
         return Line(
             [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages],
@@ -147,25 +147,25 @@ class Choices:
         )
 
 
-def _runs(there: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where neighbours that are there begin, and how many they are."""
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the length of each run of true flags."""
     at = 0
-    for is_there, run in groupby(there):
+    for flag, run in groupby(flags):
         count = len(list(run))
-        if is_there:
+        if flag:
             yield at, count
         at += count
 
 
 def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Matrix:
-    """Percent of the samples of each row's classes, together, that each expert was given."""
+    """Return the percentage of the samples of each row's classes that each expert was given."""
     return [
         percentages(map(sum, zip(*(given[c] for c in classes), strict=True))) for classes in rows
     ]
 
 
 def _rate(choices: GateChoices, expert: int) -> float:
-    """Percent of an expert's samples that it got right; nan where it got none."""
+    """Return the accuracy of an expert on its samples, percent; nan without samples."""
     given, right = (sum(row[expert] for row in matrix) for matrix in (choices.given, choices.right))
     return 100 * right / given if given else nan
 
@@ -179,11 +179,10 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
     gate, and the gate's decisions by client.
 
     Args:
-        results: By title; of the first with a gate decisions are shown by
-            client.
+        results: Results by title. Decisions by client are shown of the first with a gate.
 
     Returns:
-        Nothing where no result has a gate.
+        () if no result has a gate.
     """
     all_choices = [
         choices for title, result in results.items() if (choices := Choices.of(title, result))
@@ -200,8 +199,8 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
 
 
 def choice_maps(all_choices: Sequence[Choices]) -> str:
-    """For each method heat maps by class and by anchor, with one slider for all; those of all
-    groups but the first are folded away.
+    """Return for each method heat maps by class and by anchor, with one slider for all; those of
+    all groups but the first are folded away.
     """
     outlined = (
         " The classes of the expert's own anchor are outlined."
@@ -237,8 +236,8 @@ def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
 
 
 def gate_curves(all_choices: Sequence[Choices]) -> str:
-    """Return a panel for each group of clients: gate accuracy over rounds, a line for each method;
-    nothing without anchors.
+    """Return a panel for each group of clients: gate accuracy over rounds, with a line for each
+    method; "" without anchors.
     """
     tied = [
         (choices, look_of(k, choices.marked))
@@ -273,10 +272,10 @@ def expert_curves(choices: Choices) -> str:
 
 
 def decisions(title: str, result: Result) -> str:
-    """Return the gate's decisions for each unseen client, a table for each group, all but the first
-    folded away (Table 5).
+    """Return the gate's decisions for each unseen client, with a table for each group, all but the
+    first folded away (Table 5).
 
-    Nothing where experts have no anchors, or nobody is unseen.
+    The result is "" if experts have no anchors, or no client is unseen.
     """
     counts, groups = result.label_counts, result.groups
     right = {i: c.gate_accuracy for i, c in result.clients.items()}

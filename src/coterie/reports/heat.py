@@ -10,12 +10,10 @@ from coterie.reports.chart import LETTER
 from coterie.reports.parts import escape
 
 LEVELS = 10  # steps of a heat map's colours above 0
-STAGES = 100  # of a slider, at most
-FIELDS = 200_000  # of all stages of a heat map, at most: two characters each
-FIELD, LEGIBLE = (
-    22.0,
-    12.0,
-)  # sides of a heat map's field: at most, and at least for its row to have a name
+STAGES = 100  # stages of a slider, at most
+FIELDS = 200_000  # fields of all stages of a heat map, at most: two characters each
+# sides of a field: the largest, and the smallest at which its row has a name
+FIELD, LEGIBLE = 22.0, 12.0
 Matrix = Sequence[Sequence[float]]
 
 
@@ -24,16 +22,16 @@ class Heat:
     """A matrix as fields of colour, at one moment or more.
 
     Args:
-        rows: Names, from above.
-        columns: Names, from the left.
-        stages: Moments, and (rows, columns) values from 0 to `top`; the last one is drawn, a slider
-            goes through all.
+        rows: The names of the rows, from the top.
+        columns: The names of the columns, from the left.
+        stages: Moments, and the values (rows, columns) at them, from 0 to `top`; the last is drawn,
+            and a slider goes through all.
         top: The end of the scale.
-        label: What it is, for those who do not see it.
+        label: A description for those who do not see the map.
         tooltip: The text of a field's tooltip, with {row}, {column} and {value}.
-        digits: Of the value.
+        digits: Digits of the value behind the point.
         masked: Whether the diagonal is left out.
-        frames: A path around fields that are set off, in fields.
+        frames: A path around fields that are set off, in units of fields.
     """
 
     rows: Sequence[str]
@@ -48,7 +46,7 @@ class Heat:
 
 
 def room(fields: int) -> int:
-    """How many stages of so many fields a page has room for."""
+    """Return how many stages of so many fields fit on a page."""
     return max(5, min(STAGES, FIELDS // fields))
 
 
@@ -59,10 +57,10 @@ def heat_map(
     scheme.
 
     Args:
-        heat: What to draw. Rows and columns have names where there is room for them.
-        width: Of all fields, at most.
-        height: Of all fields, at most.
-        field: A field's sides, at most.
+        heat: The map to draw. Rows and columns have names if there is room.
+        width: The largest width of all fields together.
+        height: The largest height of all fields together.
+        field: The largest side of a field.
     """
     columns, rows = len(heat.columns), len(heat.rows)
     wide, high = min(field, width / columns), min(field, height / rows)
@@ -115,7 +113,7 @@ def _margin(names: Sequence[str]) -> float:
 
 
 def _beside(names: Sequence[str], side: float, left: float, above: float) -> str:
-    """Return the names of rows, where a field's side has room for them."""
+    """Return the names of rows, if a field's side has room for them."""
     return "".join(
         f'<text class="tick" x="{left - 5:.1f}" y="{above + (i + 0.5) * side + 4:.1f}" '
         f'text-anchor="end">{escape(_short(name))}</text>'
@@ -142,22 +140,22 @@ def _fields(levels: Sequence[Sequence[int]], level: int, masked: bool) -> str:
     for i, row in enumerate(levels):
         start = None
         for j in range(len(row) + 1):
-            there = j < len(row) and row[j] == level and not (masked and i == j)
-            if there and start is None:
+            inside = j < len(row) and row[j] == level and not (masked and i == j)
+            if inside and start is None:
                 start = j
-            elif not there and start is not None:
+            elif not inside and start is not None:
                 pieces.append(f"M{start} {i}h{j - start}v1h{start - j}z")
                 start = None
     return "".join(pieces)
 
 
 def _packed(matrix: Matrix, top: float) -> str:
-    """Two hexadecimal digits for each value, row by row; ff is the end of the scale."""
+    """Return two hexadecimal digits for each value, row by row; ff is the end of the scale."""
     return bytes(round(255 * min(value / top, 1)) for row in matrix for value in row).hex()
 
 
 def scale(least: str, most: str) -> str:
-    """Return the legend of a heat map's colours: what stands at its ends."""
+    """Return the legend of a heat map's colours, with a text at each end."""
     steps = "".join(f'<i class="w{k}"></i>' for k in range(LEVELS + 1))
     return (
         f'<div class="scale"><span>{escape(least)}</span><span class="steps" '
@@ -166,8 +164,8 @@ def scale(least: str, most: str) -> str:
 
 
 def slider(moments: Sequence[int], unit: str) -> str:
-    """Return a slider: it moves the heat maps of the `staged` element that it is in, and is hidden
-    until the script is there.
+    """Return a slider for the heat maps of the `staged` element around it, hidden until the script
+    runs.
     """
     return (
         f'<label class="stages" hidden>{escape(unit)} <input type="range" class="stage" min="0" '

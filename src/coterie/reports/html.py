@@ -40,8 +40,8 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
 
     Args:
         folder: The run's folder.
-        results: Of each method, the run's own last.
-        description: Of the recipe.
+        results: The result of each method, the run's own last.
+        description: The description of the recipe.
 
     Raises:
         SaveError: It could not be written.
@@ -102,8 +102,8 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
 
     Args:
         folder: The comparison's folder.
-        comparison: The table.
-        description: Of the recipe.
+        comparison: The comparison.
+        description: The description of the recipe.
 
     Raises:
         SaveError: It could not be written.
@@ -157,7 +157,7 @@ def _heading(metric: MetricInfo) -> str:
 
 
 def _scored(rows: Sequence[Row]) -> str:
-    """Return what the columns of the scores are."""
+    """Return an explanation of the columns of the scores."""
     beside = ", ".join(figure.sentence for figure in BESIDE if figure.known(rows))
     which = direction(rows[0].metric)
     if any(row.groups is not None for row in rows):
@@ -183,9 +183,7 @@ def _scored(rows: Sequence[Row]) -> str:
 
 
 def _collaboration(results: Sequence[Result], note: str = "") -> str:
-    """Return the section of collaboration weights, the last method first; nothing where no method
-    has any.
-    """
+    """Return the section of collaboration weights, the last method first; "" without any."""
     parts = collaboration({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
     return section("weights", "Collaboration", note, *parts) if parts else ""
 
@@ -197,7 +195,7 @@ def _labels(results: Sequence[Result], note: str = "") -> str:
 
 
 def _experts(results: Sequence[Result], note: str = "") -> str:
-    """Return the section of pools, the last method first; nothing where no method has any."""
+    """Return the section of pools, the last method first; "" if no method has any."""
     parts = experts({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
     return (
         section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
@@ -205,7 +203,7 @@ def _experts(results: Sequence[Result], note: str = "") -> str:
 
 
 def _once(results: Sequence[Result]) -> str:
-    """Return what the common expert costs."""
+    """Return a sentence on the cost of the common expert; "" without one."""
     once = max((r.once_bytes or 0 for r in results), default=0)
     return (
         f"<p>In addition, the common expert is sent once to every client that embeds data with it: "

@@ -24,7 +24,7 @@ from coterie.reports.parts import BLUE, escape, figure
 
 
 def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
-    """Return a chart with the names of its rows on its left, where it leaves room for them."""
+    """Return a chart with room for the names of its rows on the left."""
     left = 24 + LETTER * max(map(cell_len, rows))
     return (
         f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" '
@@ -35,7 +35,7 @@ def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
 
 
 def _columns(scale: _Scale, bottom: float, most: int = 5) -> str:
-    """Vertical rules with their numbers."""
+    """Return vertical rules with their numbers."""
     return "".join(
         f'<line class="rule" x1="{scale.at(v)}" x2="{scale.at(v)}" y1="6" y2="{bottom}"/>'
         f'<text class="tick" x="{scale.at(v)}" y="{bottom + 15}" '
@@ -44,13 +44,12 @@ def _columns(scale: _Scale, bottom: float, most: int = 5) -> str:
     )
 
 
-Strip = Mapping[
-    str, tuple[Mapping[str, float], float, float]
-]  # by title: the clients' values, their mean, and its deviation over seeds
+# by title: the clients' values, their mean, and its deviation over seeds
+Strip = Mapping[str, tuple[Mapping[str, float], float, float]]
 
 
 def reach(strips: Iterable[Strip]) -> Point:
-    """Return the range that all values of some strips need, so that these can be compared."""
+    """Return one range for the values of several strips, so that they can be compared."""
     rows = [row for strip in strips for row in strip.values()]
     values = chain.from_iterable(
         (*clients.values(), mean - std, mean + std) for clients, mean, std in rows
@@ -59,12 +58,12 @@ def reach(strips: Iterable[Strip]) -> Point:
 
 
 def strip(rows: Strip, unit: str, limits: Point) -> str:
-    """One line for each row: a dot for every client, and the mean with its deviation.
+    """Return a line for each row: a dot for every client, and the mean with its deviation.
 
     Args:
-        rows: What to draw.
-        unit: What the axis is.
-        limits: Of the axis.
+        rows: The rows to draw.
+        unit: The name of the axis.
+        limits: The range of the axis.
     """
     step = 30
     height = step * len(rows) + 44
@@ -98,16 +97,14 @@ def _strip_row(
 
 
 def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
-    """Return a stroke from one value to another, and what a pointer finds of it."""
+    """Return a stroke from one value to another, and a wider invisible one for the pointer."""
     across = f'x1="{scale.at(low)}" x2="{scale.at(high)}" y1="{y}" y2="{y}"'
     return f'<line class="whisker" {across}/><line class="grip" {across}/>'
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A number with an interval: where it is, where that begins and ends, a name for its
-    tooltip, and a colour.
-    """
+    """A number with the ends of its interval, a name for its tooltip, and a colour."""
 
     value: float
     low: float
@@ -119,13 +116,13 @@ class Interval:
 def intervals(
     rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None
 ) -> str:
-    """One line for each row: a dot, and a whisker as long as its interval.
+    """Return a line for each row: a dot, and a whisker as long as its interval.
 
     Args:
-        rows: By title.
-        unit: What the axis is.
-        limits: Of the axis.
-        chance: A value that is marked: what would come of guessing.
+        rows: Intervals by title.
+        unit: The name of the axis.
+        limits: The range of the axis.
+        chance: The value of guessing, which is marked.
     """
     step = 26
     height = step * len(rows) + 44
@@ -167,8 +164,8 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
     """Return groups of bars on one axis, which starts at 0 so that their lengths can be compared.
 
     Args:
-        groups: Bars by the name below them. A value that is not finite is left out.
-        y: What the axis is, with its unit.
+        groups: Bars by the name below them. Values that are not finite are left out.
+        y: The name of the axis, with its unit.
     """
     shown = {
         name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()
@@ -224,9 +221,7 @@ def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> s
 
 @dataclass(frozen=True)
 class Dot:
-    """One dot of a plane: where it is, what stands beside it, a name for its tooltip, and how it
-    looks.
-    """
+    """One dot of a plane: its place, the text beside it, a name for its tooltip, and its style."""
 
     x: float
     y: float
@@ -236,12 +231,12 @@ class Dot:
 
 
 def plane(dots: Sequence[Dot], x: str, y: str) -> str:
-    """Dots in a plane of equal units, whose numbers mean nothing by themselves.
+    """Return dots in a plane with the same unit on both axes, which have no numbers.
 
     Args:
-        dots: At least one. Texts that would lie upon others are left out.
-        x: What the horizontal axis is.
-        y: What the vertical axis is.
+        dots: At least one dot. Texts that would overlap others are left out.
+        x: The name of the horizontal axis.
+        y: The name of the vertical axis.
     """
     width, height, left, bottom, edge = 560, 400, 26, 26, 16
     places = [(d.x, d.y) for d in dots]
@@ -257,7 +252,7 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
     )
     middle = (width + left) / 2, (height - bottom) / 2
     drawn: list[str] = []
-    labelled: list[Point] = []  # where there are texts
+    labelled: list[Point] = []  # the places of texts
     for dot in dots:
         across = middle[0] + (dot.x - (left_most + right_most) / 2) / unit
         up = middle[1] - (dot.y - (lowest + highest) / 2) / unit

@@ -36,6 +36,7 @@ GREEK = dict(
 UPRIGHT = ("valid", "train", "max", "min", "diag", "exp", "ln", "cos")
 MINUS, STAR, PRIME = "\u2212", "\u2217", "\u2032"
 OPERATORS = {"<=": "≤", ">=": "≥", "!=": "≠", "-": MINUS, "*": STAR, "..": "…", "grad": "∇"}
+# the opening and closing fence as shown, by the opening one as typed
 FENCES = {
     "(": ("(", ")"),
     "[": ("[", "]"),
@@ -43,7 +44,7 @@ FENCES = {
     "||": ("‖", "‖"),
     "|": ("|", "|"),
     "<": ("⟨", "⟩"),
-}  # as shown
+}
 CLOSING = {"(": ")", "[": "]", "{": "}", "||": "||", "|": "|", "<": ">"}
 TOKEN = re.compile(
     r"\s*(\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?|[A-Za-z]+|<=|>=|!=|\|\||\.\.|<(?=\S)|<|\S)"
@@ -52,7 +53,7 @@ SMALL = re.compile(r"(?<![\w.])\d(?:\.\d+)?e[+-]\d+\b")  # 3.1e-14, anywhere
 
 
 def plain(value: Any) -> Any:
-    """Text, or what holds texts, as a terminal and JSON show it: mathematics without its marks."""
+    """Return text, or texts within a structure, for terminals and JSON: mathematics unmarked."""
     if isinstance(value, str):
         return value.replace("$", "")
     if isinstance(value, Mapping):
@@ -61,13 +62,13 @@ def plain(value: Any) -> Any:
 
 
 def typeset(text: str) -> str:
-    """Text as HTML: mathematics as MathML, all else escaped."""
+    """Return text as HTML: mathematics as MathML, all else escaped."""
     parts = text.split("$")
     return "".join(_math(part) if k % 2 else _prose(part) for k, part in enumerate(parts))
 
 
 def _prose(text: str) -> str:
-    """Escaped text, in which powers of ten are mathematics too."""
+    """Return escaped text, with powers of ten as mathematics."""
     shown, at = "", 0
     for number in SMALL.finditer(text):
         shown += escape(text[at : number.start()]) + _math(number[0])
@@ -80,7 +81,7 @@ def _math(source: str) -> str:
 
 
 class _Parser:
-    """Reads `source` from left to right, one atom with its scripts after the other."""
+    """A parser that reads `source` from left to right, one atom with its scripts after the other."""
 
     def __init__(self, source: str) -> None:
         self.source, self.at = source, 0
@@ -91,7 +92,7 @@ class _Parser:
         return match[1] if match else ""
 
     def touches(self, token: str) -> bool:
-        """Whether a token comes next, without a space before it."""
+        """Return whether a token comes next, without a space before it."""
         return self.source.startswith(token, self.at)
 
     def take(self) -> str:
@@ -111,7 +112,7 @@ class _Parser:
         return shown
 
     def _closes(self, token: str, stop: str) -> bool:
-        """Whether a token ends what is within fences: `>` only where it touches what is before
+        """Return whether a token ends what is within fences: `>` only if it touches the text before
         it, as otherwise it compares.
         """
         return token == stop and (token != ">" or self.touches(">"))

@@ -5,12 +5,12 @@ from collections import deque
 
 from coterie.reports.tables import clock
 
-WINDOW = 60.0  # seconds of training that predictions per second are of
+WINDOW = 60.0  # seconds of training over which predictions per second are averaged
 
 
 class Throughput:
-    """Predictions per second while clients train, over the last `WINDOW` seconds of that:
-    scoring and checkpoints are no part of it.
+    """Predictions per second while clients train, over the last `WINDOW` seconds of training:
+    scoring and checkpoints do not count.
     """
 
     def __init__(self) -> None:
@@ -37,48 +37,47 @@ class Throughput:
 
 
 class RoundTimer:
-    """How far the rounds of one method have come in this session, and how long the rest will take.
+    """The progress of one method's rounds in this session, and the time that the rest will take.
 
-    A round is as far as the share of its clients' replies that are there, of as many as the round
-    before had; of the first one, as many as have been asked. Time left is by the mean round of this
-    session, scoring and checkpoints included, as of the last reply. What goes on until the first
-    reply is left out, as it warms up; and a tenth of the rounds long, what was expected before the
-    start counts as well.
+    The current round counts as the share of its clients' replies that have arrived, of as many as
+    the round before had; in the first round, of as many as were asked. The time left follows from
+    the mean round of this session, scoring and checkpoints included, as of the last reply. The time
+    until the first reply is left out, as it warms up. During the first tenth of the rounds, the
+    estimate from before the start counts as well.
 
     Args:
-        rounds: Of the method.
-        done: Of them, before this session.
-        expected: Seconds for all rounds, and all that is done between and after them; None where
-            nobody knows.
+        rounds: Number of rounds of the method.
+        done: Number of rounds completed before this session.
+        expected: Seconds for all rounds, and everything between and after them; None if unknown.
     """
 
     def __init__(self, rounds: int, done: int, expected: float | None = None) -> None:
         self.rounds, self.done, self.expected = rounds, done, expected
         self.started = time.monotonic()
-        self._warm: tuple[float, float] | None = (
-            None  # when the first reply was there, and how far the rounds were then
-        )
+        # the time of the first reply, and the rounds done by then
+        self._warm: tuple[float, float] | None = None
         self._first, self._usual = done, 0
         self._replies = self._expected = self.asked = self.got = 0
-        self._estimate: tuple[float, float] | None = None  # when it was made, seconds left then
+        # the time of the estimate, and the seconds left then
+        self._estimate: tuple[float, float] | None = None
         self._exchange = self.started
 
     def ask(self, clients: int, training: bool) -> None:
-        """Note that an exchange begins, of a round or outside of one."""
+        """Note the start of an exchange, in a round or outside of one."""
         self.asked, self.got, self._exchange = clients, 0, time.monotonic()
         if training:
             self._expected = max(self._usual, self._replies + clients)
 
     def reply(self) -> None:
-        """Note that a client's reply to an exchange of a round is there."""
+        """Note a client's reply to an exchange of a round."""
         self.got += 1
         self._replies += 1
         self._guess()
 
     def score(self) -> None:
-        """Note that a client's reply to something else is there."""
+        """Note a client's reply to any other exchange."""
         self.got += 1
-        if self.rounds_done >= self.rounds:  # what is left is this
+        if self.rounds_done >= self.rounds:  # only this exchange is left
             now = time.monotonic()
             self._estimate = now, (now - self._exchange) / self.got * max(self.asked - self.got, 0)
 
@@ -89,22 +88,22 @@ class RoundTimer:
 
     @property
     def rounds_done(self) -> float:
-        """With the share of the round that is going on."""
+        """The completed rounds, and the share of the current one."""
         return min(self.done + self._replies / max(self._expected, self._replies, 1), self.rounds)
 
     def _guess(self) -> None:
-        now, here = time.monotonic(), self.rounds_done
+        now, done = time.monotonic(), self.rounds_done
         if self._warm is None:
-            self._warm = now, here
+            self._warm = now, done
         since, warm = self._warm
-        rest = self.rounds - here
-        if here > warm:
-            left, known = (
-                (now - since) / (here - warm) * rest,
-                min(10 * (here - warm) / max(self.rounds, 1), 1.0),
+        rest = self.rounds - done
+        if done > warm:
+            left, weight = (
+                (now - since) / (done - warm) * rest,
+                min(10 * (done - warm) / max(self.rounds, 1), 1.0),
             )
             prior = left if self.expected is None else self.expected * rest / max(self.rounds, 1)
-            self._estimate = now, known * left + (1 - known) * prior
+            self._estimate = now, weight * left + (1 - weight) * prior
 
     @property
     def resumed(self) -> bool:
@@ -116,7 +115,7 @@ class RoundTimer:
 
     @property
     def left(self) -> float | None:
-        """Seconds; None as long as nobody can know."""
+        """The seconds left; None while there is no estimate."""
         if self._estimate is None and self.expected is None:
             return None
         share = (self.rounds - self._first) / max(self.rounds, 1)

@@ -1,5 +1,5 @@
-"""The parts that reports are made of: tables, legends, colours. All text is escaped here or
-marked as HTML by its type.
+"""The parts that reports are made of: tables, legends, colours. All text is escaped here, or marked
+as HTML by its type.
 """
 
 import math
@@ -37,8 +37,8 @@ class Cell:
     """One cell of a table.
 
     Args:
-        text: As people read it; not yet escaped.
-        share: In [0, 1], the length of the bar behind it; None: no bar.
+        text: The text as people read it, not yet escaped.
+        share: The length of the bar behind it, in [0, 1]; None: no bar.
         best: Whether it is the best of its column.
     """
 
@@ -47,15 +47,15 @@ class Cell:
     best: bool = False
 
     def html(self, typeset: Callable[[str], str]) -> str:
-        """Return the cell; `typeset` makes HTML of its text."""
+        """Return the cell as HTML; `typeset` converts its text."""
         bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
         best = " class=best" if self.best and not bar else ""
         return f"<td{bar}{best}>{typeset(self.text)}</td>"
 
 
 def escape(text: str) -> str:
-    """Make text of anybody the text of a page: without markup, and without what could hide or
-    turn round what is written.
+    """Return untrusted text escaped for a page: without markup, invisible characters, and
+    characters that reverse the direction of writing.
     """
     return html_escape(printable(text, lines=True))
 
@@ -66,14 +66,14 @@ def table(
     best: int | None = None,
     typeset: Callable[[str], str] | None = None,
 ) -> str:
-    """Return a table that scrolls within itself where it is too wide; its first column names the
-    rows.
+    """Return a table whose first column names the rows; if it is too wide, it scrolls within
+    itself.
 
     Args:
-        header: Of the columns.
+        header: The names of the columns.
         rows: Cells, or their texts.
-        best: The row that is set off.
-        typeset: Makes HTML of texts; default: `escape`.
+        best: The number of the row that is set off.
+        typeset: Converts texts to HTML; default: `escape`.
     """
     shown = typeset or escape
     head = "".join(f'<th scope="col">{shown(name)}</th>' for name in header)
@@ -103,7 +103,7 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
     Args:
         values: The figures.
         form: A format specification.
-        unit: What they are divided by before they are shown.
+        unit: The number by which they are divided before they are shown.
     """
     largest = max((value for value in values if value is not None), default=0) or 1
     return [
@@ -118,14 +118,14 @@ def ranked(
     digits: int = 2,
     texts: Sequence[str] = (),
 ) -> list[Cell]:
-    """Return a column of figures of which the best is set off, at every row that has it; unknown
+    """Return a column of figures in which the best is set off, in every row that has it; unknown
     ones are a dash.
 
     Args:
         values: The figures.
-        metric: Says which way is better.
-        digits: Behind the point.
-        texts: How they are written; default: as figures.
+        metric: The metric, which states whether lower values are better.
+        digits: Digits behind the point.
+        texts: The texts of the figures; default: as `figure` writes them.
     """
     known = [value for value in values if value is not None]
     top = best(known, metric) if known else None
@@ -137,9 +137,7 @@ def ranked(
 
 
 def rounded(value: float, form: str) -> str:
-    """Return a number by a format specification, or with two digits where that would leave nothing
-    of it.
-    """
+    """Return a formatted number, or two significant digits if the format would show 0."""
     return format(value, form if value == 0 or float(f"{value:{form.replace(',', '')}}") else ".2g")
 
 
@@ -151,19 +149,19 @@ def figure(value: float, digits: int = 2) -> str:
 
 
 def prose(text: str) -> str:
-    """Return a sentence as HTML, with what stands between backticks as code."""
+    """Return a sentence as HTML, with text between backticks as code."""
     return re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
 
 
 def thinned(values: Sequence[T], most: int) -> list[T]:
-    """At most so many of some values, evenly, the first and the last among them."""
+    """Return at most `most` of the values, evenly spread, with the first and the last among them."""
     if len(values) <= most:
         return list(values)
     return [values[round(k * (len(values) - 1) / (most - 1))] for k in range(most)]
 
 
 def size(count: float) -> str:
-    """Bytes as people read them."""
+    """Return a number of bytes as people read it."""
     return f"{count / 1000:,.0f} kB" if count < 1e6 else f"{count / 1e6:,.2f} MB"
 
 
@@ -173,18 +171,18 @@ def unseen(group: str) -> str:
 
 
 def captioned(title: str, detail: str, drawn: str) -> str:
-    """Return a picture with its title, and what is told beside it."""
+    """Return a picture with its title, and a detail beside the title."""
     small = f" <small>{escape(detail)}</small>" if detail else ""
     return f"<figure><figcaption>{escape(title)}{small}</figcaption>{drawn}</figure>"
 
 
 def folded(summary: str, content: str, narrow: bool = False) -> str:
-    """Content that is folded away until somebody asks for it; of nothing, nothing.
+    """Return content that is folded away until the reader opens it; "" without content.
 
     Args:
-        summary: What is there in its place; not yet escaped.
-        content: HTML.
-        narrow: Whether it is so in a narrow window only.
+        summary: The text in its place, not yet escaped.
+        content: The HTML to fold.
+        narrow: Whether it is folded in a narrow window only.
     """
     opened = " open class=narrow" if narrow else ""
     return (
@@ -195,18 +193,20 @@ def folded(summary: str, content: str, narrow: bool = False) -> str:
 
 
 def tiles(items: Sequence[tuple[str, str]]) -> str:
-    """Figures that people look for first, each with what it is, in rows of about as many."""
+    """Return tiles of figures, each with its name, in rows of about equal length."""
     shown = "".join(f"<li><b>{escape(value)}</b> {escape(name)}</li>" for value, name in items)
     return f'<ul class="tiles" style="--columns:{level(len(items), TILES)}">{shown}</ul>'
 
 
 def level(count: int, most: int) -> int:
-    """How many things stand side by side, at most so many, for all rows to be about as long."""
+    """Return how many of `count` things stand in a row, at most `most`, for rows of about equal
+    length.
+    """
     return -(-count // -(-count // most))
 
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
-    """Pairs of a sample's HTML and a name, which is not yet escaped."""
+    """Return a legend of pairs: a sample's HTML, and a name that is not yet escaped."""
     return (
         '<ul class="legend">'
         + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items)
@@ -225,12 +225,12 @@ _CLASSES: Mapping[bool | None, str] = {True: "holds", False: "fails", None: "ope
 def verdicts(
     items: Iterable[tuple[bool | None, str, str]], typeset: Callable[[str], str] | None = None
 ) -> str:
-    """Sentences that were checked.
+    """Return a list of checked sentences.
 
     Args:
         items: Whether each holds, or None if that is open; the sentence; and the numbers behind
             the verdict.
-        typeset: Makes HTML of sentences and numbers; default: `escape`.
+        typeset: Converts sentences and numbers to HTML; default: `escape`.
     """
     shown = typeset or escape
     lines = (
@@ -242,7 +242,7 @@ def verdicts(
 
 
 def section(id: str, title: str, *parts: str) -> str:
-    """Return a section that the navigation can lead to; of no parts, nothing."""
+    """Return a section that the navigation can lead to; "" without content."""
     shown = "".join(parts)
     return f'<section id="{id}"><h2>{escape(title)}</h2>{shown}</section>' if shown else ""
 

@@ -26,8 +26,8 @@ BROAD = 100  # characters of a terminal that has room for a bar
 
 
 def loss_of(metrics: Mapping[str, Any]) -> float | None:
-    """Return the training loss among a client's metrics: that of the step which is not the router's
-    alone.
+    """Return the training loss among a client's metrics: that of the step that does not train the
+    router alone.
     """
     return next(
         (
@@ -40,7 +40,7 @@ def loss_of(metrics: Mapping[str, Any]) -> float | None:
 
 
 class _Time(ProgressColumn):
-    """Time left of what goes on, or how long it took. A method is as long as its rounds, and one
+    """The time left, or the time that a finished task took. A method counts as its rounds, and one
     more for scoring at the end.
     """
 
@@ -57,20 +57,19 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     """A live display, or plain lines, of rounds, clients, loss, predictions per second (see
     `Throughput`) and time left (see `RoundTimer`).
 
-    There is a plain line a round, but one every `EVERY` seconds; and after `SILENCE` seconds
-    without one, another says what goes on.
+    A plain line appears after each round, but at most one every `EVERY` seconds; after `SILENCE`
+    seconds without a line, another one states the progress.
 
     Args:
-        console: Where to.
-        rows: How many methods will run, for the heading of each.
+        console: The console to print to.
+        rows: Number of methods that will run, for the heading of each.
     """
 
     def __init__(self, console: Console, rows: int) -> None:
         self.console, self.rows, self.row = console, rows, 0
         self.live = console.is_terminal
-        self.narrow = (
-            self.live and console.width < BROAD
-        )  # what does not fit would go on below, and jump
+        # a line that does not fit would wrap, and the display would jump
+        self.narrow = self.live and console.width < BROAD
         self.progress = Progress(
             TextColumn("{task.description}"),
             *([BarColumn(bar_width=16)] if console.width >= BROAD else []),
@@ -83,12 +82,11 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.task: TaskID | None = None
         self.stage, self.stretch, self.pace = "", RoundTimer(0, 0), Throughput()
         self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
-        self.took: list[
-            tuple[float, float]
-        ] = []  # of those that are done in this session: seconds, and what was expected
+        # seconds, and expected seconds, of each method done in this session
+        self.took: list[tuple[float, float]] = []
         self.losses: dict[str, float] = {}
         self.metric, self.privacy, self.lack = PERPLEXITY.about, "", 0
-        self.spoke = time.monotonic()  # when the last plain line was
+        self.spoke = time.monotonic()  # the time of the last plain line
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
 
@@ -108,7 +106,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self.beat()
 
     def beat(self) -> None:
-        """Say what goes on if nothing was said for a while."""
+        """Print the progress after a while without a line."""
         if self.live or not self.stage or time.monotonic() - self.spoke < SILENCE:
             return
         stretch = self.stretch
@@ -141,7 +139,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             )
 
     def _prepared(self) -> None:
-        """Take the line about the preparation away."""
+        """Remove the line about the preparation."""
         if self.live and self.stage == PREPARING and self.task is not None:
             self.progress.remove_task(self.task)
         self.stage = ""
@@ -159,8 +157,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self.spoke = time.monotonic()
 
     def _left(self) -> str:
-        """Time left of the method that goes on and, where others follow, of all; of all alone
-        where there is no room for both.
+        """Return the time left of the current method and, if others follow, of all; of all only if
+        there is no room for both.
         """
         rest = sum(self.expected[self.row :])
         if self.stretch.left is None or not rest:
@@ -199,9 +197,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             "training" if done < rounds else "finishing",
             time.monotonic(),
         )
-        self.said = dict.fromkeys(
-            ("round", "score"), self.training_since
-        )  # when the last line of each kind was
+        # the time of the last line of each kind
+        self.last_lines = dict.fromkeys(("round", "score"), self.training_since)
         self.losses, self.privacy = {}, ""
         self.task = self.progress.add_task(
             self.heading.replace("[", r"\["),
@@ -241,7 +238,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._show()
 
     def _show(self) -> None:
-        """Bring the live display up to date."""
+        """Update the live display."""
         if not self.live or self.task is None:
             return
         stretch = self.stretch
@@ -255,7 +252,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.progress.update(self.task, completed=stretch.rounds_done, where=where, status=status)
 
     def _figures(self) -> str:
-        """Loss, privacy and pace."""
+        """Return loss, privacy and pace in one line."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
         pace = (
             f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
@@ -302,7 +299,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self._line(f"  after round {round}: {scores}")
 
     def point(self, round: int, test: float, windows: int) -> None:
-        self.training_since = time.monotonic()  # what comes next is trained
+        self.training_since = time.monotonic()  # training goes on from here
         if self._speaks("point", round):
             what = "windows" if prediction(self.metric) == "token" else "examples"
             self._line(
@@ -322,15 +319,15 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             )
 
     def _speaks(self, kind: str, done: int) -> bool:
-        """Whether a plain line of a kind is due: the last of a method is, and any other a while
+        """Return whether a plain line of a kind is due: the last of a method always, others a while
         after the one before.
         """
         now = time.monotonic()
         due = not self.live and (
-            done == self.stretch.rounds or now - self.said.get(kind, 0.0) >= EVERY
+            done == self.stretch.rounds or now - self.last_lines.get(kind, 0.0) >= EVERY
         )
         if due:
-            self.said[kind] = now
+            self.last_lines[kind] = now
         return due
 
     @property

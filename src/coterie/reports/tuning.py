@@ -134,7 +134,7 @@ def _table(tuning: Tuning) -> str:
     known = [row.valid is not None for row in rows]
 
     def column(values: Iterable[str]) -> list[str]:
-        return [text if there else "" for text, there in zip(values, known, strict=True)]
+        return [text if scored else "" for text, scored in zip(values, known, strict=True)]
 
     columns: dict[str, Sequence[Cell | str]] = {
         "method": [METHODS[row.method].title for row in rows],
