@@ -1,5 +1,5 @@
-"""Personal models for llama.cpp: one base for all clients, and for each a small file with its
-experts and its router. Stock programs run them, and choose the client by request.
+"""Personal models for llama.cpp: one base for all clients, and for each client a small file with
+its experts and its router. Stock programs run them; each request names its client.
 """
 
 import json
@@ -28,12 +28,13 @@ from coterie.personal import PersonalModel
 
 README = "README.md"
 QUANTIZED = ("q8_0", "q4_0")
-COMPARED = 100_000  # log-probabilities that are asked for, each an entry of an answer in JSON
+# the most log-probabilities that are compared: the server returns each as an entry of a JSON
+COMPARED = 100_000
 SAMPLE = "It's 1st: 2,345 words, naïve ones too.\n\n  They're split\tas the base's tokenizer does!"
 
 
 class Gguf(Format):
-    """A base and LoRAs on it, which llama.cpp and all that is built on it read."""
+    """A base and LoRAs on it, for llama.cpp and the programs built on it."""
 
     name = "gguf"
     about = "a base and a routed LoRA for each client, for llama.cpp, of Llama, Mistral and Qwen3"
@@ -75,7 +76,8 @@ class Gguf(Format):
         context = max(client.model.about.context, min(needed, most))
         server = LlamaServer(base, context, client.model.tokenizer)
         with server.running([written.folder / written.files[0]], precise):
-            server.longest, server.window = most - 1, most  # and one to answer
+            # one token is left for the answer
+            server.longest, server.window = most - 1, most
             server.check_tokens(client)
             server.check_chat(client)
             server.probe = (1, max(1, min(48, COMPARED // server.vocabulary)))
@@ -89,18 +91,19 @@ class Gguf(Format):
 
 
 def _base(model: PersonalModel, precision: str) -> str:
-    """Return the name of the base for models of one layout."""
+    """Return the name of the base's file for models of one layout."""
     n, k = model.layout.experts, model.layout.active
     experts = "" if n == 1 else f"-{n}-experts" + ("" if k == n else f"-top-{k}")
     return f"base-{precision}{experts}.gguf"
 
 
 def _client_file(client: ClientModel) -> str:
+    """Return the name of a client's file."""
     return f"{names.encoded(client.client)}.lora.gguf"
 
 
 def _obstacles(model: PersonalModel) -> Iterator[str]:
-    """Yield what llama.cpp would compute in another way."""
+    """Yield the parts of a model that llama.cpp would compute in another way."""
     config = model.config
     if config.hidden_act != "silu":
         yield f"its MLPs have the activation {config.hidden_act}, and llama.cpp's silu"
@@ -115,16 +118,16 @@ def _obstacles(model: PersonalModel) -> Iterator[str]:
 
 
 class LlamaServer(Runtime):
-    """A server of llama.cpp in this process, with a port on this machine, which answers nobody
-    else: they lack the key.
+    """A server of llama.cpp in this process, with a port on this machine and a secret key, so that
+    no other process can use it.
 
     Args:
         base: The file of the base.
-        context: Tokens of a request, at most.
-        tokenizer: The base's.
-        slots: Requests at a time.
+        context: The most tokens of a request.
+        tokenizer: The base's tokenizer.
+        slots: The number of requests at a time.
 
-    `adapter` is the number of the client that answers.
+    `adapter` is the number of the client whose LoRA is used.
     """
 
     quantity = "log-probabilities"
@@ -139,11 +142,11 @@ class LlamaServer(Runtime):
 
     @contextmanager
     def running(self, adapters: Sequence[Path], precise: bool = False) -> Iterator[None]:
-        """Within the block the server runs, with these LoRAs, none of them in use by itself.
+        """Run the server within the block, with LoRAs of which each request chooses one.
 
         Args:
-            adapters: The files of clients.
-            precise: Whether it keeps keys and values in fp32.
+            adapters: The files of the clients.
+            precise: Whether the cache is fp32.
         """
         import xllamacpp
 
@@ -164,13 +167,15 @@ class LlamaServer(Runtime):
         self.server = xllamacpp.Server(params)
         try:
             self.vocabulary = int(self._get("/v1/models")["data"][0]["meta"]["n_vocab"])
-            self.complete([self.plain])  # one that is ended before its loop begins never ends
+            # a server that is stopped before its loop begins never ends
+            self.complete([self.plain])
             yield
         finally:
-            self.server = None  # which ends it
+            # without a reference the server stops
+            self.server = None
 
     def _get(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
-        """Return the server's answer to a request by its own protocol."""
+        """Send a request by llama.cpp's own protocol; return the answer."""
         request = urllib.request.Request(
             f"{self.server.listening_address}{path}",
             None if content is None else json.dumps(content).encode(),
@@ -180,7 +185,7 @@ class LlamaServer(Runtime):
             return json.load(answer)
 
     def complete(self, prompt: Sequence[int] | str, **settings: Any) -> dict[str, Any]:
-        """Return the first choice of one completion, by the client of `adapter`."""
+        """Complete a prompt with the LoRA of `adapter`; return the first choice."""
         request = {
             "prompt": prompt if isinstance(prompt, str) else [*prompt],
             "n_predict": 1,
@@ -194,10 +199,10 @@ class LlamaServer(Runtime):
         return cast(dict[str, Any], answer["choices"][0])
 
     def _following(self, prompt: Sequence[int], token: int, entries: int) -> dict[str, Any] | None:
-        """Return what the server says of the token behind a prompt, with so many log-probabilities,
-        best first; None where that token has no text of its own.
+        """Return the server's entry for the token after a prompt, with the `entries` largest
+        log-probabilities in descending order; None if that token has no text of its own.
 
-        A bias makes the server choose `token`; what it says is without the bias.
+        A bias makes the server choose `token`; the log-probabilities are without the bias.
         """
         bias = [[token, 1e4]]
         choice = self.complete(prompt, logprobs=entries, n_probs=entries, logit_bias=bias)
@@ -205,7 +210,7 @@ class LlamaServer(Runtime):
         return cast(dict[str, Any], content[0]) if content else None
 
     def _all_following(self, prompt: Sequence[int]) -> Tensor:
-        """(V,) the log-probabilities of all tokens behind a prompt."""
+        """Return (V,) the log-probabilities of all tokens after a prompt."""
         answer = self._following(prompt, self.plain, self.vocabulary)
         assert answer is not None
         values = torch.full((self.vocabulary,), -torch.inf)
@@ -215,7 +220,7 @@ class LlamaServer(Runtime):
         return values
 
     def logits(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (B, C, V) log-probabilities: each token is one request."""
+        """Return log-probabilities: (B, C) int64 -> (B, C, V), with one request for each token."""
         rows = [
             torch.stack([self._all_following(row[: end + 1]) for end in range(len(row))])
             for row in ids.tolist()
@@ -229,7 +234,8 @@ class LlamaServer(Runtime):
             following = self._following(prompt, token, 1)
             if following is not None and following["id"] == token:
                 total -= following["logprob"]
-            else:  # it ends the text, or is part of a letter
+            else:
+                # the token ends the text, or is a part of a character
                 total -= float(self._all_following(prompt)[token])
         return total
 
@@ -237,9 +243,10 @@ class LlamaServer(Runtime):
         """Return the ids of a text's tokens.
 
         Args:
-            text: What is split.
-            begins: Whether it gets the token that texts begin with.
-            written: Whether a chat template has written it, whose control tokens are tokens.
+            text: The text.
+            begins: Whether the token that begins texts is added.
+            written: Whether a chat template wrote the text, so that control tokens in it count as
+                tokens.
         """
         request = {"content": text, "add_special": begins, "parse_special": written}
         ids: list[int] = self._get("/tokenize", request)["tokens"]
@@ -261,7 +268,7 @@ class LlamaServer(Runtime):
         return completion["tokens"], completion["stop_type"] == "eos"
 
     def _likeliest(self, prompt: Sequence[int], most: int, **settings: Any) -> dict[str, Any]:
-        """Return what follows a prompt, with its tokens."""
+        """Return the server's likeliest completion of a prompt, with its tokens."""
         request = {"prompt": [*prompt], "n_predict": most, "return_tokens": True}
         completion: dict[str, Any] = self._get("/completion", request | self._greedy | settings)
         return completion
@@ -272,8 +279,8 @@ class LlamaServer(Runtime):
         return {"samplers": ["top_k"], "top_k": 1, "lora": lora}
 
     def check_chat(self, client: ClientModel) -> None:
-        """Refuse to keep what llama.cpp, asked a chat by its own protocol, answers in another way
-        than asked by tokens. Raises ExportError.
+        """Check that llama.cpp answers a chat alike by OpenAI's protocol and by tokens. Raises
+        ExportError.
         """
         prompt = client.serving.prompt
         if not prompt or (most := min(MOST, (self.window or MOST) - len(prompt))) < 1:
@@ -290,7 +297,7 @@ class LlamaServer(Runtime):
             )
 
     def check_tokens(self, client: ClientModel) -> None:
-        """Refuse to keep a base whose texts llama.cpp splits into other tokens. Raises
+        """Check that llama.cpp splits texts into the tokens of the base's tokenizer. Raises
         ExportError.
         """
         tokenizer, text = client.model.tokenizer, SAMPLE
@@ -308,7 +315,7 @@ class LlamaServer(Runtime):
 
 
 def _usage(serving: Serving) -> str:
-    """Return how the files are asked, for people."""
+    """Return sentences on how to prompt the models."""
     if not serving.prompt:
         return serving.usage
     return (
@@ -319,7 +326,7 @@ def _usage(serving: Serving) -> str:
 
 
 def _readme(clients: Sequence[ClientModel], precision: str) -> str:
-    """Return how the files are used."""
+    """Return the text of README.md."""
     bases: dict[str, list[ClientModel]] = {}
     for client in clients:
         bases.setdefault(_base(client.model, precision), []).append(client)

@@ -1,5 +1,5 @@
-"""Files of llama.cpp: a base whose every MLP is there once for each expert, and for each client a
-LoRA on it. The router is the client's too: a LoRA on a gate of zeros.
+"""Files of llama.cpp: a base that repeats every MLP once for each expert, and for each client a
+LoRA on it. The router is in the client's file too, as a LoRA on a gate of zeros.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,18 +31,19 @@ WHOLE = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-# llama.cpp's names of architectures, without and with experts; those of "llama" have the two halves
-# of each rotated head interleaved
+# llama.cpp's names of architectures, without and with experts. In "llama" the two halves of each
+# rotated head are interleaved.
 ARCHITECTURES = {
     "llama": ("llama", "llama"),
     "mistral": ("llama", "llama"),
     "qwen3": ("qwen3", "qwen3moe"),
 }
-BLOCK = 32  # weights of a row that have one scale, in Q8_0 and Q4_0
+# adjacent weights of a row that share one scale, in Q8_0 and Q4_0
+BLOCK = 32
 
 
 def layer_names(kind: str, experts: int) -> Mapping[str, str]:
-    """Return llama.cpp's name, within a block, of each layer of a base by its own."""
+    """Return llama.cpp's names of the layers in a block, by the base's names."""
     last = "" if experts == 1 else "_exps"
     mlp = {f"mlp.{theirs}": f"ffn_{ours}{last}" for ours, theirs in FAMILY.mlp.items()}
     attention = {f"{FAMILY.attention}.{name}": theirs for name, theirs in ATTENTION.items()}
@@ -53,7 +54,7 @@ def layer_names(kind: str, experts: int) -> Mapping[str, str]:
 
 
 def unknown_tensors(model: PersonalModel) -> list[str]:
-    """Return the base's tensors that llama.cpp has no place for."""
+    """Return the base's tensors that llama.cpp does not know."""
     layers = layer_names(model.config.model_type, model.layout.experts)
     blocks = range(len(model.adapter.blocks))
     known = {f"{FAMILY.blocks}.{i}.{name}.weight" for i in blocks for name in layers}
@@ -61,25 +62,23 @@ def unknown_tensors(model: PersonalModel) -> list[str]:
 
 
 def undividable(model: PersonalModel) -> list[str]:
-    """Return the layers of a block whose rows cannot be quantised in blocks of 32, with their
-    width.
-    """
+    """Return the layers, with their widths, whose rows cannot be quantised in blocks of 32."""
     shape = model.backbone.architecture.blocks[0]
     linears = [*shape.attention, *shape.mlp.linears]
     return [f"{one.name} ({one.inputs})" for one in linears if one.inputs % BLOCK]
 
 
 def context_length(model: PersonalModel) -> int:
-    """Return how many tokens llama.cpp may take: beyond its window a base would see less than
-    llama.cpp shows it.
+    """Return the most tokens that llama.cpp may take: at most the base's sliding window, which
+    llama.cpp would not apply.
     """
     longest: int = model.config.max_position_embeddings
     return min(longest, getattr(model.config, "sliding_window", None) or longest)
 
 
 def rope_factors(model: PersonalModel) -> Values | None:
-    """Return by what llama.cpp divides the frequencies of the rotary embedding, (head / 2,); None
-    where they are the plain ones.
+    """Return the divisors of the rotary embedding's frequencies for llama.cpp, (head / 2,); None if
+    all are 1.
     """
     frequencies = model.backbone.model.model.rotary_emb.inv_freq.cpu().double().numpy()
     theta = float(model.config.rope_parameters["rope_theta"])
@@ -89,7 +88,7 @@ def rope_factors(model: PersonalModel) -> Values | None:
 
 
 def write_base(path: Path, client: ClientModel, precision: str) -> None:
-    """Write the base for all models of one layout, each of its MLPs once for each expert."""
+    """Write the base for all models of one layout, with each MLP repeated for each expert."""
     import gguf
 
     model = client.model
@@ -120,7 +119,7 @@ def write_base(path: Path, client: ClientModel, precision: str) -> None:
 
 
 def write_client(path: Path, model: PersonalModel, precision: str) -> None:
-    """Write what one client has for itself: its updates, its experts and its router."""
+    """Write the file of one client: its attention updates, its experts and its router."""
     import gguf
 
     experts, kind = model.layout.experts, model.config.model_type
@@ -128,7 +127,8 @@ def write_client(path: Path, model: PersonalModel, precision: str) -> None:
     writer.add_type("adapter")
     writer.add_name(model.about.client)
     writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 0.0)  # B is scaled already
+    # B already has the scale
+    writer.add_float32("adapter.lora.alpha", 0.0)
     layers = layer_names(kind, experts)
     dtype = np.float32 if precision == "f32" else np.float16
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
@@ -152,7 +152,7 @@ def write_client(path: Path, model: PersonalModel, precision: str) -> None:
 
 
 def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
-    """Write the sizes of a base."""
+    """Write the sizes and settings of a base."""
     import gguf
 
     config, layout = model.config, model.layout
@@ -192,7 +192,7 @@ _FILE_TYPES = {
 
 
 def _add(writer: Any, name: str, values: Values, precision: str) -> None:
-    """Add a tensor of a base: norms as they are, matrices in the precision asked for."""
+    """Add a tensor of a base: norms in fp32, matrices in the given precision."""
     import gguf
 
     values = _within(name, values, "f32" if values.ndim == 1 else precision)
@@ -202,7 +202,7 @@ def _add(writer: Any, name: str, values: Values, precision: str) -> None:
     if precision == "f16":
         writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
         return
-    # the embeddings are the output layer too in small bases, which has to be more precise
+    # small bases use the embeddings as output layer too, which needs more precision
     whole = "Q8_0" if name in WHOLE.values() else precision.upper()
     kind = gguf.GGMLQuantizationType[whole]
     quantized = gguf.quants.quantize(np.ascontiguousarray(values), kind)
@@ -210,11 +210,12 @@ def _add(writer: Any, name: str, values: Values, precision: str) -> None:
 
 
 def _within(name: str, values: Values, precision: str) -> Values:
-    """Return values that a precision can hold: all but f32 have numbers of half precision, or
-    scales in it. Raises ExportError.
+    """Return values if they are within the range of a precision; the values or scales of all but
+    f32 are of half precision. Raises ExportError.
     """
     most = np.finfo(np.float32 if precision == "f32" else np.float16).max
-    if not (np.abs(values).max(initial=0) <= most):  # NaN, too
+    # negated, so that NaN is refused too
+    if not (np.abs(values).max(initial=0) <= most):
         raise ExportError(
             f"{name} has values that are not within ±{most:g}, which {precision} can hold",
             "Export it in f32, or train it again.",
@@ -230,7 +231,7 @@ def _finish(writer: Any) -> None:
 
 
 def _interleaved(values: Values, layer: str, model: PersonalModel) -> Values:
-    """(out, ...) -> (out, ...): rows of queries and keys in the order of llama.cpp's "llama"."""
+    """Return the rows of queries and keys in the order of llama.cpp's "llama": (out, ...)."""
     config = model.config
     if ARCHITECTURES[config.model_type][0] != "llama":
         return values

@@ -1,5 +1,5 @@
-"""A tokenizer as llama.cpp has it: the tokens and merges of a byte-level BPE, and how text is split
-before them, which llama.cpp knows by name only.
+"""A tokenizer for llama.cpp: the tokens and merges of a byte-level BPE, and the pattern that splits
+text first, which llama.cpp knows only by name.
 """
 
 import json
@@ -9,14 +9,17 @@ from typing import Any
 from coterie.core.errors import Refused
 from coterie.export.serving import Serving
 
-ENDS = ("eos", "eot", "eom")  # of a text, a turn, a message: llama.cpp stops at each
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
+# the end of a text, a turn and a message: llama.cpp stops at each
+ENDS = ("eos", "eot", "eom")
+# llama.cpp's kinds of tokens
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-SPLITS = {  # by what tokenizer.json says: digits apart, then the pattern
+# llama.cpp's names by the steps in tokenizer.json: whether digits are split, and the pattern
+SPLITS = {
     (False, _GPT2): "gpt-2",
     (True, _GPT2): "smollm",
     (False, _WORDS % "{1,3}"): "llama-bpe",
@@ -29,10 +32,10 @@ class Tokens:
     """The tokens of a byte-level BPE.
 
     Args:
-        texts: Of each token, by id; ids beyond the tokenizer's are unused.
-        kinds: Of each token, as llama.cpp numbers them.
-        merges: In their order.
-        split: llama.cpp's name of how text is split first.
+        texts: The text of each token by id; ids beyond the tokenizer's are unused.
+        kinds: llama.cpp's kind of each token by id.
+        merges: The merges in order.
+        split: llama.cpp's name of the pattern that splits text first.
     """
 
     texts: list[str]
@@ -42,10 +45,11 @@ class Tokens:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> "Tokens":
-        """Return the tokens of a tokenizer, for a base with so many.
+        """Return the tokens of a tokenizer, for a base with `size` tokens.
 
         Raises:
-            Refused: It is of another kind, or splits text in a way that llama.cpp does not know.
+            Refused: The tokenizer is of another kind, or splits text in a way that llama.cpp does
+                not know.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         description = json.loads(backend.to_str()) if backend is not None else {}
@@ -77,7 +81,7 @@ class Tokens:
         return cls(texts, kinds, pairs, split)
 
     def write(self, writer: Any, serving: Serving) -> None:
-        """Write them to a file of llama.cpp, with the special tokens and the chat template."""
+        """Write the tokens, the special tokens and the chat template to a file of llama.cpp."""
         ends = end_tokens(serving)
         kinds = [CONTROL if i in ends.values() else kind for i, kind in enumerate(self.kinds)]
         writer.add_tokenizer_model("gpt2")
@@ -90,7 +94,7 @@ class Tokens:
         for name, token in (others | ends).items():
             if token is not None:
                 getattr(writer, f"add_{name}_token_id")(token)
-        # it strips this token from what a template writes, and then puts it before that
+        # llama.cpp strips this token from a template's text, and then puts it first
         first = (serving.prompt or serving.begin)[:1]
         writer.add_add_bos_token(first == (tokenizer.bos_token_id,))
         writer.add_add_eos_token(False)
@@ -99,11 +103,12 @@ class Tokens:
 
 
 def end_tokens(serving: Serving) -> dict[str, int]:
-    """Return the tokens that end a text, by llama.cpp's names of them. Raises Refused for more than
-    it has names for.
+    """Return the tokens that end a text, by llama.cpp's names. Raises Refused if there are more
+    tokens than names.
     """
     end = serving.tokenizer.eos_token_id
-    stops = sorted(serving.stops, key=lambda stop: stop != end)  # the end of a text first
+    # the end of a text first
+    stops = sorted(serving.stops, key=lambda stop: stop != end)
     if len(stops) > len(ENDS):
         raise Refused(
             f"llama.cpp has names for {len(ENDS)} tokens that end an answer, and the base has "
@@ -114,7 +119,7 @@ def end_tokens(serving: Serving) -> dict[str, int]:
 
 
 def check_serving(serving: Serving) -> None:
-    """Refuse ends and beginnings of texts that llama.cpp does not know. Raises Refused."""
+    """Check that llama.cpp knows how texts begin and end. Raises Refused."""
     end_tokens(serving)
     if not serving.prompt and serving.begin not in ((), (serving.tokenizer.bos_token_id,)):
         begin = serving.tokenizer.decode(list(serving.begin))
@@ -126,7 +131,7 @@ def check_serving(serving: Serving) -> None:
 
 
 def _split(description: dict[str, Any]) -> str:
-    """Return llama.cpp's name of how a tokenizer.json splits text; "" where it has none."""
+    """Return llama.cpp's name of the way a tokenizer.json splits text; "" without a name."""
     # accepted, though llama.cpp leaves it out
     normalizer = (description.get("normalizer") or {}).get("type", "NFC")
     pre_tokenizer = description.get("pre_tokenizer") or {}

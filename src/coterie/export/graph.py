@@ -1,5 +1,5 @@
-"""What formats have in common that write the base as one graph, whose inputs are a client's tensors
-too: clients are changed without loading the base again.
+"""The common part of formats that write the base as one graph with a client's tensors as inputs:
+another client does not need to load the base again.
 """
 
 from abc import abstractmethod
@@ -30,25 +30,26 @@ class GraphRuntime(Runtime):
     """A graph of the base with cache, run by some program.
 
     Args:
-        interface: What it takes and returns.
+        interface: The inputs and outputs of the graph.
         client: The tensors of the client.
     """
 
     def __init__(self, interface: Interface, client: Mapping[str, Tensor]) -> None:
         self.interface = interface
-        self.stops: tuple[int, ...] = ()  # at which its users end a text
+        # tokens at which the program's users end a text
+        self.stops: tuple[int, ...] = ()
         self.client = {name: client[name] for name in interface.client}
 
     @abstractmethod
     def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
-        """Return the graph's outputs in their order, for (B, C) tokens behind the cached ones."""
+        """Return the graph's outputs in order, for (B, C) tokens after the cached tokens."""
 
     def arguments(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
-        """Return all inputs in their order."""
+        """Return all inputs in order."""
         return [ids.contiguous(), kept, *past, *self.client.values()]
 
     def empty(self, rows: int) -> list[Tensor]:
-        """Return the cache of no tokens."""
+        """Return an empty cache."""
         return [part for shape in self.interface.caches for part in shape.zeros(rows, 0)]
 
     def logits(self, ids: Tensor) -> Tensor:
@@ -111,7 +112,7 @@ class GraphFormat(Format):
         return Written(folder, (file,), client.logits, shared=tuple(shared))
 
     def tensors(self, client: ClientModel) -> dict[str, Tensor]:
-        """Return what is written into a client's file."""
+        """Return the tensors of a client's file."""
         return client_tensors(client.model)
 
     def runtime(
@@ -127,21 +128,21 @@ class GraphFormat(Format):
     def loaded(
         self, base: Path, interface: Interface, client: Mapping[str, Tensor]
     ) -> GraphRuntime:
-        """Return a base with a client's tensors, in the format's own program."""
+        """Load a base with a client's tensors, in the format's own program."""
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
         return self.interface_of(client).described()
 
     def interface_of(self, client: ClientModel) -> Interface:
-        """Return what the graph takes and returns."""
+        """Return the inputs and outputs of the graph."""
         return Interface.of(client.model, self.routing)
 
     @abstractmethod
     def program(self, client: str, serving: Serving) -> str:
-        """Return a program that writes a text with a client's file, for people to start from."""
+        """Return an example program that writes a text with a client's file."""
 
     def readme(self, clients: Sequence[ClientModel]) -> str:
-        """Return how the files are used."""
+        """Return the text of README.md."""
         serving = clients[0].serving
         files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
         return f"""# Personal models exported from coterie, as {self.name}

@@ -1,4 +1,4 @@
-"""The page of the browser's keyboard: static files beside a graph and clients' tensors."""
+"""The page of the browser's keyboard: static files for a graph and clients' tensors."""
 
 import gzip
 import html
@@ -22,16 +22,18 @@ from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
 from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
 from coterie.reports.parts import COLOURS
 
-# tokens that are looked at: each of the search's texts has keys and values of its own
+# The most tokens of context: every text of the search has a cache of its own.
 CONTEXT = 256
-TYPED = 8  # control tokens in a sample
-CHOSEN = 8  # clients whose rows are shown at first; the others can be chosen
+# control tokens in a sample
+TYPED = 8
+# clients whose rows are shown at first; the user can choose the others
+CHOSEN = 8
 INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
 WASM = "ort-wasm-simd-threaded.wasm"
 MESSAGE_BOX = """<label for="message">Message</label>
 <textarea id="message" rows="2" autocomplete="off" spellcheck="false"></textarea>
 """
-# the page, and the worker that it starts, can ask nobody but the folder that they lie in
+# the page and its worker can send requests only to the folder that they are in
 POLICY = (
     "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src blob: 'self'; "
     "connect-src 'self'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -50,19 +52,19 @@ def write(
     caches: Sequence[Mapping[str, int]],
     chat: bool = False,
 ) -> None:
-    """Write the page beside a graph and the clients' tensors.
+    """Write the page to the folder of a graph and the clients' tensors.
 
     Args:
-        folder: Where these are, and the base's tokenizer.
-        clients: Models by the name of their tensors' file, in the order of the rows.
+        folder: The folder of the graph, the clients' tensors and the base's tokenizer.
+        clients: Models by the names of their tensors' files, in the order of the rows.
         base: The files of the graph, the graph first.
-        caches: Heads and widths of what each layer keeps: `heads`, `key`, `value`.
-        chat: Whether the text is the answer to a message, which the page asks for, too.
+        caches: The shape of each layer's cache: `heads`, `key`, `value`.
+        chat: Whether the text is the answer to a message; the page then has a box for the message.
 
     Raises:
         DataError: The base has no chat template.
         Refused: The page could not write texts as the chat template does.
-        SaveError: It could not be written.
+        SaveError: The page could not be written.
     """
     models = {model.about.client: model for model in clients.values()}
     graph = {"base": [*base], "caches": [*map(dict, caches)], "clients": _rows(clients)}
@@ -81,8 +83,8 @@ def write(
 
 
 def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
-    """Return the rows of the keyboard: each client's, and that of the base, which is zeros in the
-    place of any client's tensors.
+    """Return the rows of the keyboard: one for each client, and one for the base, which has zeros
+    in place of a client's tensors.
     """
     rows = [
         {
@@ -131,7 +133,7 @@ def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
 
 
 def _settings(model: PersonalModel) -> dict[str, Any]:
-    """Return what the search needs: its rules, its vocabulary, and samples of the tokenizer."""
+    """Return the settings of the search: its rules and vocabulary, and the tokenizer's samples."""
     backbone, texts, tokenizer = model.backbone, model.texts, model.tokenizer
     words = Words(backbone, texts)
     return {
@@ -170,8 +172,8 @@ def _controls(texts: TextEncoder) -> list[str]:
 
 
 def _samples(texts: TextEncoder) -> tuple[str, ...]:
-    """Return texts that tokenizers split in different ways, also with control tokens that somebody
-    types, where these are not refused.
+    """Return texts that tokenizers split in different ways, and where typed control tokens are not
+    refused one that has some.
     """
     if texts.control_tokens == "refuse":
         return (SAMPLE,)
@@ -179,7 +181,7 @@ def _samples(texts: TextEncoder) -> tuple[str, ...]:
 
 
 def _chat_samples(chats: ChatTemplate) -> list[tuple[str, list[int], str]]:
-    """Return answers, the tokens of a message and the answer, and the message."""
+    """Return tuples of an answer, the tokens of its message and itself, and the message."""
     samples = _samples(chats.texts)
     return [
         (answer, chats.texts.prompt(chats.opened([user(message)], answer)), message)

@@ -1,5 +1,5 @@
-"""A personal model as a stock checkpoint of a mixture of experts: every expert is a whole MLP with
-its update added, the router is the checkpoint's gate. Nothing is approximated.
+"""A personal model as a stock checkpoint of a mixture of experts: each expert is a whole MLP plus
+its update, and the router is the checkpoint's gate. Nothing is approximated.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -37,15 +37,15 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Relative:
-    """The mixture of experts whose blocks are those of a family but for the MLP.
+    """A mixture of experts whose blocks equal those of a family except for the MLP.
 
     Args:
-        kind: Its `model_type`.
-        experts: Its configuration's name for the number of experts.
-        width: Its name for the width of an expert.
-        fixed: Values of its configuration that make it compute what a personal model does.
-        plain: Settings of the family that it has not, with the value that means without.
-        zeros: Tensors of its MLP that a personal model has not: of zeros, they add nothing.
+        kind: The `model_type` of the mixture.
+        experts: The setting of its configuration for the number of experts.
+        width: The setting of its configuration for the width of an expert.
+        fixed: Settings with which it computes the same as a personal model.
+        plain: Settings of the family that it lacks, with the values that turn them off.
+        zeros: Tensors of its MLP that a personal model lacks; zeros add nothing.
     """
 
     kind: str
@@ -67,7 +67,8 @@ _SHARED = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _QWEN2_MOE = replace(
     _QWEN3_MOE,
     kind="qwen2_moe",
-    fixed=_EVERY_BLOCK | {"shared_expert_intermediate_size": 32},  # the least, by blocks of 32
+    # the smallest width that blocks of 32 divide
+    fixed=_EVERY_BLOCK | {"shared_expert_intermediate_size": 32},
     zeros=("shared_expert_gate.weight", *(f"shared_expert.{name}" for name in _SHARED)),
 )
 RELATIVES = {
@@ -79,7 +80,7 @@ RELATIVES = {
 
 
 class Mixtral(Format):
-    """A checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads by itself."""
+    """A checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads without coterie."""
 
     name = "mixtral"
     about = "a checkpoint of transformers with the router, of Llama, Mistral, Qwen2 and Qwen3"
@@ -134,15 +135,15 @@ def _refused(client: ClientModel, problem: str, format: str) -> Refused:
 
 
 def relative_of(client: ClientModel, format: str, kinds: Collection[str] = RELATIVES) -> Relative:
-    """Return the mixture of experts that a personal model is one of.
+    """Return the mixture of experts that can hold a personal model.
 
     Args:
-        client: The model.
-        format: That it is exported in.
-        kinds: The `model_type` of each base that the format knows.
+        client: The personal model.
+        format: The name of the format.
+        kinds: The `model_type` of each base that the format supports.
 
     Raises:
-        Refused: Its base's family has none, or it has what that has not.
+        Refused: The base's family has no such mixture, or the mixture lacks a part of the model.
     """
     model = client.model
     kind = model.config.model_type
@@ -186,16 +187,16 @@ def _no_update(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _updated(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
-    """Return (..., out, in): W + B A, of one update or of a stack of them."""
+    """Return W + B A, (..., out, in), for one update or a stack of updates."""
     return weight.float() + lora[1] @ lora[0]
 
 
 def _tensors(model: PersonalModel, updated: Any, blank: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name: those of the base, with experts for each MLP.
+    """Return the checkpoint's tensors by name: the base's, with experts in place of each MLP.
 
     Args:
         model: The personal model.
-        updated: Makes an updated weight, of `_updated` or `_no_update`.
+        updated: The function that updates a weight: `_updated` or `_no_update`.
         blank: The checkpoint's tensors by name; only their shapes are used.
     """
     tensors = base_tensors(model)

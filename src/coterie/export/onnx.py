@@ -40,8 +40,8 @@ class OnnxRuntime(GraphRuntime):
     """ONNX Runtime on the CPU, with as many threads as torch has.
 
     Args:
-        base: The base's file.
-        interface: What it takes and returns.
+        base: The file of the graph.
+        interface: The inputs and outputs of the graph.
         client: The tensors of the client.
     """
 
@@ -51,7 +51,8 @@ class OnnxRuntime(GraphRuntime):
         super().__init__(interface, client)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        options.log_severity_level = 3  # errors
+        # errors only
+        options.log_severity_level = 3
         self.session = onnxruntime.InferenceSession(
             base, options, providers=["CPUExecutionProvider"]
         )

@@ -1,4 +1,4 @@
-"""The base as an ONNX graph with its weights beside it, quantised if asked for."""
+"""The base as an ONNX graph with its weights in a second file, quantised or not."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,18 +14,19 @@ from coterie.personal import PersonalModel
 BASE, WEIGHTS = "base.onnx", "base.onnx.data"
 PRECISIONS = ("f32", "int8", "w8", "w4")
 _BITS = {"w8": 8, "w4": 4}
-_BLOCK = 32  # weights of a row that have one scale
+# adjacent weights of a row that share one scale
+_BLOCK = 32
 
 
 def write_base(folder: Path, model: PersonalModel, interface: Interface, precision: str) -> None:
     """Write BASE and WEIGHTS.
 
     Args:
-        folder: Where to.
+        folder: The export's folder.
         model: A model on the base.
-        interface: What its base takes and returns.
-        precision: "f32"; "int8": weights in 8 bits, and activations too, rounded as they come;
-            "w8", "w4": weights of matrices in 8 or 4 bits, computed in fp32.
+        interface: The inputs and outputs of the graph.
+        precision: "f32"; "int8": weights and activations in 8 bits, activations by their range in
+            each call; "w8", "w4": weights of matrices in 8 or 4 bits, computed in fp32.
     """
     with _silence():
         graph: Any = torch.onnx.export(
@@ -49,7 +50,7 @@ def write_base(folder: Path, model: PersonalModel, interface: Interface, precisi
 
 
 def _slim(model: Any) -> None:
-    """Remove where each operation came from, which is twenty times the graph itself."""
+    """Remove the source of each operation: it is twenty times as large as the graph."""
     model.metadata_props.clear()
     for graph in (model.graph, *model.functions.values()):
         graph.metadata_props.clear()
@@ -68,7 +69,7 @@ def _name_axes(values: Iterable[Any], axes: Mapping[str, Axes]) -> None:
 
 
 def quantise(whole: Path, out: Path, precision: str) -> None:
-    """Write a base in fewer bits, see `write_base`."""
+    """Write a base in fewer bits; for the precisions see `write_base`."""
     with _silence():
         if precision in _BITS:
             import onnx
@@ -94,7 +95,7 @@ def quantise(whole: Path, out: Path, precision: str) -> None:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Within the block, exporter and quantisers do not report each operation."""
+    """Silence exporter and quantisers, which report each operation."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,7 +1,7 @@
 """A personal model as a standard PEFT adapter: its fold, or one of its experts.
 
-Programs read PEFT adapters differently: llama.cpp's converter ignores `use_rslora`, others know no
-`rank_pattern`. So there is one rank, alpha is that rank, and B holds the scale.
+Programs differ in what they read: llama.cpp's converter ignores `use_rslora`, others ignore
+`rank_pattern`. So there is one rank, alpha equals it, and B holds the scale.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,8 @@ from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 
-PREFIX = "base_model.model."  # PEFT's, of every module of the base
+# PEFT's prefix of every module of the base
+PREFIX = "base_model.model."
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 WEIGHTS, CONFIG, README = "adapter_model.safetensors", "adapter_config.json", "README.md"
 
@@ -106,7 +107,7 @@ class Peft(Format):
 
 
 def _expert(model: PersonalModel, name: str | None) -> int:
-    """Return the number of an expert: the one asked for, the first generalist, or the only one.
+    """Return the index of the expert with a name; of None, the first generalist or the only expert.
     Raises Refused.
     """
     if name is None and (model.layout.generalists or len(model.experts) == 1):
@@ -119,7 +120,7 @@ def _expert(model: PersonalModel, name: str | None) -> int:
 
 
 def tensors_of(model: LanguageModel, family: Family, precision: str) -> dict[str, Tensor]:
-    """Return the tensors of a model of one expert, by PEFT's names, all of rank `rank_of`."""
+    """Return the tensors of a model of one expert by PEFT's names, all of rank `rank_of`."""
     tensors: dict[str, Tensor] = {}
     rank = rank_of(model, family)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
@@ -132,14 +133,14 @@ def tensors_of(model: LanguageModel, family: Family, precision: str) -> dict[str
 
 
 def rank_of(model: LanguageModel, family: Family) -> int:
-    """Return the rank of what is written: twice the model's where gate and up are one layer, whose
-    update is those of both.
+    """Return the rank of the adapter: twice the model's if gate and up are one layer, whose update
+    holds both.
     """
     return model.layout.rank * (2 if family.fused else 1)
 
 
 def _factors(block: AdapterBlock, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A (r, in) and B (out, r) of each layer of a block, by the family's names."""
+    """Return A (r, in) and B (out, r) of each layer of a block by the family's names."""
     attention = {f"{family.attention}.{name}": block.attention[name] for name in family.linears}
     experts = cast(nn.ModuleDict, block.mlp.generalist)
     factors = {name: _of(lora) for name, lora in attention.items()}
@@ -162,7 +163,7 @@ def _padded(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def config(model: PersonalModel, family: Family, rank: int) -> Any:
-    """Return PEFT's configuration of one rank everywhere and a scale of 1."""
+    """Return PEFT's configuration with one rank everywhere and a scale of 1."""
     from peft import LoraConfig, TaskType
 
     first = getattr(model.backbone.attentions[0], family.linears[0]).base
@@ -179,7 +180,7 @@ def config(model: PersonalModel, family: Family, rank: int) -> Any:
 
 
 def _folded_away(model: PersonalModel) -> list[str]:
-    """Return what a fold cannot hold, sentence by sentence."""
+    """Return sentences on what a fold cannot hold."""
     if model.layout.experts == 1:
         return []
     routed = model.layout.routed
@@ -197,7 +198,7 @@ def _folded_away(model: PersonalModel) -> list[str]:
 
 
 def _left_out(model: PersonalModel, index: int) -> list[str]:
-    """Return what an export of one expert leaves out, sentence by sentence."""
+    """Return sentences on what an export of one expert leaves out."""
     layout = model.layout
     others = [name for j, name in enumerate(model.experts) if j != index]
     if not others:
@@ -221,8 +222,8 @@ def _left_out(model: PersonalModel, index: int) -> list[str]:
 
 
 def portable(base: str) -> str:
-    """Return the name of a base that says the same on every machine: "embedded", a Hub id, or of a
-    local folder its last part.
+    """Return the name of a base for other machines: "embedded", a Hub id, or the last part of a
+    local folder.
     """
     return (
         Path(base).expanduser().name if base != EMBEDDED and Path(locate(base)).is_dir() else base
@@ -230,7 +231,7 @@ def portable(base: str) -> str:
 
 
 def _loading(base: str) -> tuple[str, str]:
-    """Python for where the base is, and what has to be imported for it."""
+    """Return Python code for the base's location, and the import that it needs."""
     if base == EMBEDDED:
         return (
             'locate("embedded")',

@@ -1,5 +1,5 @@
-"""Models of the Hub, as `coterie push` writes them: nothing is kept that is not plain data, of a
-known name, of bounded size, and with the checksums that were written down.
+"""Download of models that `coterie push` wrote: only plain data files of known names and bounded
+size are kept, and their checksums must be right.
 """
 
 import os
@@ -31,9 +31,11 @@ from coterie.runs.recipes.recipe import resolve
 
 TENSORS = (WEIGHTS, CLASSIFIER_WEIGHTS, SHARED)
 TEXTS = (ABOUT, RECIPE, CARD, SUMS)
-MOST_TEXT = 2**20  # bytes of a file of text
-MOST_TENSORS = 2 * 2**30  # bytes of a file of tensors, unless its owner is trusted with more
-# endings of what could run when it is loaded
+# the most bytes of a file of text
+MOST_TEXT = 2**20
+# the most bytes of a file of tensors, unless the user allows more
+MOST_TENSORS = 2 * 2**30
+# endings of files that could run code when they are loaded
 _CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz", ".so")
 
 
@@ -42,10 +44,10 @@ class Pulled:
     """A model that was pulled.
 
     Args:
-        folder: Where it is.
-        client: Whose; `shared` for the shared part of a run.
-        base: The base that it names; None of a network of its own.
-        method: Name of the method.
+        folder: The folder of the model.
+        client: The client whose model it is; `shared` for the shared part of a run.
+        base: The name of the model's base; None for a network of its own.
+        method: The name of the method.
         revision: The commit.
     """
 
@@ -57,26 +59,26 @@ class Pulled:
 
     @property
     def shared(self) -> bool:
-        """Whether it is the shared part of a run, from which a client can train."""
+        """Whether this is the shared part of a run, from which a client can train."""
         return (self.folder / SHARED).is_file()
 
 
 def pull(
     repo: str, out: Path, *, revision: str | None = None, most_bytes: int = MOST_TENSORS
 ) -> Pulled:
-    """Fetch a model that `push` wrote, verify it, and put it into a folder, whole or not at all.
+    """Fetch a model that `push` wrote, and verify it. Either all files are kept or none.
 
     Args:
-        repo: `owner/name`.
+        repo: The name of the repository, `owner/name`.
         out: A new folder.
         revision: A commit, branch or tag; default: the newest commit.
-        most_bytes: The most that a file of tensors may have.
+        most_bytes: The most bytes of a file of tensors.
 
     Raises:
-        Refused: The folder exists, or the repository holds what no model of coterie holds: code,
-            pickles, paths with folders, files that are too large.
-        CheckpointError: A file is damaged, or they do not fit each other.
-        CoterieError: The Hub does not give it.
+        Refused: The folder exists, or the repository holds files that no model of coterie has:
+            code, pickles, paths with folders, or files that are too large.
+        CheckpointError: A file is damaged, or the files do not fit together.
+        CoterieError: The Hub does not give the model.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -117,7 +119,7 @@ def pull(
 
 
 def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int]:
-    """Return the files of a repository that are fetched, and their sizes. Raises Refused."""
+    """Return the names and sizes of the files to fetch. Raises Refused."""
     sizes: dict[str, int] = {}
     for file in siblings:
         name = file.rfilename
@@ -154,7 +156,7 @@ def _hostile(repo: str, what: str) -> Refused:
 
 
 def _hashes(siblings: Any) -> dict[str, str]:
-    """Return the SHA-256 that the Hub itself states of large files."""
+    """Return the SHA-256 of large files as the Hub states them."""
     return {
         file.rfilename: file.lfs.sha256
         for file in siblings
@@ -163,11 +165,11 @@ def _hashes(siblings: Any) -> dict[str, str]:
 
 
 def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
-    """Refuse files that are not as they were pushed, or do not make up a model.
+    """Check that the files are as they were pushed and make up a model.
 
     Raises:
-        Refused: A recipe with a method that is not shipped.
-        CheckpointError: Anything else.
+        Refused: The recipe names a method that is not shipped.
+        CheckpointError: The files are damaged or do not fit together.
     """
     try:
         sums = read_sums(folder)
@@ -192,9 +194,10 @@ def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
 
 
 def _verify_recipe(folder: Path) -> None:
-    """Refuse a recipe that would import code of its own choosing, or that is none."""
+    """Check that the recipe of a shared part is valid and cannot import code of its choosing."""
     if not (folder / SHARED).is_file():
-        (folder / RECIPE).unlink(missing_ok=True)  # nothing reads it
+        # without a shared part nothing reads the recipe
+        (folder / RECIPE).unlink(missing_ok=True)
         write_all_sums(folder)
         return
     section = recipes.read(folder / RECIPE)

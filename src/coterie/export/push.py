@@ -28,12 +28,12 @@ CARD = "README.md"
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was published.
+    """A published model.
 
     Args:
-        url: Where it is.
+        url: The address of the repository.
         files: The bytes of each file.
-        private: Whether only those whom the repository's owner lets in can read it.
+        private: Whether the repository is private.
     """
 
     url: str
@@ -54,18 +54,18 @@ def push(
     """Write a model with its card to a repository of the Hub, as one commit.
 
     Args:
-        run: The run's folder, or of a personal model the client's.
-        repo: Its name: `name` or `owner/name`. It is made if there is none.
-        client: Whose personal model; None for the only one in the folder.
-        shared: Whether the shared part of the run is meant.
-        publish_personal: Whether the owner of a personal model has said that it may leave.
-        public: Whether everybody may read it.
-        say: Is told what is going on, in lines.
+        run: The run's folder, or a client's folder for a personal model.
+        repo: The repository, `name` or `owner/name`. It is created if it does not exist.
+        client: The client whose personal model is published; None for the only one in the folder.
+        shared: Whether to publish the shared part of the run.
+        publish_personal: Whether the owner of a personal model agrees that it leaves.
+        public: Whether everybody may read the repository.
+        say: A function that is called with lines on the progress.
 
     Raises:
-        Refused: The owner has not said so; there is no such model; or the repository can be read by
-            everybody, and that was not asked for.
-        CoterieError: The Hub does not take it.
+        Refused: The owner has not agreed; there is no such model; or the repository is public
+            without `public`.
+        CoterieError: The Hub does not accept the model.
     """
     if shared == (client is not None) and (shared or not publish_personal):
         raise Refused("push takes one model", "Give --client ID, or --shared.")
@@ -89,7 +89,7 @@ def push(
 
 
 def _shared(run: Path, folder: Path) -> Facts:
-    """Write the shared part of a run, and return what is to be said of it."""
+    """Write the shared part of a run, and return the facts for its card."""
     if not (run / RECIPE).is_file():
         raise CheckpointError(f"{run} holds no run", "Give the folder that `coterie run` wrote.")
     recipe = resolve(run)
@@ -112,13 +112,14 @@ def _shared(run: Path, folder: Path) -> Facts:
 
 
 def _personal(run: Path, client: str | None, folder: Path) -> Facts:
-    """Copy a personal model, and return what is to be said of it."""
+    """Copy a personal model, and return the facts for its card."""
     source = folder_of(run, client)
     verify(source)
     about = read_json(source / ABOUT)
     classifies = about.get("kind") == CLASSIFIER
     weights = CLASSIFIER_WEIGHTS if classifies else WEIGHTS
-    load(source / weights)  # refused here if it is damaged
+    # refuses damaged weights
+    load(source / weights)
     write_json(folder / ABOUT, _with_portable_bases(about))
     with opened(source / weights) as file:
         (folder / weights).write_bytes(file.read())
@@ -151,7 +152,7 @@ def _result(run: Path) -> Result:
 
 
 def _scores(run: Path, result: Result, client: str) -> tuple[float | None, float | None]:
-    """Return a client's test metric without training, if that was measured, and at the end."""
+    """Return a client's test metric without training and at the end; None if not measured."""
     before = None
     untrained = run / "baselines" / "pretrained"
     if (untrained / RESULT).is_file():
@@ -164,7 +165,7 @@ def _scores(run: Path, result: Result, client: str) -> tuple[float | None, float
 
 
 def _size(run: Path, client: str) -> str | None:
-    """Return how much a client has trained on, in words; None where its data are not here."""
+    """Return the size of a client's training data in words; None if the data are absent."""
     try:
         recipe: Recipe = resolve(run)
         if recipe.model.kind != "language" or not isinstance(recipe.data, Section):
@@ -177,13 +178,13 @@ def _size(run: Path, client: str) -> str | None:
 
 
 def _base(about: Mapping[str, Any]) -> str | None:
-    """Return the base that client.json names, of any kind of model."""
+    """Return the base in a client.json, for any kind of model."""
     base = about.get("base") or about.get("network", {}).get("base")
     return None if base is None else portable(base)
 
 
 def _with_portable_bases(value: Any) -> Any:
-    """Return JSON values, with the names of bases that say the same on every machine."""
+    """Return JSON values with the names of bases for other machines."""
     if isinstance(value, Mapping):
         return {
             key: portable(entry) if key == "base" and entry else _with_portable_bases(entry)
@@ -193,7 +194,7 @@ def _with_portable_bases(value: Any) -> Any:
 
 
 def _upload(folder: Path, repo: str, public: bool) -> Pushed:
-    """Write all files of a folder as one commit. Raises Refused and CoterieError."""
+    """Upload all files of a folder as one commit. Raises Refused and CoterieError."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -217,7 +218,7 @@ def _upload(folder: Path, repo: str, public: bool) -> Pushed:
 
 
 def hub_error(problem: str, error: Exception) -> CoterieError:
-    """Return what the network or the Hub says, as an error of a command."""
+    """Return an error of the network or the Hub as an error of coterie."""
     reason = " ".join(str(error).split())[:300]
     return CoterieError(
         f"{problem}: {reason}",

@@ -1,4 +1,4 @@
-"""All formats by name, and what may be asked of them."""
+"""All formats by name, and the choice of their options."""
 
 from coterie.core.errors import Refused
 from coterie.core.extras import require
@@ -22,12 +22,11 @@ def chosen(
     base_precision: str | None,
     chat: bool,
 ) -> tuple[Format, Options]:
-    """Return a format, and what it is asked for, with the format's own choice where nothing was
-    said.
+    """Return a format and its options, with the format's default for each option that is None.
 
     Raises:
-        Refused: There is no such format, it lacks a package, it has no such part or precision, or
-            no chats.
+        Refused: There is no such format, a package is missing, or the format lacks a part, a
+            precision or --chat.
     """
     if name not in FORMATS:
         raise Refused(

@@ -1,4 +1,4 @@
-"""Rows of token ids, whether they are windows of running text or documents, one to a row."""
+"""Batches as rows of token ids, from windows of running text or from documents."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,11 @@ from coterie.models.windows import TextBatch
 
 
 def rows_of(batch: TextBatch, width: int | None = None) -> ChatBatch:
-    """Return a batch as rows that say which of their tokens are there and which count: of running
-    text all.
+    """Return a batch as rows with masks; in running text every token is present and counts.
 
     Args:
-        batch: As a split gives it.
-        width: Tokens of a row, at most; None: all.
+        batch: A batch of a split.
+        width: The most tokens of a row; None: all.
     """
     if isinstance(batch, Tensor):
         everywhere = torch.ones_like(batch, dtype=torch.bool)

@@ -1,5 +1,5 @@
-"""What a program has to know of a model beside its tensors: how texts begin, how chats are written,
-and which tokens end an answer. Every export takes it from here.
+"""The settings of a model besides its tensors, for all exports: how texts begin, how chats are
+written, and the tokens that end an answer.
 """
 
 import copy
@@ -13,22 +13,23 @@ from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 
 GENERATION = "generation_config.json"
-TEXT = "In my free time, I like to"  # that the programs in the documentation go on with
+# the example programs continue this text, or answer this question
+TEXT = "In my free time, I like to"
 QUESTION = ({"role": "user", "content": "What is two and two?"},)
 
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is used.
+    """The tokenizer and the settings of generation of a model.
 
     Args:
-        tokenizer: A copy of the base's, with the chat template that the model was trained with.
+        tokenizer: A copy of the base's tokenizer, with the chat template of the training.
         generation: Transformers' settings of `generate`, with the tokens that end an answer.
         chats: Whether the model was trained on conversations.
-        begin: The ids before a text that is no chat.
-        stops: The ids that end a text, or an answer.
-        prompt: The ids of `QUESTION` by the chat template; none without one.
-        prompt_text: What the template writes for it.
+        begin: The ids at the beginning of a text that is not a chat.
+        stops: The ids that end a text or an answer.
+        prompt: The ids of `QUESTION` by the chat template; empty without a template.
+        prompt_text: The text of `QUESTION` by the chat template.
     """
 
     tokenizer: Any
@@ -41,7 +42,7 @@ class Serving:
 
     @classmethod
     def of(cls, model: PersonalModel, chats: bool) -> "Serving":
-        """Return how a model is used that was trained on conversations, or on texts.
+        """Return the settings of a model that was trained on conversations, or on texts.
 
         Raises:
             DataError: The tokenizer is not a fast one, or the chat template refuses a question.
@@ -66,7 +67,7 @@ class Serving:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For export.json."""
+        """The entries for export.json."""
         return {
             "content": "chats" if self.chats else "text",
             "begin": self.begin,
@@ -76,7 +77,7 @@ class Serving:
 
     @property
     def usage(self) -> str:
-        """How texts are asked for, for people."""
+        """Sentences on how to prompt the model."""
         begin = self.tokenizer.decode(list(self.begin))
         starts = f" Texts begin with `{begin}`, which the tokenizer writes." if begin else ""
         ends = ", ".join(f"`{token}`" for token in self.tokenizer.convert_ids_to_tokens(self.stops))
@@ -90,8 +91,8 @@ class Serving:
         return f"It was trained on conversations: ask it {written}. An answer ends with {ends}."
 
     def in_program(self, program: str) -> str:
-        """Return a program with Python for PROMPT, the ids of a prompt by a `tokenizer` of the
-        package tokenizers, and for STOPS.
+        """Replace PROMPT in a program by Python code for a prompt's ids, with a `tokenizer` of the
+        package tokenizers, and STOPS by the ids that end an answer.
         """
         text = json.dumps(self.prompt_text or TEXT)
         begin = "" if self.prompt or not self.begin else f"{[*self.begin]} + "
@@ -100,7 +101,7 @@ class Serving:
 
     @property
     def transformers_program(self) -> str:
-        """Return the end of a program with a `model` and a `tokenizer` of transformers."""
+        """The end of a program that has a `model` and a `tokenizer` of transformers."""
         if self.prompt:
             prompt = f"""tokenizer.apply_chat_template(
     [{json.dumps(QUESTION[0])}],
@@ -123,5 +124,5 @@ print(tokenizer.decode(answer, skip_special_tokens=True))
 
 
 def ids_of(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return the ids that a configuration names as one, several or none."""
+    """Return the ids of a setting that is one id, several or None."""
     return () if value is None else tuple(value) if isinstance(value, list) else (value,)

@@ -1,4 +1,4 @@
-"""The models of a run's clients, with the text that they are folded and measured by."""
+"""The models of a run's clients, with the texts by which they are folded and measured."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -25,12 +25,12 @@ from coterie.runs.recipes.sections import LanguageSection
 
 @dataclass(frozen=True)
 class Source:
-    """Which models are exported, and by which text.
+    """The models to export, and their texts.
 
     Args:
         run: A run's folder, or a client's folder.
-        client: The client's id; None for the only one.
-        everyone: Whether all clients of the run are.
+        client: The client's id; None for the only client.
+        everyone: Whether to export all clients of the run.
         base: Path or Hub id of the base, if it has moved.
         data: The client's own text, if the run's recipe does not name it.
     """
@@ -42,12 +42,12 @@ class Source:
     data: Path | None = None
 
     def load(self) -> list[ClientModel]:
-        """Return the models, all on one backbone, with the client's validation and test text where
-        it is here.
+        """Load the models, all on one backbone, with the clients' validation and test texts if they
+        are available.
 
         Raises:
-            Refused: There is no such client, its files are damaged or of a classifier, the base or
-                the text given will not do.
+            Refused: There is no such client, its files are damaged or of a classifier, or the base
+                or the given text cannot be used.
         """
         self._check()
         ids: list[ClientId | None] = [*clients_of(self.run)] if self.everyone else [self.client]
@@ -79,7 +79,7 @@ class Source:
             raise Refused("--data is the text of one client", "Give --client instead of --all.")
 
     def _recipe(self, folder: Path) -> tuple[Recipe | None, str]:
-        """Return the recipe of the run, and why there is none."""
+        """Return the recipe of the run, or None and the reason why there is none."""
         run = self.run if (self.run / files.RECIPE).is_file() else folder.parent.parent
         if not (run / files.RECIPE).is_file():
             return None, f"{run} has no {files.RECIPE}, which would name it"
@@ -91,7 +91,7 @@ class Source:
     def _texts(
         self, model: PersonalModel, recipe: Recipe | None, absent: str
     ) -> tuple[Mapping[ClientId, ClientData], str]:
-        """Return the clients' data, and why there are none."""
+        """Return the clients' data, and the reason if there are none."""
         about = model.about
         if self.data is not None:
             section = _section(model, recipe)
@@ -113,7 +113,7 @@ class Source:
 
 
 def _section(model: PersonalModel, recipe: Recipe | None) -> Folders:
-    """Return how a client's own files are read: as those of the run."""
+    """Return the settings to read a client's own files: those of the run."""
     if recipe is not None:
         return section_of(recipe.data)
     if not _chats(model, recipe):
@@ -122,8 +122,8 @@ def _section(model: PersonalModel, recipe: Recipe | None) -> Folders:
 
 
 def _chats(model: PersonalModel, recipe: Recipe | None) -> bool:
-    """Return whether a model was trained on conversations. One that an earlier coterie saved does
-    not say so: then its recipe does, or else that there is a chat template.
+    """Return whether a model was trained on conversations. Models of earlier versions do not say
+    so: then the recipe decides, or without a recipe whether there is a chat template.
     """
     if model.about.content is not None:
         return model.about.content == "chats"
@@ -143,5 +143,5 @@ def _with_text(
 
 
 def _apart(split: Split) -> Split:
-    """Return a split whose rows hold one conversation each: other programs know no masks."""
+    """Return a split with one conversation in each row, since other programs have no masks."""
     return replace(split, packing=False) if isinstance(split, ChatSplit) else split

@@ -10,24 +10,25 @@ from coterie.export.format import ClientModel, Options, Written
 from coterie.export.graph import own_file
 from coterie.export.onnx import Onnx
 
-TODAY = "strftime_now"  # what templates call for the date
+# the function that templates call for the date
+TODAY = "strftime_now"
 DATED = "The chat template writes a date, which in the page stays that of this export."
 
 
 class Web(Onnx):
-    """What `Onnx` writes, with the routing weights that the keyboard's colours need, and a page."""
+    """The files of `Onnx` and a page, whose colours need the graph's routing weights."""
 
     name = "web"
     about = "a keyboard for several clients that runs in a browser, offline, of every base"
-    # small rather than exact: whoever opens the page downloads it
+    # small rather than exact, because everyone who opens the page downloads the models
     precisions = ("f16", "f32", "int8")
     base_precisions = ("int8", "f32", "w8", "w4")
     routing = True
     chats = True
 
     def check(self, client: ClientModel, options: Options) -> None:
-        """Refuse a chat template whose texts the page could not write. Raises DataError where there
-        is none.
+        """Refuse a chat template whose texts the page could not write. Raises DataError without a
+        template.
         """
         if options.chat:
             ChatText.of(client.model.chats)
