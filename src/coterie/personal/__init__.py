@@ -1,4 +1,4 @@
-"""Use of personal models: loading, prediction, generation, and web pages to try them."""
+"""Personal models in use: loading, prediction, generation, and web pages to try them."""
 
 from coterie.models.artifact import About, Origin, read_about, save
 from coterie.models.classifier_artifact import save_classifier

@@ -1,5 +1,5 @@
-"""A classifier in use: it predicts the class of a sample and, with a pool, the expert that the gate
-chooses.
+"""A personal classifier in use: it predicts the class of a sample and, with a pool, reports the
+expert that the gate chooses.
 """
 
 from collections.abc import Iterator
@@ -37,11 +37,11 @@ class Prediction:
     """The prediction for one sample.
 
     Args:
-        label: Number of the likeliest class.
-        name: Its name.
-        probability: That it is that.
-        expert: Number in the pool of the expert that the gate wants most, of those that the client
-            has; None without a gate.
+        label: The number of the most likely class.
+        name: The name of that class.
+        probability: The probability of that class.
+        expert: The number in the pool of the client's expert that the gate scores highest; None
+            without a gate.
     """
 
     label: int
@@ -51,12 +51,12 @@ class Prediction:
 
 
 class PersonalClassifier:
-    """A client's trained classifier: a network of its own, or experts of a pool with the gate and
-    the common expert that embeds for it.
+    """A client's trained classifier: its own network, or experts of a pool with the gate and the
+    common expert that computes the gate's embeddings.
 
     Args:
-        model: With the client's values.
-        about: Where it comes from: client, method, recipe and rounds.
+        model: The model with the client's values.
+        about: The origin of the model: client, method, recipe and rounds.
     """
 
     def __init__(self, model: Classifier | PoolClassifier, about: AboutClassifier) -> None:
@@ -71,7 +71,7 @@ class PersonalClassifier:
 
     @property
     def shape(self) -> NetworkShape | TextShape:
-        """Of its network, or of each of its experts."""
+        """The shape of its network, or of each of its experts."""
         return self.about.network
 
     @property
@@ -80,7 +80,7 @@ class PersonalClassifier:
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """The numbers of its experts in the pool; () for a network of its own."""
+        """The numbers of its experts in the pool; () without a pool."""
         return self.about.pool.experts if self.about.pool else ()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,17 +91,17 @@ class PersonalClassifier:
                 token ids, -1 after the end.
 
         Raises:
-            ModelError: It is not.
+            ModelError: `x` has another shape or type.
         """
         return self.answer(x)[0]
 
     @torch.no_grad()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return log-probabilities as `__call__`, and (B,) the number of the expert that the gate
-        wants most of those that the client has; None without a gate.
+        """Return log-probabilities as `__call__`, and (B,) the number of the client's expert that
+        the gate scores highest; None without a gate.
 
         Raises:
-            ModelError: See `__call__`, or scores are not finite.
+            ModelError: See `__call__`; or scores are not finite.
         """
         outputs = self._answer(x)
         if not usable(outputs[0]).all():
@@ -141,7 +141,7 @@ class PersonalClassifier:
         return predictions
 
     def batches(self, given: Any) -> Iterator[Examples]:
-        """Return the samples as `answer` takes them, with the label 0; see `predict`."""
+        """Return the samples as batches for `answer`, with the label 0; see `predict`."""
         split = as_samples(given, self.shape).split(
             self.about.mean, self.about.std, self.shape.classes
         )
@@ -154,14 +154,14 @@ class PersonalClassifier:
         """Return the classifier in a client's folder.
 
         Args:
-            folder: Of the client.
-            base: Where the base of a classifier of texts is now, if not where client.json says.
-            device: Where it computes.
+            folder: The client's folder.
+            base: The path of the base of a text classifier, if not the one in client.json.
+            device: The device of the computation.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or they do not fit each other.
-            ModelError: The base of a classifier of texts cannot be loaded.
-            Refused: A base of a classifier of images.
+            CheckpointError: A file is missing or damaged, or the files do not fit each other.
+            ModelError: The base of a text classifier cannot be loaded.
+            Refused: A base is given for an image classifier.
         """
         verify(folder)
         about = read_classifier(folder)
@@ -183,8 +183,8 @@ class PersonalClassifier:
 def _built(
     about: AboutClassifier, tensors: Named, source: str, device: str
 ) -> Classifier | PoolClassifier:
-    """Return a model like the one that was saved, of which only the common expert has its values.
-    Raises ModelError, before it takes memory.
+    """Return a model of the saved layout, in which only the common expert has its saved values.
+    Raises ModelError before memory is allocated.
     """
     if about.pool is None:
         check_size(about.network, tensors, source)

@@ -1,4 +1,4 @@
-"""Load personal models of a run, of any kind."""
+"""Loading of a run's personal models, of any kind."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +37,7 @@ def load(
     Args:
         run: A run's folder, or a client's folder in it (clients/ID).
         client: The client's id; not needed for a client's folder, or if there is only one client.
-        base: Path or Hub id of the base; default: as in the client's JSON.
+        base: Path or Hub id of the base; default: that in client.json.
         backbone: For language models, in place of `base`: a loaded base that several personal
             models share.
         dtype: For language models: dtype of the base if it is loaded here, "fp32" or "bf16".
@@ -49,7 +49,7 @@ def load(
         CheckpointError: There is no such client, or its files are damaged or belong to another
             base.
         ModelError: The base cannot be loaded.
-        Refused: A base is given for a model without one, or there are no updates to merge.
+        Refused: A base is given for a model without one, or the model has no updates to merge.
     """
     folder = folder_of(run, client)
     if read_about_json(folder).get("kind") != CLASSIFIER:
@@ -86,7 +86,7 @@ def load_all(
 
     Args:
         run: A run's folder, or a client's folder in it.
-        clients: Their ids; default: all clients.
+        clients: The ids of the clients; default: all clients.
         base: See `load`.
         backbone: See `load`.
         dtype: See `load`.
@@ -123,7 +123,7 @@ def load_many(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
 ) -> ManyModels:
-    """Load language models of several clients of a run, to compute all of them in one batch.
+    """Load the language models of several clients, to compute all of them in one batch.
 
     Examples:
         >>> import coterie
@@ -161,10 +161,10 @@ def load_many(
 
 
 def clients_of(run: Path | str) -> list[str]:
-    """Return the clients that have a personal model in a run's folder.
+    """Return the ids of the clients that have a personal model in a run's folder.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There are none.
     """
     return list(_folders(Path(run)))
 
@@ -177,10 +177,11 @@ def _folders(run: Path) -> dict[str, Path]:
             f"{run} holds no personal models",
             "Give the folder of a finished run, with clients/ in it (`coterie run`).",
         )
-    return dict(sorted((_owner(folder), folder) for folder in folders))
+    return dict(sorted((_client_of(folder), folder) for folder in folders))
 
 
-def _owner(folder: Path) -> str:
+def _client_of(folder: Path) -> str:
+    """Return the id of the client to whom a folder belongs."""
     client = (
         read_about_json(folder).get("client")
         if names.is_cut(folder.name)

@@ -2,8 +2,8 @@
 client's model.
 
 The backbone computes all rows at once, as without adapters. The low-rank updates of the models are
-stacked, and a batched product applies each row's own, as S-LoRA (Sheng et al. 2024) and Punica
-(Chen et al. 2024) do for single LoRAs.
+stacked, and a batched product applies to each row those of its model, as S-LoRA (Sheng et al. 2024)
+and Punica (Chen et al. 2024) do for single LoRAs.
 """
 
 import math
@@ -24,24 +24,25 @@ from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
 
-CHOICES = 2  # choices of clients whose copies are kept: prompts and next tokens take turns
+# selections of clients whose copies are kept: prompts and next tokens alternate between two
+CHOICES = 2
 
 
 class ManyModels:
-    """Personal models that share a backbone, in one batch. Each row gets the output of its client's
-    model alone.
+    """Personal models on one backbone, computed in one batch. Each row gets the output of its
+    client's model alone.
 
     Layouts may differ: smaller ranks are padded with zeros and missing experts get no weight, so
     that every row costs as much as the largest. A second, stacked copy of the adapters is kept.
-    Rows for all models in order use it directly; for another choice of clients, their part of it is
-    copied once, and the copies for the last two choices are kept.
+    A batch of all models in order uses it directly; for another selection of
+    clients their part is copied once, and the copies of the last two selections are kept.
 
     Args:
-        models: By client.
+        models: The models by client.
 
     Raises:
-        ModelError: There are none, or they do not share one backbone (`load_all` and `load_many`
-            see to it).
+        ModelError: There are no models, or they do not share one backbone (those of `load_all` and
+            `load_many` do).
     """
 
     def __init__(self, models: Mapping[str, PersonalModel]) -> None:
@@ -75,12 +76,12 @@ class ManyModels:
 
     @property
     def texts(self) -> TextEncoder:
-        """What encodes texts as in training."""
+        """The encoder of texts, as in training."""
         return self.chats.texts
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:
-        """One forward pass, with the arguments and the result of the base's own (attention_mask,
+        """Run one forward pass, with the arguments and the result of the base's (attention_mask,
         past_key_values, use_cache, ...).
 
         Args:
@@ -90,7 +91,7 @@ class ManyModels:
             inputs: Further arguments of the base.
 
         Raises:
-            ModelError: A client is unknown, or there is not one for each row.
+            ModelError: A client is unknown, or there is not one client for each row.
         """
         adapter = self._of(clients, len(input_ids))
         return self._inference.forward(adapter, input_ids, inputs)
@@ -113,15 +114,15 @@ class ManyModels:
         """Continue a prompt of each client in one batch by transformers' `generate`, with its
         settings.
 
-        With sampling, rows share one stream of random numbers, so that texts differ from those of
-        each model alone.
+        With sampling, rows share one stream of random numbers, so that texts differ from those
+        that each model generates alone.
 
         Args:
             prompts: Text by client, or token ids (B, C), which `settings` may give an
                 `attention_mask` with zeros for padding on the left.
             clients: For ids: the client whose model continues each row.
-            settings: Anything that transformers' `generate` takes; several sequences for a row of
-                ids follow each other.
+            settings: Any arguments of transformers' `generate`; several sequences for a row of ids
+                follow each other.
 
         Returns:
             The prompts and their continuations: text by client for text, (B, ...) ids for ids.
@@ -138,12 +139,12 @@ class ManyModels:
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
-        """Return the most likely next words of a text of each client, by client, best first, all
-        found in one batch; see `personal.words`.
+        """Return the most likely next words of a text of each client, by client, best first,
+        computed in one batch; see `personal.words`.
 
         Args:
-            texts: Text written so far, by client; or one text for all models.
-            k: Most words to return.
+            texts: The text so far, by client; or one text for all models.
+            k: The most words to return.
 
         Raises:
             ModelError: A client is unknown.
@@ -152,13 +153,13 @@ class ManyModels:
         adapter = self._of(tuple(texts), len(texts))
         suggestions = self._inference.next_words(adapter, list(texts.values()), k)
         return {
-            client: _own(self.models[client], words)
+            client: _trimmed(self.models[client], words)
             for client, words in zip(texts, suggestions, strict=True)
         }
 
     def _of(self, clients: Sequence[str], rows: int) -> Attachable:
-        """Return the computation of each row by its client's model. Consecutive rows of the same
-        client form one group if all groups are equally long.
+        """Return the adapter that computes each row by its client's model. Consecutive rows of the
+        same client form one group if all groups are equally long.
         """
         if not len(clients) == rows > 0:
             raise ModelError(
@@ -183,7 +184,7 @@ class ManyModels:
         return adapter
 
 
-def _own(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
-    """Return the words of one model without the weights of experts that only others have."""
+def _trimmed(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
+    """Return the words of one model without the weights of experts that only other models have."""
     count = model.layout.experts if model.layout.routed else 0
     return [replace(word, experts=word.experts[:count]) for word in words]

@@ -32,30 +32,30 @@ from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
 
-ANSWER = 128  # tokens at most, unless told otherwise
+ANSWER = 128  # most tokens of an answer, by default
 
 
 class PersonalModel:
     """A client's trained model: the base, which other personal models may share, with the client's
     adapter.
 
-    Several of them on one backbone do not disturb each other, and threads wait for each other.
+    Several models on one backbone do not affect each other; threads that use it take turns.
 
     Args:
         language: The base with the client's adapter.
-        about: Where it comes from: client, method, recipe and rounds.
-        merged: Whether, to make each next token faster, the attention's updates are added to a
-            copy of the base's attention weights, which this model then holds for itself: 4 MB of
-            the embedded base, 113 MB of a GPT-2 of 124M, more than all of its own values.
+        about: The origin of the model: client, method, recipe and rounds.
+        merged: Whether the attention's updates are added to a copy of the base's attention weights,
+            which makes generation faster. The copy takes more memory than the adapter: 4 MB for the
+            embedded base, 113 MB for a GPT-2 of 124M.
     """
 
     def __init__(self, language: LanguageModel, about: About, merged: bool = False) -> None:
         self.language, self.about, self._merged = language, about, merged
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
-        self._inference = self._made_inference()
+        self._inference = self._new_inference()
 
-    def _made_inference(self) -> TextInference:
+    def _new_inference(self) -> TextInference:
         whose = f"the model of {self.about.client!r}"
         return TextInference(self.backbone, lambda: self.texts, whose)
 
@@ -76,26 +76,25 @@ class PersonalModel:
 
     @property
     def config(self) -> Any:
-        """Transformers' configuration of the base."""
+        """The transformers configuration of the base."""
         return self.backbone.config
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the base's weights."""
+        """The dtype of the base's weights."""
         return self.backbone.dtype
 
     @property
     def generation_config(self) -> Any:
-        """Transformers' settings of `generate`, of the base."""
+        """The base's default settings of transformers' `generate`."""
         return self.backbone.model.generation_config
 
     def can_generate(self) -> bool:
-        """Tell transformers' pipelines that there is a `generate`, and that this class is
-        supported.
+        """Return True, and register this class with transformers' pipelines.
 
-        They log an error about any class that is neither in their list of models nor among the
-        wrappers of models, which are PEFT's. Nothing that is documented adds to either:
-        `AutoModelForCausalLM.register` adds to another list.
+        Pipelines log an error about any class that is neither in their list of models nor in their
+        list of PEFT's wrappers. No documented function adds to either list:
+        `AutoModelForCausalLM.register` adds to another one.
         """
         from transformers.pipelines import base
 
@@ -112,7 +111,7 @@ class PersonalModel:
             self.backbone.model.to(device)
             self.adapter.to(device)
             self.__dict__.pop("fast", None)  # made of tensors on the other device
-            self._inference = self._made_inference()
+            self._inference = self._new_inference()
         return self
 
     def eval(self) -> "PersonalModel":
@@ -120,11 +119,11 @@ class PersonalModel:
         return self
 
     def save_pretrained(self, folder: Path | str, **_: Any) -> None:
-        """Write the adapter and `client.json` to a folder, which `coterie.load` reads; the base is
-        named there, not written.
+        """Write the adapter and `client.json` to a folder, which `coterie.load` reads. The base is
+        only named there, not written.
 
         Raises:
-            SaveError: It could not be written.
+            SaveError: The folder could not be written.
         """
         save(Path(folder), self.about, dict(self.adapter.named_parameters()))
 
@@ -135,15 +134,13 @@ class PersonalModel:
 
     @cached_property
     def fast(self) -> Stacks:
-        """The adapter as `Backbone.using` takes it here: a second copy of its values, made when
-        the model is first asked by itself.
+        """The adapter prepared for inference: a second copy of its values, created when the model
+        is first used on its own.
         """
         return Stacks.of([self.adapter], self.backbone, self._merged)
 
     def speaker(self, word: Word) -> str:
-        """Return the name of the expert with the largest weight where a word was chosen; "" without
-        a router.
-        """
+        """Return the name of the expert with the largest weight for a word; "" without a router."""
         return (
             self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)]
             if word.experts
@@ -152,7 +149,7 @@ class PersonalModel:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:
-        """One forward pass, with the arguments and the result of the base's own (attention_mask,
+        """Run one forward pass, with the arguments and the result of the base's (attention_mask,
         past_key_values, use_cache, ...).
         """
         return self._inference.forward(self.fast, input_ids, inputs)
@@ -178,9 +175,9 @@ class PersonalModel:
             max_new_tokens=20)
 
         Args:
-            prompt: Text, or several in one batch, or (B, C) int64, or nothing if `settings` hold
-                `input_ids`, as a tokenizer gives them.
-            settings: Anything that transformers' `generate` takes.
+            prompt: A text; several texts, continued in one batch; (B, C) int64 token ids; or None
+                if `settings` contain `input_ids`, as a tokenizer returns them.
+            settings: Any arguments of transformers' `generate`.
 
         Returns:
             The prompt and its continuation: text for text, a list for a list, ids for ids.
@@ -201,13 +198,13 @@ class PersonalModel:
 
     @cached_property
     def chats(self) -> ChatTemplate:
-        """The chat template: that which the model was trained with, else the base's own."""
+        """The chat template of the model's training, or else the base's."""
         about = self.about
         return ChatTemplate(self.tokenizer, about.chat_template, about.control_tokens)
 
     @property
     def texts(self) -> TextEncoder:
-        """What encodes texts as in training."""
+        """The encoder of texts, as in training."""
         return self.chats.texts
 
     def answer(
@@ -222,15 +219,15 @@ class PersonalModel:
             model.answer([{"role": "user", "content": "What is two and two?"}], do_sample=False)
 
         Args:
-            messages: A user's message, or all of a chat, each with its `role` and `content`, in
-                any form that training data may have.
-            tools: Descriptions of tools, if the template knows them.
-            settings: Anything that transformers' `generate` takes; by default an answer has 128
-                tokens at most, or as many as there is room for.
+            messages: A user's message, or all messages of a chat, each with its `role` and
+                `content`, in any form that training data may have.
+            tools: Descriptions of tools, if the template supports them.
+            settings: Any arguments of transformers' `generate`; by default an answer has 128 tokens
+                at most, or as many as there is room for.
 
         Raises:
-            DataError: The base has no chat template, or it refuses the messages or leaves out a
-                part of them.
+            DataError: The base has no chat template, or the template refuses the messages or omits
+                a part of them.
             ModelError: The chat would grow longer than the base's context.
         """
         chat = [user(messages)] if isinstance(messages, str) else messages
@@ -252,21 +249,21 @@ class PersonalModel:
     def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
 
     def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
-        """Return the most likely next words of `text`, best first, see `personal.words`; of several
-        texts, those of each.
+        """Return the most likely next words of `text`, best first, see `personal.words`; for
+        several texts, those of each.
 
         Args:
-            text: What was written so far, or several such; if it is too long for the base, its end
-                counts.
-            k: How many words at most.
+            text: The text so far, or several texts; only the end of a text that is too long for the
+                base counts.
+            k: The most words to return.
         """
         texts = [text] if isinstance(text, str) else text
         words = self._inference.next_words(self.fast, texts, k)
         return words[0] if isinstance(text, str) else words
 
     def routing(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each of `experts`,
-        fp32.
+        """Return the weight that each token gives each of `experts`: (B, C) int64 ->
+        (blocks, B, C, n) fp32.
 
         Raises:
             ModelError: The model has no router.

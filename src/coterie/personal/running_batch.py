@@ -1,8 +1,8 @@
-"""Continuous batching (Orca, Yu et al. 2022): texts of many personal models in one batch that is
-never waited for. A new text joins between two tokens of the others, and a finished one leaves.
+"""Continuous batching (Orca, Yu et al. 2022): texts of many personal models in one running batch. A
+new text joins between two tokens of the others, and a finished one leaves at once.
 
-The prompts of new texts are computed apart from the running batch, in parts: a long one delays the
-others by no more than one part for each of their tokens.
+The prompts of new texts are computed apart from the running batch, in parts: a long prompt delays
+the others by at most one part for each of their tokens.
 """
 
 from collections import Counter, deque
@@ -21,29 +21,30 @@ from coterie.personal.sampling import Sampling, Token, choose, not_usable, score
 from coterie.personal.words import left_padded
 
 ROWS = 16  # texts that are continued at once
-PART = 512  # tokens of prompts between two tokens of the running texts
-SCORED_PART = 128  # likewise, where each of them has logits
-_GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / the golden ratio: far apart seeds of neighbouring choices
+PART = 512  # tokens of prompts that are computed between two tokens of the running texts
+SCORED_PART = 128  # the same for scored prompts, all of whose tokens have logits
+# 2^64 / the golden ratio, which makes the seeds of neighbouring choices differ widely
+_GOLDEN = 0x9E3779B97F4A7C15
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(eq=False)
 class Continuation:
-    """A prompt that is to be continued by a client's model.
+    """A prompt that a client's model is to continue.
 
     Args:
-        client: Whose model continues it.
-        prompt: Its tokens, at least one.
-        most: Tokens to generate at most; 0: the prompt is only scored.
-        sampling: How tokens are chosen.
-        seed: Of the random numbers, 64 bits.
-        choices: How many texts are generated, each with random numbers of its own.
+        client: The client whose model continues the prompt.
+        prompt: The tokens of the prompt, at least one.
+        most: The most tokens to generate; 0: the prompt is only scored.
+        sampling: The settings of the choice of tokens.
+        seed: The seed of the random numbers, 64 bits.
+        choices: The number of texts to generate, each with its own random numbers.
         ends: Tokens that end a text.
         scores_prompt: Whether the prompt's own tokens get log-probabilities.
 
     Attributes:
-        scored: The prompt's tokens with their log-probabilities, once they are known.
+        scored: The prompt's tokens with their log-probabilities, as far as they are computed.
     """
 
     client: str
@@ -59,15 +60,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Progress:
-    """A token of a text, or the end of one without tokens.
+    """A new token of a text, or the end of a text without tokens.
 
     Args:
         of: The continuation.
         choice: The number of the text among its choices.
-        token: None where a prompt was only scored.
-        finish: "stop" after a token that ends texts, "length" after the last token that was
-            allowed.
-        error: Why the text cannot go on.
+        token: The token; None if the prompt was only scored.
+        finish: "stop" after a token that ends texts, "length" after the last allowed token.
+        error: The reason why the text cannot go on.
     """
 
     of: Continuation
@@ -108,23 +108,23 @@ class _Row:
 
 
 class _Prompts:
-    """Prompts that are computed together, part by part."""
+    """A batch of prompts that are computed together, part by part."""
 
     def __init__(self, all_of: Sequence[Continuation]) -> None:
         self.all_of = list(all_of)
         self.ids, self.mask = left_padded([one.prompt for one in all_of], 0)
         self.cache = DynamicCache()
         self.done = 0  # columns
-        self.unwanted: set[Continuation] = set()  # removed while they are computed
+        self.unwanted: set[Continuation] = set()  # removed during the computation
         self.scores = any(one.scores_prompt for one in all_of)
         for one in all_of:
             one.scored = [Token(one.prompt[0])] if one.scores_prompt else []
 
     def advance(self, models: ManyModels) -> Tensor | None:
-        """Compute one part more.
+        """Compute one more part.
 
         Returns:
-            (B, V) the logits behind the prompts; None before their last part.
+            (B, V) the logits after the prompts; None before their last part.
         """
         rows, width = self.ids.shape
         begin = self.done
@@ -149,7 +149,7 @@ class _Prompts:
         return cast(Tensor, logits[:, -1]) if self.done == width else None
 
     def _score(self, logits: Tensor, begin: int) -> None:
-        """Score the tokens behind those of a part, (B, t, V) from column `begin` on."""
+        """Score the next token at each column of a part by its logits, (B, t, V) from `begin`."""
         width = self.ids.shape[1]
         for row, one in enumerate(self.all_of):
             first = max(begin, width - len(one.prompt))
@@ -164,8 +164,8 @@ class RunningBatch:
     """Texts of many models that are continued together, token by token.
 
     Args:
-        models: Of all clients.
-        rows: How many texts are continued at once.
+        models: The models of all clients.
+        rows: The number of texts that are continued at once.
     """
 
     def __init__(self, models: ManyModels, rows: int = ROWS) -> None:
@@ -181,13 +181,13 @@ class RunningBatch:
         return bool(self.waiting or self._prompts or self._rows)
 
     def add(self, continuation: Continuation) -> None:
-        """Have a prompt wait until it can join. It must fit the base's context with all that it
-        may generate, and have no more choices than the batch has rows.
+        """Queue a prompt until it can join. The prompt and the tokens to generate must fit the
+        base's context, and it must not have more choices than the batch has rows.
         """
         self.waiting.append(continuation)
 
     def remove(self, continuation: Continuation, choice: int | None = None) -> None:
-        """Stop a text of a continuation, or all of them. Nothing happens if it is over."""
+        """Stop a text of a continuation, or all of them. Finished texts are ignored."""
         if choice is None and continuation in self.waiting:
             self.waiting.remove(continuation)
         for row in self._rows:
@@ -202,7 +202,7 @@ class RunningBatch:
     def step(self) -> list[Progress]:
         """Compute a part of the waiting prompts, and the next token of every running text.
 
-        A text may go on for one more token after `remove`, if it joined in the same step.
+        A text that joined in the same step may get one more token after `remove`.
         """
         joining, generated = self._join()
         self._settle(joining)
@@ -211,11 +211,11 @@ class RunningBatch:
         return generated
 
     def _join(self) -> tuple[list[tuple[_Row, int, DynamicCache]], list[Progress]]:
-        """Advance the prompts that are being computed, or the first ones that wait.
+        """Compute a part of the current prompts, or of the next waiting ones.
 
         Returns:
-            The texts that go on behind their first token, each with its place in a cache; and
-            what was generated.
+            The texts that go on after their first token, each with its row in a cache; and the
+            generated tokens.
         """
         self._prompts = self._prompts or self._admitted()
         if self._prompts is None:
@@ -241,9 +241,7 @@ class RunningBatch:
         return [(row, place, prompts.cache) for row, place in rows if not row.over], generated
 
     def _admitted(self) -> _Prompts | None:
-        """Return the prompts whose turn it is: as many as there is room for, and as one part
-        holds.
-        """
+        """Return the next waiting prompts: as many as there are free rows, and as fit one part."""
         free = self.most - sum(not row.over for row in self._rows)
         chosen: list[Continuation] = []
         width = 0
@@ -256,8 +254,8 @@ class RunningBatch:
         return _Prompts(chosen) if chosen else None
 
     def _settle(self, joining: Sequence[tuple[_Row, int, DynamicCache]]) -> None:
-        """Put new texts in the place of those that are over, or behind the others, and close what
-        gaps are left.
+        """Put new texts into the rows of finished ones or into new rows, and close the gaps that
+        are left.
         """
         gaps = [place for place, row in enumerate(self._rows) if row.over]
         for row, source, cache in joining:
@@ -270,7 +268,7 @@ class RunningBatch:
             self._rows.pop()
 
     def _next_tokens(self) -> list[Progress]:
-        """Generate a token of every row."""
+        """Generate the next token of every row."""
         mask, positions = self._cache.reserve()
         padding = {} if mask.all() else {"attention_mask": mask}
         logits = self.models(
@@ -286,7 +284,7 @@ class RunningBatch:
         return self._take(self._rows, logits)
 
     def _take(self, rows: Sequence[_Row], logits: Tensor) -> list[Progress]:
-        """Choose the next token of rows by (B, V) logits."""
+        """Choose the next token of each row by (B, V) logits."""
         tokens = choose(
             logits,
             [row.of.sampling for row in rows],

@@ -1,4 +1,4 @@
-"""The user's inputs to a classifier: images or texts in files. Labels are never read."""
+"""The inputs of a classifier: images or texts, in files or in memory. Labels are never read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Samples:
     """Inputs of a classifier, without labels.
 
     Args:
-        names: (N,) where each comes from.
-        inputs: (N, ...) as `ExampleSplit` takes them.
+        names: (N,) the file or place of each sample.
+        inputs: (N, ...) in the format of `ExampleSplit`.
     """
 
     names: tuple[str, ...]
@@ -45,16 +45,16 @@ class Samples:
     def split(
         self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test"
     ) -> ExampleSplit:
-        """Return the samples as a client's split. A split needs labels: each one is 0.
+        """Return the samples as a client's split. A split needs labels: all are 0.
 
         Args:
-            mean: Of each channel of images, subtracted.
-            std: Of each channel of images, divided by.
-            classes: Of whoever classifies them.
-            name: Of the split.
+            mean: The mean of each channel of images, which is subtracted.
+            std: The standard deviation of each channel of images, by which they are divided.
+            classes: The number of classes of the classifier.
+            name: The name of the split.
 
         Raises:
-            DataError: They are not finite, or not valid inputs.
+            DataError: The inputs are not finite, or invalid.
         """
         labels = np.zeros(len(self.inputs), dtype=np.int64)
         return ExampleSplit(
@@ -66,13 +66,12 @@ def as_samples(given: Any, shape: Shape) -> Samples:
     """Return any supported input as samples.
 
     Args:
-        given: The path of a file or a folder, or several, see `read`, where a `str` is a path too
-            unless texts are asked for; images in memory, see `of_array`; or a text, or several, see
-            `of_texts`.
-        shape: Of the network.
+        given: The path of a file or folder, or several, see `read` (for images a `str` is a path
+            too); images in memory, see `of_array`; or a text, or several, see `of_texts`.
+        shape: The shape of the network.
 
     Raises:
-        DataError: It is none of these.
+        DataError: The input is none of these.
     """
     if isinstance(given, Samples):
         return given
@@ -87,17 +86,17 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 
 
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
-    """Return the samples of files, and of folders and the folders in them; names that begin with a
-    dot are skipped.
+    """Read the samples of files, and of folders with their subfolders; names that begin with a dot
+    are skipped.
 
     Args:
-        paths: PNG or JPEG images of the size that the network wants, in colour or grey; or texts,
-            one in each .txt, and one in each line of a .jsonl as its "text".
-        shape: Of the network.
+        paths: PNG or JPEG images of the network's input size, in colour or grey; or texts, one in
+            each .txt file, and one in each line of a .jsonl file as its "text".
+        shape: The shape of the network.
 
     Raises:
-        DataError: There is nothing, a file of another kind, an image that cannot be read or of
-            another size, or an empty text; the message names all such files.
+        DataError: There are no files, a file of another kind, an unreadable image or one of another
+            size, or an empty text; the message names all such files.
     """
     texts = isinstance(shape, TextShape)
     samples: list[tuple[str, Any]] = []
@@ -114,7 +113,7 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
-    """Texts as token ids; longer texts are cut off at the network's length.
+    """Return texts as samples of token ids, cut off at the network's length.
 
     Raises:
         DataError: A text is empty, or there are no texts.
@@ -134,15 +133,15 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
 
 
 def of_array(images: Any, shape: Shape) -> Samples:
-    """Images that are in memory already.
+    """Return images in memory as samples.
 
     Args:
-        images: (N, C, H, W), or (C, H, W) of a single one: integers from 0 to 255, or floats from 0
-            to 1.
-        shape: Of the network.
+        images: (N, C, H, W), or (C, H, W) of a single image: integers from 0 to 255, or floats from
+            0 to 1.
+        shape: The shape of the network.
 
     Raises:
-        DataError: They are of another size or range.
+        DataError: The images have another size or range.
     """
     if not isinstance(shape, NetworkShape):
         raise DataError(
@@ -168,7 +167,7 @@ def of_array(images: Any, shape: Shape) -> Samples:
 
 
 def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Return a file, or those of a folder. Raises DataError."""
+    """Return the path of a file, or of all files of a folder. Raises DataError."""
     kinds = f"{', '.join(endings[:-1])} or {endings[-1]}"
     if not path.exists():
         raise DataError(
@@ -195,19 +194,20 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
-    """(C, H, W). Raises DataError."""
+    """Read an image as (C, H, W). Raises DataError."""
     assert isinstance(shape, NetworkShape)
     _, height, width = shape.inputs
     try:
         with opened(path) as file:
             return pixels(file, shape.inputs)
-    except Exception as error:  # PIL's readers raise errors of many types; other sizes are refused
+    # PIL's readers raise errors of many types
+    except Exception as error:
         problem = f"{path} is no image of {height} x {width} pixels: {error}"
         raise DataError(problem, f"Give images of height {height} and width {width}.") from None
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """Return the texts of a file with their names. Raises DataError."""
+    """Read the texts of a file with their names. Raises DataError."""
     if path.suffix.lower() == ".txt":
         return [(str(path), read_text(path))]
     return [

@@ -1,4 +1,4 @@
-"""Choice of the next token of a text, greedy or sampled, and its log-probability."""
+"""The choice of a text's next token, greedy or sampled, and its log-probability."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from coterie.core.errors import ModelError
 
-COLDEST = 1e-6  # the least temperature: single precision cannot divide by much less
-NUCLEUS = 256  # most likely tokens that are sorted before the whole vocabulary is
+COLDEST = 1e-6  # the lowest temperature: single precision cannot divide by much less
+NUCLEUS = 256  # most likely tokens that are tried before the whole vocabulary is sorted
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,13 @@ class Sampling:
     """The settings of one text, as in OpenAI's completions.
 
     Args:
-        temperature: Divides the logits; 0: always the most likely token.
-        top_p: Only the most likely tokens whose probabilities reach this sum are sampled (nucleus
+        temperature: The divisor of the logits; 0: always the most likely token.
+        top_p: The sum of probabilities up to which the most likely tokens are sampled (nucleus
             sampling, Holtzman et al. 2020).
-        presence_penalty: Subtracted from the logit of every token that was generated.
-        frequency_penalty: Likewise, for each time that it was.
-        bias: Added to the logits of tokens.
-        logprobs: How many of the most likely tokens are reported with each token; None: no
+        presence_penalty: Subtracted from the logit of every token generated before.
+        frequency_penalty: Subtracted once for each time that a token was generated before.
+        bias: Added to the logits, by token id.
+        logprobs: The number of most likely tokens reported with each token; None: no
             log-probabilities.
     """
 
@@ -37,7 +37,7 @@ class Sampling:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before the choice."""
+        """Whether penalties or biases change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.bias)
 
 
@@ -46,9 +46,9 @@ class Token:
     """A token of a text.
 
     Args:
-        id: In the vocabulary.
-        logprob: Its log-probability by the model, at temperature 1 and without penalties; None
-            where it was not asked for, or the token is the first of a text.
+        id: The id in the vocabulary.
+        logprob: The log-probability by the model, at temperature 1 and without penalties; None if
+            it was not requested, or for the first token of a text.
         top: The most likely tokens in its place and their log-probabilities, best first.
     """
 
@@ -67,10 +67,10 @@ def choose(
 
     Args:
         logits: (B, V).
-        settings: Of each row.
-        generated: How often each row has generated each token.
-        generators: The random numbers of each row, on the CPU: what is drawn for a row does not
-            depend on the others.
+        settings: The settings of each row.
+        generated: The count of each token that a row has generated.
+        generators: The generator of each row's random numbers, on the CPU, so that a row's tokens
+            do not depend on the other rows.
     """
     logits = logits.float()
     ids = logits.argmax(dim=-1).tolist()
@@ -84,14 +84,14 @@ def choose(
 
 
 def usable(logits: Tensor) -> Tensor:
-    """Return (B,) whether a token can be chosen by (B, V) logits: none is NaN, and the greatest is
+    """Return (B,) whether (B, V) logits can choose a token: none is NaN, and the largest is
     finite.
     """
     return logits.amax(dim=-1).isfinite()
 
 
 def check_temperature(temperature: float | None) -> None:
-    """Refuse what scores in single precision cannot be divided by. Raises ModelError."""
+    """Refuse a temperature outside the range of single precision. Raises ModelError."""
     if temperature is not None and not COLDEST <= temperature <= 1 / COLDEST:
         raise ModelError(
             f"the temperature is {temperature:g}",
@@ -100,7 +100,7 @@ def check_temperature(temperature: float | None) -> None:
 
 
 def not_usable(whose: str) -> ModelError:
-    """Return the refusal of scores that are not `usable`."""
+    """Return the error for scores that are not `usable`."""
     return ModelError(
         f"{whose} computes scores that are not finite",
         "Its values or those of its base are too large: take an earlier copy, or train it again.",
@@ -108,12 +108,12 @@ def not_usable(whose: str) -> ModelError:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Token]:
-    """Return tokens with their log-probabilities, and those of the `count` most likely ones.
+    """Return tokens with their log-probabilities, and those of the `count` most likely tokens.
 
     Args:
-        logits: (n, V) in their places.
-        tokens: Their ids.
-        count: None: without log-probabilities.
+        logits: (n, V) the logits that chose the tokens.
+        tokens: The ids of the tokens.
+        count: The number of most likely tokens; None: no log-probabilities at all.
     """
     if count is None:
         return [Token(token) for token in tokens]
@@ -131,20 +131,20 @@ def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Tok
 def _choose(
     logits: Tensor, settings: Sampling, generated: Counter[int], generator: torch.Generator
 ) -> int:
-    """Return the id that is chosen by (V,) logits of a row."""
+    """Choose a token id by the (V,) logits of a row."""
     if settings.changes_logits:
-        logits = _changed(logits, settings, generated)
+        logits = _penalised(logits, settings, generated)
     if settings.temperature == 0:
         return int(logits.argmax())
     p = ((logits - logits.max()) / max(settings.temperature, COLDEST)).softmax(dim=-1)
     if settings.top_p >= 1:
-        return _drawn(p, generator)
+        return _draw(p, generator)
     values, ids = _nucleus(p, settings.top_p)
-    return int(ids[_drawn(values, generator)])
+    return int(ids[_draw(values, generator)])
 
 
-def _changed(logits: Tensor, settings: Sampling, generated: Counter[int]) -> Tensor:
-    """Return logits with penalties and biases."""
+def _penalised(logits: Tensor, settings: Sampling, generated: Counter[int]) -> Tensor:
+    """Return the logits with penalties and biases applied."""
     changes = dict(settings.bias)
     for token, count in generated.items():
         penalty = settings.presence_penalty + count * settings.frequency_penalty
@@ -155,7 +155,7 @@ def _changed(logits: Tensor, settings: Sampling, generated: Counter[int]) -> Ten
 
 
 def _nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return probabilities and ids of the most likely tokens, as few as reach the sum `top_p`."""
+    """Return probabilities and ids of the fewest most likely tokens whose sum reaches `top_p`."""
     values, ids = p.topk(min(NUCLEUS, len(p)))
     if values.sum() < top_p:
         values, ids = p.sort(descending=True)
@@ -165,9 +165,9 @@ def _nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
     return values[kept], ids[kept]
 
 
-def _drawn(p: Tensor, generator: torch.Generator) -> int:
-    """Return a place, drawn in proportion to p (n,): the inverse of the distribution function at a
-    uniform number.
+def _draw(p: Tensor, generator: torch.Generator) -> int:
+    """Draw an index in proportion to p (n,), by inverting the cumulative distribution at a uniform
+    random number.
     """
     sums = p.double().cumsum(dim=0)
     threshold = torch.rand((), generator=generator, dtype=torch.float64).to(p.device) * sums[-1]

@@ -19,13 +19,13 @@ from coterie.personal.words import Words, left_padded
 
 
 class TextInference:
-    """A base in use with adapters: of one model, which computes all rows of a batch, or of several,
-    each of which computes rows of its own.
+    """Inference with a base and the adapters of one model, which computes all rows of a batch, or
+    of several models, each of which computes its own rows.
 
     Args:
         backbone: The base.
-        encoder: Returns what encodes texts for it, where it has a tokenizer.
-        whose: The model, for messages.
+        encoder: Returns the encoder of texts, if the base has a tokenizer.
+        whose: The name of the model in messages.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class TextInference:
 
     @torch.no_grad()
     def generate(self, adapter: Attachable, settings: Mapping[str, Any]) -> Tensor:
-        """Return what transformers' `generate` makes of (B, C) ids among its settings: (B, ...)
+        """Continue (B, C) ids, one of the settings, by transformers' `generate`; return (B, ...)
         ids.
 
         Raises:
-            ModelError: The text would grow longer than the base's context, or it has a token that
-                the base lacks; the temperature is absurd; or scores are not finite.
+            ModelError: The text would grow longer than the base's context, or has a token that the
+                base lacks; the temperature is out of range; or scores are not finite.
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))
@@ -66,13 +66,14 @@ class TextInference:
             check_temperature(settings.get("temperature", generation.temperature))
         processors = [*settings.get("logits_processor", ()), self._checked]
         arguments = {**settings, "logits_processor": LogitsProcessorList(processors)}
-        if generation.pad_token_id is None:  # transformers warns otherwise
+        # transformers warns without a padding token
+        if generation.pad_token_id is None:
             arguments = {"pad_token_id": generation.eos_token_id} | arguments
         with self.backbone.using(adapter):
             return cast(Tensor, self.backbone.model.generate(**self._moved(arguments)))
 
     def _checked(self, ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores of a step of `generate`. Raises ModelError: they are not finite."""
+        """Return the scores of a step of `generate`. Raises ModelError if they are not finite."""
         if not usable(scores).all():
             raise not_usable(self._whose)
         return scores
@@ -95,7 +96,7 @@ class TextInference:
         encoder = self._encoder()
         tokenizer = encoder.tokenizer
         ids = [encoder.prompt(text) for text in texts]
-        # a special token, which is not decoded, also behind texts that end before others
+        # pad with a special token, which is not decoded, also after texts that end before others
         filling = tokenizer.eos_token_id or 0
         inputs, mask = left_padded(ids, filling)
         inputs_and_mask = {"input_ids": inputs, "attention_mask": mask, "pad_token_id": filling}
@@ -111,7 +112,7 @@ class TextInference:
         return self._words.of(adapter, texts, k) if texts else []
 
     def _moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return arguments with their tensors on the base's device."""
+        """Return the arguments with their tensors on the base's device."""
         return {
             name: value.to(self.backbone.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()

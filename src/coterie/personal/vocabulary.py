@@ -1,19 +1,19 @@
-"""Tokens of a vocabulary as text that stands behind other text."""
+"""The tokens of a vocabulary as text that follows other text."""
 
 import re
 from collections.abc import Sequence
 from functools import cache, cached_property
 from typing import Any
 
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece writes a token that is one byte
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a token for a single byte
 
 
 class Vocabulary:
-    """A tokenizer's tokens as text. Tokenizers may swallow the first space of what they decode, so
-    a letter is put before it.
+    """A tokenizer's tokens as text. Tokenizers may drop the first space of a decoded text, so a
+    letter is put before it.
 
     Args:
-        tokenizer: As transformers has it.
+        tokenizer: A tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -23,23 +23,21 @@ class Vocabulary:
 
     @cached_property
     def longest(self) -> int:
-        """The most characters that a token can stand for."""
+        """The largest number of characters of a token."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
-        """Return the text of tokens behind a letter.
+        """Return the text of tokens that follow a letter.
 
         Args:
-            ids: Of the tokens.
-            special: Whether special tokens, which end texts, say, are written out.
+            ids: The ids of the tokens.
+            special: Whether special tokens, such as the end of a text, are written out.
         """
         text = self.tokenizer.decode([self.anchor, *ids], skip_special_tokens=not special)
         return str(text)[len(self.anchor_text) :]
 
     def content(self, token: int) -> bytes | None:
-        """Return the bytes of a token, which need not be whole letters; None if they are not
-        known.
-        """
+        """Return the bytes of a token, which need not be whole characters; None if unknown."""
         text = self.decode([token])
         if "\ufffd" not in text:
             return text.encode()
@@ -52,8 +50,8 @@ class Vocabulary:
 
 @cache
 def _letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for (GPT-2, Radford et al.
-    2019): itself where it shows, otherwise one of the letters from 256 on.
+    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2, Radford et
+    al. 2019): printable bytes stand for themselves, the others are characters from 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]

@@ -1,16 +1,16 @@
-"""What the search for next words has found of one text: beginnings, and complete words."""
+"""The state of the search for a text's next words: beginnings, and complete words."""
 
 import string
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-BEAM = 16  # beginnings that are looked into at once, at least
-# of the probability of an unfinished word: what a spelling of it may have at most to be left out
+BEAM = 16  # beginnings that are extended at once, at least
+# spellings of an unfinished word with no more than this share of its probability are dropped
 RARE = 1e-3
-# a space as byte-level and SentencePiece vocabularies write it, then newline, tab, carriage return
+# the space of byte-level and of SentencePiece vocabularies, then newline, tab, carriage return
 SPACES = "Ġ▁Ċĉč"
-# "'" is part of words; the last are the control characters as byte-level vocabularies write them
+# "'" is part of words
 PUNCTUATION = frozenset(string.punctuation) - {"'"}
 
 
@@ -20,12 +20,11 @@ class Word:
 
     Args:
         word: The whole word, also where its first letters are already in the text.
-        insert: What is to be appended to the text: the rest of the word, with a space before it if
-            it needs one.
-        probability: That it is the next word, or the whole of the unfinished last word, given the
-            text as it is.
-        experts: (n,) the weight of each expert where the word's tokens were chosen, the mean over
-            these tokens and over all blocks; they add up to 1. Empty without a router.
+        insert: The text to append: the rest of the word, with a space before it if it needs one.
+        probability: The probability, given the text, that this is the next word or completes the
+            unfinished last word.
+        experts: (n,) the weight of each expert in choosing the word's tokens, the mean over these
+            tokens and over all blocks; they add up to 1. Empty without a router.
     """
 
     word: str
@@ -36,17 +35,19 @@ class Word:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first tokens behind a prompt.
+    """The first tokens after a prompt.
 
     Args:
-        ids: Of the tokens.
-        p: Their probability.
-        left: What of the end of the text, as the vocabulary writes it, they do not yet spell.
-        letters: What they spell, with any white space as one space.
-        begun: Whether a word has begun or been continued behind the text.
-        tokens: How many of them belong to that word.
-        experts: (n,) summed over the positions that chose these; None without a router.
-        row: Of all but the last of these tokens, in the pass that came before.
+        ids: The ids of the tokens.
+        p: The probability of the tokens.
+        left: The part of the text's end that the tokens do not spell yet, in the vocabulary's
+            characters.
+        letters: The text of the tokens, with any white space as one space.
+        begun: Whether a word has begun or been continued after the text.
+        tokens: The number of tokens of that word.
+        experts: (n,) the experts' weights, summed over the tokens of that word; None without a
+            router.
+        row: The row of all but the last token, in the previous pass.
     """
 
     ids: tuple[int, ...] = ()
@@ -61,11 +62,11 @@ class Beginning:
 
 @dataclass
 class Found:
-    """A word that the search has met.
+    """A complete word that the search has reached.
 
     Args:
-        inserts: The probability of each way to append it to the text.
-        experts: (n,) of its first spelling, see `Word`.
+        inserts: The probability of each text to append for this word.
+        experts: (n,) the experts' weights of its first spelling, see `Word`.
     """
 
     experts: tuple[float, ...]
@@ -77,21 +78,22 @@ class Found:
 
 
 class Search:
-    """What is found so far for one text.
+    """The search for the next words of one text.
 
     Args:
-        text: What was written so far.
-        end: The tokens of the text that are taken back, as the vocabulary writes them.
-        written: The same, decoded.
-        depth: How many tokens are looked at behind the prompt.
-        k: How many words are wanted at most.
+        text: The text so far.
+        end: The tokens taken back from the end of the text, in the vocabulary's characters.
+        written: The same tokens, decoded.
+        depth: The number of tokens that are searched after the prompt.
+        k: The most words to return.
     """
 
     def __init__(self, text: str, end: str, written: str, depth: int, k: int) -> None:
         self.text, self.end, self.written, self.depth, self.k = text, end, written, depth, k
         self.beam = max(BEAM, 2 * k)
         self.level = [Beginning(left=end)]
-        self.mass = 0.0 if end else 1.0  # of what begins with the end of the text
+        # the probability of all sequences that begin with the end of the text
+        self.mass = 0.0 if end else 1.0
         self.found: dict[tuple[str, bool], Found] = {}
 
     @property
@@ -100,13 +102,14 @@ class Search:
         return bool(self.end) and self.end[-1] not in SPACES
 
     def prune(self) -> int:
-        """Keep the beginnings that may still be among the best words, or say how likely the
-        text's end is. Returns how many.
+        """Keep the beginnings that may still be among the best words, or that contribute to the
+        probability of the text's end. Return their number.
         """
         best = sorted((candidate.p for candidate in self.found.values()), reverse=True)
         least = best[self.k - 1] if len(best) >= self.k else 0.0
         level = sorted((b for b in self.level if len(b.ids) < self.depth), key=lambda b: -b.p)
-        together: dict[str, float] = {}  # spellings of one word may be among the best by their sum
+        # several spellings of one word may be among the best by their sum
+        together: dict[str, float] = {}
         for b in level:
             together[b.letters] = together.get(b.letters, 0.0) + b.p
         words = [b for b in level if not b.left and together[b.letters] > least]
@@ -115,15 +118,15 @@ class Search:
         return len(self.level)
 
     def last(self, rows: int, filling: int) -> list[int]:
-        """Return the beginnings' last tokens, and up to so many rows something else."""
+        """Return the beginnings' last tokens, filled up to a number of rows."""
         return [b.ids[-1] for b in self.level] + [filling] * (rows - len(self.level))
 
     def before(self, rows: int) -> list[int]:
-        """In which row of the pass before the beginnings' other tokens were."""
+        """Return the rows of the beginnings' other tokens in the previous pass, filled up."""
         return [b.row for b in self.level] + [0] * (rows - len(self.level))
 
     def note(self, piece: str, b: Beginning, p: float) -> None:
-        """Add a complete word, or another spelling of one; `piece` is what its tokens say."""
+        """Add a complete word, or another spelling of it; `piece` is the text of its tokens."""
         insert = piece.removeprefix(self.written)
         if not any(c.isalnum() for c in insert) or "\ufffd" in piece:
             return
@@ -137,7 +140,7 @@ class Search:
         inserts[insert] = inserts.get(insert, 0.0) + p
 
     def best(self) -> list[Word]:
-        """Return the best words, none of which reads as another one."""
+        """Return the best words, each text only once."""
         words: dict[str, Word] = {}
         for (shown, _), candidate in sorted(self.found.items(), key=lambda item: -item[1].p):
             insert = max(candidate.inserts, key=candidate.inserts.__getitem__)

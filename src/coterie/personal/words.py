@@ -1,16 +1,16 @@
-"""The next *words* of a text with their probabilities, though the model only knows tokens.
+"""The next *words* of a text with their probabilities, by a model that predicts tokens.
 
 The probability of a word is that of its tokens, times the probability that a new word begins after
 them (white space, punctuation or the end): without the last factor "h" would always beat "hiking".
-Several ways to spell a word in tokens are added up, as far as the search meets them: it goes token
-by token over the likeliest beginnings of those that may still be among the best. Punctuation alone
-is no word, so the probabilities need not add up to 1.
+The probabilities of several spellings of a word in tokens are added up, as far as the search
+reaches them: it extends, token by token, the most likely beginnings that may still be among the
+best words. Punctuation alone is not a word, so the probabilities need not add up to 1.
 
-The last word of a text may be unfinished, and its tokens are then others than those of the whole
-word ("sock", but not "socket", ends in "ck"). So the text's last tokens are taken back as far as
-the beginning of that word, and the search goes over all sequences of tokens that begin with the
-same characters (token healing, Lundberg 2023). Probabilities are given these characters: those of
-the sequences, divided by the sum over all sequences that begin with them.
+The last word of a text may be unfinished, and its tokens then differ from those of the whole word
+("sock", but not "socket", ends in "ck"). So the text's last tokens are taken back as far as the
+beginning of that word, and the search covers all sequences of tokens that begin with the same
+characters (token healing, Lundberg 2023). Probabilities are conditional on these characters: those
+of the sequences, divided by the sum over all sequences that begin with them.
 """
 
 from bisect import bisect_left
@@ -27,10 +27,11 @@ from coterie.personal.sampling import not_usable, usable
 from coterie.personal.vocabulary import Vocabulary
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 
-LONGEST = 8  # tokens of a word
-UNFINISHED = 8  # tokens of an unfinished word that are taken back
+LONGEST = 8  # most tokens of a word
+UNFINISHED = 8  # most tokens of an unfinished word that are taken back
+# the control characters too, as byte-level vocabularies write them
 NO_LETTERS = PUNCTUATION | {chr(256 + i) for i in range(34)} - set(SPACES)
-LAST = chr(0x10FFFF)  # sorts behind every name of a token
+LAST = chr(0x10FFFF)  # sorts after every name of a token
 
 
 class Words:
@@ -38,8 +39,8 @@ class Words:
 
     Args:
         backbone: The base.
-        texts: Encodes texts for it.
-        whose: The model, for messages.
+        texts: The encoder of texts for the base.
+        whose: The name of the model in messages.
     """
 
     def __init__(self, backbone: Backbone, texts: TextEncoder, whose: str = "a model") -> None:
@@ -56,19 +57,18 @@ class Words:
         self._sorted = sorted((name, i) for i, name in enumerate(self.names) if name)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.anchor = self.vocabulary.anchor
-        # the prompt of a text without tokens before its last word
+        # the prompt if a text has no tokens before its last word
         self.first: int = (texts.prompt("") or [0])[-1]
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
-        """Return the k most likely next words of each text, best first. All are searched in one
-        batch.
+        """Return the k most likely next words of each text, best first, searched in one batch.
 
         Args:
-            adapter: Of one model, or of many, each for one text: every text has as many rows as the
-                others, in the order of the texts.
-            texts: What was written so far.
-            k: How many words at most.
+            adapter: The adapter of one model, or of one model for each text. All texts have the
+                same number of rows, in the order of the texts.
+            texts: The texts so far.
+            k: The most words to return.
 
         Raises:
             ModelError: Scores are not finite.
@@ -81,7 +81,7 @@ class Words:
                 adapter, prompts[:, None].to(self.backbone.device), mask=mask
             )
             for search, of_prompt, e in zip(searches, p, experts, strict=True):
-                self._go_on(search, of_prompt[None], [e])
+                self._extend(search, of_prompt[None], [e])
             before = 1
             for _ in range(UNFINISHED + LONGEST):
                 if not (rows := max(search.prune() for search in searches)):
@@ -103,18 +103,18 @@ class Words:
                 before = rows
                 for first, search in zip(range(0, len(p), rows), searches, strict=True):
                     of_search = slice(first, first + len(search.level))
-                    self._go_on(search, p[of_search], experts[of_search])
+                    self._extend(search, p[of_search], experts[of_search])
         return [search.best() for search in searches]
 
     def _begin(self, text: str, k: int) -> tuple[list[int], Search]:
-        """Return the prompt, and the search that begins behind it. Raises ModelError for a token
-        that the base lacks.
+        """Return the prompt of a text, and the search that begins after it. Raises ModelError for a
+        token that the base lacks.
         """
         ids = self.texts.prompt(text if text.strip() else "")
         self.backbone.check_ids(ids)
         cut = len(ids) - self._unfinished(ids)
         end = "".join(self.names[i] for i in ids[cut:])
-        # a word's end is seen one token later, hence one more
+        # the end of a word only shows at the next token, hence one more
         shown = self.texts.unmarked(text)
         search = Search(
             shown, end, self.vocabulary.decode(ids[cut:]), len(ids) - cut + LONGEST + 1, k
@@ -123,8 +123,8 @@ class Words:
         return prompt or [self.first], search
 
     def _unfinished(self, ids: Sequence[int]) -> int:
-        """How many tokens at the end of a text are its last word, or a space in which a word may
-        have begun.
+        """Return the number of tokens of a text's last word, or of a final space that may begin
+        one.
         """
         for count, i in enumerate(reversed(ids)):
             name = self.names[i]
@@ -135,9 +135,9 @@ class Words:
                 return count if count and line_break else count + 1
         return len(ids)
 
-    def _go_on(self, search: Search, p: Tensor, experts: Sequence[Tensor | None]) -> None:
-        """Record the complete words, and extend the other beginnings: p (beginnings, V) of the next
-        token of each.
+    def _extend(self, search: Search, p: Tensor, experts: Sequence[Tensor | None]) -> None:
+        """Record the complete words, and extend the other beginnings by p (beginnings, V), the
+        probabilities of each one's next token.
         """
         if not search.level:
             return
@@ -158,14 +158,14 @@ class Words:
                 shorter = self._shorter(b.left)
                 longer |= dict(zip(shorter, row[shorter].tolist(), strict=True))
             level += [
-                self._child(search, b, number, token, b.p * value, e)
+                self._extended(search, b, number, token, b.p * value, e)
                 for token, value in longer.items()
                 if value > 0
             ]
         search.level = level
 
     def _allowed(self, b: Beginning) -> Tensor:
-        """(V,) which tokens may extend a beginning as the same word."""
+        """Return (V,) which tokens may extend a beginning within the same word."""
         if b.begun:
             return self.inside
         if not b.left:
@@ -192,22 +192,22 @@ class Words:
         return [i for size in range(1, len(left)) for i in self._named(left[:size])]
 
     def _named(self, name: str) -> Iterator[int]:
-        """Return the tokens of a name: one, or none."""
+        """Yield the tokens of a name: none, one, or several of the same name."""
         place = bisect_left(self._sorted, (name, 0))
         while place < len(self._sorted) and self._sorted[place][0] == name:
             yield self._sorted[place][1]
             place += 1
 
-    def _child(
+    def _extended(
         self, search: Search, b: Beginning, row: int, token: int, p: float, experts: Tensor | None
     ) -> Beginning:
-        """Return a beginning with one token more than that in a row; `experts` are the weights at
-        the position that chose it.
+        """Return a beginning extended by a token; `experts` are the weights at the position that
+        chose the token.
         """
         name = self.names[token]
         left = b.left[len(name) :]
         begun = b.begun or (not left and name != b.left)
-        # the tokens of a finished word are none of the next one's
+        # the tokens of a finished word do not count for the next word
         starts_over = begun and not b.begun and not b.left and search.within and name[0] in SPACES
         tokens, before = (0, None) if starts_over else (b.tokens, b.experts)
         summed = experts if before is None or experts is None else before + experts
@@ -217,17 +217,17 @@ class Words:
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
-        """One pass over the prompts, or over one token more of `rows` texts that begin with each.
+        """Run one pass over the prompts, or over one more token of the `rows` texts of each prompt.
 
         Args:
             adapter: See `of`.
             ids: (prompts, rows, C).
-            cache: Of what comes before them, (prompts * rows) texts.
-            mask: (prompts, C) of each text of a prompt, as long as it is by now; None without
-                padding.
+            cache: The cache of the earlier tokens, of (prompts * rows) texts.
+            mask: (prompts, C) the mask of each prompt's texts, at their current length; None
+                without padding.
 
         Returns:
-            The cache behind `ids`; and of each row (V,) the next token's probabilities and (n,) the
+            The cache after `ids`; and for each row (V,) the next token's probabilities and (n,) the
             experts' weights at the last position.
         """
         rows, length = ids.shape[1:]
@@ -262,18 +262,18 @@ class Words:
 
 
 def _starts(name: str) -> bool:
-    """Whether a token begins a new word, with the space before it."""
+    """Return whether a token begins a new word, with the space before it."""
     bare = name.lstrip(SPACES)
     return bare != name and bare[:1] not in NO_LETTERS
 
 
 def _continues(name: str) -> bool:
-    """Whether a token continues a word."""
+    """Return whether a token continues a word."""
     return name != "" and name[0] not in SPACES and name[0] not in NO_LETTERS
 
 
 def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor, Tensor]:
-    """(B, C) ids that end together, and (B, C) a mask that is 0 where there is padding."""
+    """Return (B, C) ids padded on the left, and (B, C) a mask that is 0 for padding."""
     width = max(map(len, prompts))
     ids = torch.tensor([[filling] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     return ids, torch.tensor(
