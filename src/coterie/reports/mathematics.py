@@ -53,7 +53,7 @@ SMALL = re.compile(r"(?<![\w.])\d(?:\.\d+)?e[+-]\d+\b")  # 3.1e-14, anywhere
 
 
 def plain(value: Any) -> Any:
-    """Return text, or texts within a structure, for terminals and JSON: mathematics unmarked."""
+    """Return text, or texts within a structure, for terminals and JSON: without `$` marks."""
     if isinstance(value, str):
         return value.replace("$", "")
     if isinstance(value, Mapping):
@@ -81,7 +81,7 @@ def _math(source: str) -> str:
 
 
 class _Parser:
-    """A parser that reads `source` from left to right, one atom with its scripts after the other."""
+    """A parser that reads `source` from left to right, each atom with its scripts."""
 
     def __init__(self, source: str) -> None:
         self.source, self.at = source, 0

@@ -154,7 +154,7 @@ def prose(text: str) -> str:
 
 
 def thinned(values: Sequence[T], most: int) -> list[T]:
-    """Return at most `most` of the values, evenly spread, with the first and the last among them."""
+    """Return at most `most` of the values, evenly spread, including the first and the last."""
     if len(values) <= most:
         return list(values)
     return [values[round(k * (len(values) - 1) / (most - 1))] for k in range(most)]

@@ -27,7 +27,8 @@ from coterie.reports.parts import (
     unseen,
 )
 
-QUANTILES = {  # shares of the clients that fare better, of summaries
+# the share of clients that do better
+QUANTILES = {
     "best": 0.0,
     "10 %": 0.1,
     "25 %": 0.25,
@@ -48,8 +49,8 @@ PEAK = (
 
 
 def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
-    """Return what a dot is, and a strip of all clients or, where some are unseen, one for each
-    group of them, all of one range.
+    """Return an explanation, and a strip of all clients or, if some are unseen, of each group of
+    them, with one range for all.
     """
     of_group = (
         {i: client.group or "" for i, client in results[-1].clients.items()} if results else {}
@@ -77,7 +78,7 @@ def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
 
 
 def _dots(row: Row, clients: Sequence[str]) -> dict[str, float]:
-    """Return the scores of clients; of many, of some that are even quantiles."""
+    """Return the scores of clients; of many clients, only those at even quantiles."""
     order = sorted(clients, key=lambda i: row.clients[i]) if len(clients) > MANY else clients
     return {i: row.clients[i] for i in thinned(order, MANY)}
 
@@ -87,9 +88,7 @@ def _title(row: Row) -> str:
 
 
 def _headline(rows: Sequence[Row], result: Result) -> str:
-    """Return the figures that people look for first, of the run's own method, whose result is given
-    too.
-    """
+    """Return the most important figures of the run's own method, whose result is `result`."""
     own_row, metric = rows[-1], rows[-1].metric
     unit = " %" if metric.unit == "%" else ""
     groups = own_row.groups or {"": own_row.mean}
@@ -128,8 +127,8 @@ def _headline(rows: Sequence[Row], result: Result) -> str:
 
 
 def _gates(result: Result) -> dict[str, float]:
-    """Gate accuracy of each group of unseen clients at the end; nothing where there is no gate,
-    or it has no anchors.
+    """Return the final gate accuracy of each group of unseen clients; {} without a gate, or
+    anchors.
     """
     return {
         group: choices.gate_accuracy
@@ -139,8 +138,8 @@ def _gates(result: Result) -> dict[str, float]:
 
 
 def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
-    """How far a row is from the best other one, for a group of unseen clients or, "", for all;
-    with a word that says which is better.
+    """Return how far a row is from the best other one, for a group of unseen clients or, with "",
+    for all; and a text that states which is better.
     """
 
     def value(row: Row) -> float:
@@ -163,8 +162,8 @@ def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]
 
 
 def _scores(rows: Sequence[Row]) -> str:
-    """Figures over all clients, then a column per client; of many, the best and the worst, and a
-    table of all folded away.
+    """Return figures over all clients, then a column per client; of many, the best and the worst,
+    and a table of all that is folded away.
     """
     clients, metric = list(rows[-1].clients), rows[0].metric
     first, *others = rows[0].groups or [""]
@@ -211,7 +210,7 @@ def _scores(rows: Sequence[Row]) -> str:
 
 def _quantiles(rows: Sequence[Row]) -> str:
     """Return quantiles of the metric over many clients, the mean of the worst tenth of them, and
-    who fares worst.
+    the clients that do worst.
     """
     metric, own_row = rows[0].metric, rows[-1]
     columns: dict[str, list[float]] = {}
@@ -236,8 +235,8 @@ def _quantiles(rows: Sequence[Row]) -> str:
 
 
 def _kept(rows: Sequence[Row]) -> str:
-    """Return which round each client's model is of, where its validation data chose it; nothing
-    where it is the last one for all.
+    """Return the round of each client's model, if validation data chose it; "" if all keep that of
+    the last round.
     """
     if not rows[-1].kept_rounds:
         return ""

@@ -10,14 +10,14 @@ from coterie.reports.progress import Terminal
 
 
 class SearchTerminal(Terminal):
-    """What `Terminal` shows of a run while it goes on; of one that is done a line with its score on
-    validation.
+    """A display of the current run, as `Terminal` has it, and a line with the validation score of
+    each finished one.
 
     Args:
-        console: Where to.
+        console: The console to print to.
     """
 
-    shows_estimate = False  # a few steps of each of many short runs would cost as much as they do
+    shows_estimate = False  # it would cost as much as these short runs
 
     def __init__(self, console: Console) -> None:
         super().__init__(console, rows=1)
@@ -26,11 +26,11 @@ class SearchTerminal(Terminal):
     def searching(self, runs: int, rounds: Sequence[int]) -> None:
         self.row, self.rows = 0, runs
         of = " or ".join(f"{n:,}" for n in sorted(set(rounds)))
-        if runs > 1:  # the line of a single one says as much
+        if runs > 1:  # a single run's own line says as much
             self._say(f"{runs:,} runs of {of} {'round' if of == '1' else 'rounds'}:")
 
     def unfit(self, title: str, problem: str) -> None:
-        if not self.heading.endswith(title):  # it did not begin
+        if not self.heading.endswith(title):  # the run did not begin
             self._next(title)
         self._done(f"lost, {problem}")
 
@@ -40,7 +40,7 @@ class SearchTerminal(Terminal):
         self._done(f"validation {name} {result.valid:.2f}{self._unit}")
 
     def _done(self, outcome: str) -> None:
-        """Put a line in the place of what was shown of the run."""
+        """Replace the display of the run by a line."""
         if self.task is not None:
             self.progress.remove_task(self.task)
             self.task = None

@@ -21,7 +21,7 @@ from coterie.methods import METHODS
 from coterie.reports.beside import BESIDE
 from coterie.reports.parts import VERDICTS, rounded, size, unseen
 
-W_ERROR = "W error", "W\u00a0error"  # which stays on one line
+W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
@@ -32,13 +32,13 @@ def clock(seconds: float) -> str:
 
 
 def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10) -> None:
-    """Print the operators that cost most by themselves in a trace, and how it is opened.
+    """Print the most expensive operators of a trace, and how to open it.
 
     Args:
-        console: Where to.
+        console: The console to print to.
         profile: The trace.
-        elsewhere: Whether clients were in other processes, where it saw nothing.
-        most: So many operators.
+        elsewhere: Whether clients ran in other processes, which the trace does not cover.
+        most: The largest number of operators.
     """
     if not profile.written or profile.path is None:
         console.print("There is no trace: no round was left to run.")
@@ -65,14 +65,14 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
 
 
 def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
-    """Print what one method would take.
+    """Print the estimated cost of one method.
 
     Args:
-        console: Where to.
-        prepared: See `coterie.runs.problems.prepare.Prepared`.
-        estimate: See `coterie.runs.estimate.Estimate`.
-        first: Whether it is the first of several: clients and data, which all have, are said before
-            it.
+        console: The console to print to.
+        prepared: The prepared method, see `coterie.runs.problems.prepare.Prepared`.
+        estimate: The estimate, see `coterie.runs.estimate.Estimate`.
+        first: Whether it is the first of several methods: the clients and data that all share are
+            printed before it.
     """
     federation, method = prepared.problem.federation, prepared.method
     what = prediction(prepared.problem.metric.about)
@@ -116,8 +116,8 @@ def _say(console: Console, text: str) -> None:
 
 
 def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) -> None:
-    """Print sentences that were checked: whether each holds, or None if that is open; the
-    sentence; and the numbers behind the verdict.
+    """Print checked sentences: whether each holds, or None if that is open; the sentence; and the
+    numbers behind the verdict.
     """
     for holds, says, detail in items:
         console.print(Text.assemble((f"{VERDICTS[holds]}  ", "green" if holds else "yellow"), says))
@@ -125,17 +125,16 @@ def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) ->
 
 
 def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> list[Table]:
-    """Return what fits a terminal: the test metric by method and client, what is known beside it,
-    and what each method cost.
+    """Return tables for a terminal: the test metric by method and client, the figures beside it,
+    and the cost of each method.
 
-    Of more than eight clients, or of those that the terminal has no room for, only the best and the
-    worst are shown. The scores come last, where a terminal stands when a command ends; of each of
-    their columns the best is bold.
+    With more than eight clients, or more than fit, only the best and the worst are shown. The
+    scores come last, as the end of the output stays visible; the best of each column is bold.
 
     Args:
-        rows: Of a comparison.
-        titles: Of the methods.
-        width: Of the terminal, in characters.
+        rows: The rows of a comparison.
+        titles: The titles of the methods.
+        width: The width of the terminal, in characters.
     """
     scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
     return [_costs(rows, titles), _beside(rows, titles), scores]
@@ -158,7 +157,7 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
         )
     few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
     columns = clients if few else ["best client", "worst client"]
-    synced = [] if rows[0].kept_rounds else ["synced"]  # what is kept is synchronised no more
+    synced = [] if rows[0].kept_rounds else ["synced"]  # kept models are not synchronised again
     shown = _plain(str(metric), ["method", "mean", *columns, *synced])
     numbers = [
         [row.mean, *line[1 if few else 2], *[row.mean_synced] * len(synced)]
@@ -173,7 +172,7 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
 
 
 def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
-    """Return the test metric of each group of unseen clients, and what was best of the first one
+    """Return the test metric of each group of unseen clients, and the best of the first group
     during training.
     """
     metric, (first, *others) = rows[0].metric, list(rows[0].groups or ())
@@ -206,18 +205,20 @@ def _figure(value: float | None) -> float:
 
 
 def _bold(rows: Sequence[Sequence[float]], metric: MetricInfo) -> list[list[bool]]:
-    """Which figures of a table are the best of their columns."""
+    """Return which figures of a table are the best of their columns."""
     tops = [best(column, metric) for column in zip(*rows, strict=True)]
     return [[value == top for value, top in zip(row, tops, strict=True)] for row in rows]
 
 
 def _lines(lines: Sequence[Sequence[Any]], chosen: int) -> list[list[str]]:
-    """Name and mean, the chosen ones of the clients' values, and what is behind them."""
+    """Return name and mean, the chosen values of the clients, and the remaining cells."""
     return [[*line[0], *(f"{value:.2f}" for value in line[chosen]), *line[3]] for line in lines]
 
 
 def _needed(lines: Sequence[Sequence[str]]) -> int:
-    """Columns that a table without its header takes: three between columns, and one at the end."""
+    """Return the width of a table without its header: three characters between columns, one at the
+    end.
+    """
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     return sum(widths) + 3 * (len(widths) - 1) + 1
 
@@ -231,8 +232,8 @@ def _keep_whole(table: Table) -> None:
 
 
 def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
-    """Return what the metric does not tell: loss, how unlike the clients fare, how many gain, and
-    how wrong collaboration weights are.
+    """Return the figures beside the metric: loss, deviation over clients, the share of clients that
+    gain, and the error of collaboration weights.
     """
     known = [figure for figure in BESIDE if figure.known(rows)]
     about = "; ".join(figure.about for figure in known)
@@ -276,7 +277,7 @@ def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
 
 
 def _plain_text(text: str) -> str:
-    """Text of anybody as Rich shows it: no control characters, and no markup."""
+    """Return untrusted text for Rich: no control characters, and no markup."""
     return escape(printable(text, lines=True))
 
 

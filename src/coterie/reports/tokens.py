@@ -1,8 +1,8 @@
-"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS,
-Fig. 3).
+"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS, Fig.
+3).
 
-A token has the colour of the expert with the largest weight, the fuller the larger that weight is:
-none where all experts weigh alike, all of it where one has all weight.
+A token has the colour of the expert with the largest weight, stronger for larger weights: no colour
+if all weights are equal, full colour if one expert has the whole weight.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from coterie.core.result import ClientResult, Mixture, Routing
 from coterie.reports.parts import BLUE, GREEN, ORANGE, PINK, SKY, VERMILION, escape
 
 GRID = 4  # clients whose texts all fit side by side; of more, two are chosen
-SLOTS = ("first", "middle", "last")  # their first letters stand in the pages
+SLOTS = ("first", "middle", "last")  # pages use their first letters
 GENERALISTS = (
     (BLUE, "none"),
     (SKY, "overline"),
@@ -35,7 +35,7 @@ class Expert:
 
     Args:
         key: `g0`, `g1`, ... for generalists, `s0`, ... for specialists.
-        name: As people read it.
+        name: The name as people read it.
     """
 
     key: str
@@ -57,8 +57,8 @@ class Expert:
 
 
 def experts(counts: Mixture | ClientResult) -> list[Expert]:
-    """Return the experts of a model in the order of its routing weights, generalists first; numbers
-    only where there are several of a kind.
+    """Return the experts of a model in the order of its routing weights, generalists first; only
+    several of a kind are numbered.
     """
     kinds = {"generalist": counts.generalists, "specialist": counts.specialists}
     return [
@@ -69,7 +69,7 @@ def experts(counts: Mixture | ClientResult) -> list[Expert]:
 
 
 def routing(routing: Routing) -> str:
-    """Return the selector, the legend and the pictures; nothing where no model has a router."""
+    """Return the selector, the legend and the pictures; "" if no model has a router."""
     if not routing.weights:
         return ""
     slots = _slots(routing.blocks or ())
@@ -96,7 +96,7 @@ def _slots(blocks: Sequence[int]) -> tuple[str, ...]:
 
 
 def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
-    """Which class of a token counts depends on the block that is chosen: no script is needed."""
+    """Return CSS by which the chosen block decides which class of a token counts."""
     looks = "".join(f".{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds)
     chosen = "".join(
         f".routing:has(#block-{slot}:checked) "
@@ -114,7 +114,9 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
 
 
 def _selector(slots: Sequence[str], routing: Routing) -> str:
-    """Radio buttons; the last block is chosen at first, where experts differ most."""
+    """Return radio buttons of the blocks; at first the last one is chosen, where experts differ
+    most.
+    """
     buttons = "".join(
         f'<input type="radio" name="block" '
         f'id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
@@ -134,8 +136,8 @@ def _legend(kinds: Sequence[Expert]) -> str:
 
 
 def _choices(routing: Routing) -> str:
-    """Selectors of one model and one text, for many clients or a narrow window; a script shows
-    them.
+    """Return selectors of one model and one text, for many clients or a narrow window; a script
+    shows them.
     """
     models, texts = (
         "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in clients)
@@ -191,8 +193,8 @@ def _token(
 
 
 def lead(weights: Sequence[float]) -> float:
-    """How far the largest weight is from an equal share: 0 where all are alike, 1 where it is
-    all there is.
+    """Return how far the largest weight is above an equal share: 0 if all are equal, 1 if it is the
+    whole weight.
     """
     alike = 1 / len(weights)
     return max(0.0, (max(weights) - alike) / (1 - alike)) if len(weights) > 1 else 1.0

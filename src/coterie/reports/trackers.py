@@ -21,19 +21,19 @@ from coterie.core.files import read_json, write_json
 from coterie.core.names import encoded
 from coterie.core.result import Result
 
-PROJECT = "coterie"  # where the program's own environment variable names no other
-TRACKED = "tracked.json"  # in a run's folder: the id that each program knows the run by
+PROJECT = "coterie"  # if the program's own environment variable names no other
+TRACKED = "tracked.json"  # in a run's folder: the run's id in each program
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A method's run, as a tracker is told of it.
+    """A method's run as a tracker sees it.
 
     Args:
-        name: Within the group: the method, or the path of the run's folder in the group's.
-        group: Name of the folder of all runs that belong together.
-        config: The recipe; of folders on this machine the last part of the path alone.
-        known: The id under which the program knows the run from before; None for a new run.
+        name: The name within the group: the method, or the path of the run's folder in the group's.
+        group: The name of the folder of all runs that belong together.
+        config: The recipe, with only the last part of paths on this machine.
+        known: The id that the program gave the run before; None for a new run.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
-        """Begin a run, or go on with it; returns its id."""
+        """Begin or continue a run; return its id."""
 
     @abstractmethod
     def log(self, round: int, values: Mapping[str, float]) -> None:
-        """Keep figures of a round."""
+        """Record the figures of a round."""
 
     @abstractmethod
     def close(self, complete: bool) -> None:
-        """End the run that is open."""
+        """End the open run."""
 
 
 class WeightsAndBiases(Tracker):
@@ -76,7 +76,7 @@ class WeightsAndBiases(Tracker):
         self._wandb = wandb
         self._run: Any = None
         mode = os.environ.get("WANDB_MODE") or wandb.setup().settings.mode or "online"
-        if mode == "online" and not wandb.api.api_key:  # it would ask in the middle of a run
+        if mode == "online" and not wandb.api.api_key:  # it would ask during a run
             raise Refused("--track wandb: nobody is logged in on this machine", self.remedy)
 
     def open(self, run: TrackedRun) -> str:
@@ -100,7 +100,7 @@ class WeightsAndBiases(Tracker):
             settings=settings,
         )
         self._run.define_metric("round")
-        self._run.define_metric("*", step_metric="round")  # rounds may be done again
+        self._run.define_metric("*", step_metric="round")  # a resumed run may repeat rounds
         return id
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -208,7 +208,7 @@ def check(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _built(name: str) -> Tracker:
-    """Return a tracker that can be used. Raises Refused."""
+    """Return a tracker that is ready for use. Raises Refused."""
     if name in EXTRAS:
         require(f"--track {name}", name)
     try:
@@ -221,11 +221,11 @@ def _built(name: str) -> Tracker:
 
 @contextmanager
 def tracked(names: Sequence[str], folder: Path) -> Iterator[list[Callback]]:
-    """Provide callbacks that tell trackers of every run within the block.
+    """Provide callbacks that report every run within the block to trackers.
 
     Args:
-        names: Of `TRACKERS`.
-        folder: The runs lie in it; its name is that of their group.
+        names: Names of `TRACKERS`.
+        folder: The folder of the runs; its name is that of their group.
 
     Raises:
         Refused: There is no such tracker, it is not installed, or it cannot be used.
@@ -239,14 +239,14 @@ def tracked(names: Sequence[str], folder: Path) -> Iterator[list[Callback]]:
 
 
 class Tracking(Callback):
-    """A callback that tells a tracker of each method's run: the figures of a round in one piece.
+    """A callback that reports each method's run to a tracker, the figures of a round together.
 
-    A tracker that fails while a run is under way is left alone from then on, with a warning: the
-    run goes on, and metrics.jsonl has all figures.
+    A tracker that fails during a run is not called again, with a warning: the run goes on, and
+    metrics.jsonl has all figures.
 
     Args:
         tracker: The program.
-        folder: Of the group.
+        folder: The folder of the group.
     """
 
     def __init__(self, tracker: Tracker, folder: Path) -> None:
@@ -293,20 +293,20 @@ class Tracking(Callback):
         self.close(complete=True)
 
     def close(self, complete: bool) -> None:
-        """End the run that is open, if one is."""
+        """End the open run, if there is one."""
         self._send()
         if self._open:
             self._tried(lambda: self._tracker.close(complete))
         self._open, self._round = False, 0
 
     def _send(self) -> None:
-        """Hand over the figures of a round."""
+        """Send the figures of a round."""
         values, self._values = self._values, {}
         if values and self._open:
             self._tried(lambda: self._tracker.log(self._round, values))
 
     def _tried(self, step: Any) -> None:
-        """Take a step; the tracker is left alone where that fails."""
+        """Take a step; if it fails, warn, and do not call the tracker again."""
         try:
             step()
         except Exception as error:
@@ -326,7 +326,7 @@ def _line(error: Exception) -> str:
 
 
 def _without_paths(value: Any) -> Any:
-    """Return JSON values, of each path on this machine the last part alone."""
+    """Return JSON values with only the last part of paths on this machine."""
     if isinstance(value, Mapping):
         return {key: _without_paths(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):

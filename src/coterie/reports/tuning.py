@@ -1,4 +1,4 @@
-"""What a search for settings shows: a table in a terminal, and `tune.html` with a picture of it."""
+"""The outcome of a search for settings: a table in a terminal, and `tune.html` with pictures."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ from coterie.reports.parts import (
 )
 
 TUNED_PAGE = "tune.html"
-_COLOURS = (BLUE, GREEN, ORANGE, PINK, SKY, BROWN, GREY)  # of numbers of rounds, the most first
+_COLOURS = (BLUE, GREEN, ORANGE, PINK, SKY, BROWN, GREY)  # by number of rounds, the most first
 _CHOSEN = Style(VERMILION, number=3)
 PICTURE = (
     "<p>How well each value did on validation. A line joins runs of equal length, and has for each "
@@ -56,12 +56,12 @@ READING = (
 
 
 def settings(row: TunedRow) -> str:
-    """Return what was chosen for a row in one line."""
+    """Return the chosen settings of a row in one line."""
     return written({**row.chosen, ROUNDS: row.rounds})
 
 
 def lies(row: TunedRow) -> str:
-    """Say whether the best lies within what was tried, or at an end of it."""
+    """Return whether the best lies within the range that was tried, or at an end of it."""
     if row.valid is None:
         return ""
     edges = ", ".join(map(name_of, row.at_edge))
@@ -69,7 +69,7 @@ def lies(row: TunedRow) -> str:
 
 
 def terminal(tuning: Tuning) -> Table:
-    """Return the table that fits a terminal: a line for each method."""
+    """Return the table for a terminal, with a line for each method."""
     metric = tuning.metric
     shown = Table(
         title=printable(f"settings chosen on validation; {metric}, {direction(metric)}"),
@@ -99,7 +99,7 @@ def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
     Args:
         folder: The search's folder.
         tuning: The outcome of the search.
-        description: Of the recipe.
+        description: The description of the recipe.
 
     Raises:
         SaveError: It could not be written.
@@ -178,8 +178,8 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
 
 
 def _drawn(key: str, values: Sequence[Any]) -> bool:
-    """Whether a field has a panel by its values: numbers, none below 0, and more than one of them;
-    how many rounds there were has a panel of its own.
+    """Return whether a field has a panel: its values are numbers, none below 0, and more than one.
+    The number of rounds has a panel of its own.
     """
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return key != ROUNDS and numbers and min(values) >= 0 and len(set(values)) > 1

@@ -1,4 +1,4 @@
-"""One plain sentence on what a table says, also when it is a loss, and what to do about it."""
+"""A verdict in plain words on the outcome of a table, also on a loss, and advice."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,14 +15,14 @@ SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --
 
 
 def verdict(rows: Sequence[Row], own_method: str) -> str:
-    """Say which method did best, for how many clients or for which groups, by how much, and what to
+    """Return which method did best, for how many clients or which groups, by how much, and what to
     do.
 
-    Bounds count for nothing: nobody can have them. With several seeds a difference counts if it is
-    larger than its deviation.
+    Bounds are ignored: no user can have them. With several seeds, a difference counts if it exceeds
+    its deviation.
 
     Args:
-        rows: Of a comparison.
+        rows: The rows of a comparison.
         own_method: The method that was tried; if it has no row, the best one takes its place.
 
     Returns:
@@ -79,7 +79,9 @@ def _compared(mine: Row, rival: Row) -> str:
 def _which(
     ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: MetricInfo
 ) -> str:
-    """For which groups the better one is better and for which not, each with the two figures."""
+    """Return for which groups the better method is better and for which not, each with both
+    figures.
+    """
     texts = {
         name: f"{name} ({_value(x, metric)} against {_value(y, metric)})"
         for name, (x, y) in groups.items()
@@ -91,7 +93,7 @@ def _which(
 
 
 def _whom(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
-    """For how many clients the better one is better."""
+    """Return for how many clients the better method is better."""
     if len(ahead) == len(pairs):
         return "for the only client" if len(pairs) == 1 else f"for all {len(pairs)} clients"
     return f"on average, for {len(ahead)} of {len(pairs)} clients"
@@ -115,7 +117,9 @@ def _advice_lost(rival: Row) -> str:
 
 
 def _either(mine: Row) -> str:
-    """Name the method whose clients take, each on its validation data, what is best for them."""
+    """Return advice to let clients choose on validation data how much to share; "" if no such
+    method exists.
+    """
     entry = METHODS.get(mine.method)
     if entry is None or entry.of_own_shares is None:
         return ""
@@ -126,7 +130,7 @@ def _either(mine: Row) -> str:
 
 
 def _tied(mine: Row, rival: Row) -> bool:
-    """Whether a difference is none, or within its deviation over seeds."""
+    """Return whether two rows are equal, or differ by at most the deviation over seeds."""
     far = abs(mine.mean - rival.mean)
     return far == 0 or (_seeds(mine, rival) > 1 and far <= _deviation(mine, rival))
 
@@ -147,7 +151,7 @@ def _seeds(mine: Row, rival: Row) -> int:
 
 
 def _deviation(mine: Row, rival: Row) -> float:
-    """Of the difference of two means over seeds, each seed's own."""
+    """Return the standard deviation of the difference of two means over seeds."""
     deviation = math.hypot(mine.std, rival.std)
     return deviation if math.isfinite(deviation) else math.inf
 
