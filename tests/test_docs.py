@@ -82,7 +82,7 @@ def defines(path: Path, names: list[str]) -> bool:
 def test_files_that_the_paper_index_names_exist() -> None:
     page = (REPOSITORY / "docs/paper-index.md").read_text()
     paths = re.findall(
-        r"`((?:tests|core|data|models|aggregation|client|methods|engines|reports|personal|runs|papers|deploy|cli)/[\w./-]+)`",
+        r"`((?:tests|theorems|core|data|models|aggregation|client|methods|engines|reports|personal|runs|papers|deploy|cli)/[\w./-]+)`",
         page,
     )
     assert len(paths) > 10

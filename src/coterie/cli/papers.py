@@ -61,17 +61,16 @@ def reproduce(
     with _stopping():
         from rich.console import Console
 
-        from coterie.papers import tables
-        from coterie.papers.theory import THEOREMS
+        from coterie.papers import tables, theorems
 
         console = Console()
         if name is None:
             for known in tables.names():
                 print(f"{known:<21} {tables.load(known).title}")
-            for known in THEOREMS:
+            for known in theorems.NAMES if theorems.checkout() else ():
                 print(f"{known:<21} a theorem, as an experiment with checked claims")
             return
-        if name not in tables.names() and name not in THEOREMS:
+        if name not in tables.names() and name not in theorems.NAMES:
             raise Refused(
                 f"{name}: there is no such table, figure or theorem",
                 "Run `coterie reproduce` to list all.",
@@ -81,19 +80,18 @@ def reproduce(
                 f"--scale {scale}: there is no such scale",
                 f"Choose among: {', '.join(tables.SCALES)}.",
             )
+        package = theorems.load(name) if name in theorems.NAMES else None
         require("coterie reproduce", "scipy")
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
-        if name in THEOREMS:
+        if package:
             if seeds or columns or rows or set_ or tune or scale != "small":
                 raise Refused(
                     f"{name} is a theorem: it has no scales, seeds, columns, rows, recipes or "
                     f"settings",
                     "Leave those options out.",
                 )
-            from coterie.papers import theorem_page
-
             stem = folder / name.replace("/", "-")
-            theorem_page.show(console, THEOREMS[name](0), stem)
+            package.show(console, package.THEOREMS[name](0), stem)
             console.print(
                 f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True
             )
@@ -120,16 +118,16 @@ def reproduce(
             with SearchTerminal(console) as searching:
                 reproducing.search(job, searching)
         with Terminal(console, job.most) as reporter:
-            found = reproducing.reproduce(job, reporter)
-        changed = f", with {', '.join(found.overrides)}" if found.overrides else ""
-        heading = f"\n{found.title}, scale {scale}, seeds {found.seeds}{changed}"
+            result = reproducing.reproduce(job, reporter)
+        changed = f", with {', '.join(result.overrides)}" if result.overrides else ""
+        heading = f"\n{result.title}, scale {scale}, seeds {result.seeds}{changed}"
         console.print(heading, style="bold", markup=False, highlight=False)
-        for table in terminal(found):
+        for table in terminal(result):
             console.print(table)
-        if found.statements:
+        if result.statements:
             console.print("what the paper says", style="italic")
-            verdicts(console, said(found))
-        for note in notes(found):
+            verdicts(console, said(result))
+        for note in notes(result):
             console.print(f"- {note}", markup=False, highlight=False)
         console.print(
             f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.",

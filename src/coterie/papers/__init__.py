@@ -1,1 +1,3 @@
-"""The papers' tables, figures and theorems: run, measured, and compared with what was published."""
+"""The papers' tables and figures: run, measured, and compared with what was published. Their
+theorems are in `theorems/`, at the top of a checkout.
+"""

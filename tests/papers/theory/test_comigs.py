@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import CoterieError
-from coterie.papers.theory import THEOREMS, Experiment
-from coterie.papers.theory.comigs import (
+from coterie.reports.mathematics import plain
+from theorems import THEOREMS, Experiment
+from theorems.comigs import (
     Quadratic,
     alternate,
     euclidean_counterexample,
     random_quadratic,
 )
-from coterie.papers.theory.experiment import excess
-from coterie.papers.theory.linear_experts import LinearExperts, Point, exclusive_or, newton, softmax
-from coterie.reports.mathematics import plain
+from theorems.experiment import excess
+from theorems.linear_experts import LinearExperts, Point, exclusive_or, newton, softmax
 from theory.typeset import check_page
 
 CONTRACTION, EXPERTS = "comigs/theorem-2.1", "comigs/theorem-g.2"
@@ -278,7 +278,7 @@ def test_a_wrong_rate_of_the_quadratic_is_caught(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_wrong_lipschitz_constant_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coterie.papers.theory.comigs._lipschitz", lambda valid, train: 0.05)
+    monkeypatch.setattr("theorems.comigs._lipschitz", lambda valid, train: 0.05)
     found = failed(THEOREMS[CONTRACTION](0))
     assert "obey (11)" in found
     assert "diverge" in found
@@ -289,7 +289,7 @@ def test_a_disturbed_block_update_of_the_experts_is_caught(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     monkeypatch.setattr(LinearExperts, step, disturbed(getattr(LinearExperts, step)))
-    monkeypatch.setattr("coterie.papers.theory.comigs_experts.STEPS", 30)
+    monkeypatch.setattr("theorems.comigs_experts.STEPS", 30)
     found = failed(THEOREMS[EXPERTS](0))
     assert "increases F_mu" in found
     assert "global minimum" in found
@@ -305,5 +305,5 @@ def test_too_little_ridge_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         LinearExperts, "sufficient_alpha", property(lambda self: 0.1 * enough(self))
     )
-    monkeypatch.setattr("coterie.papers.theory.comigs_experts._ExpertsRun.convex", True)
+    monkeypatch.setattr("theorems.comigs_experts._ExpertsRun.convex", True)
     assert "jointly strongly convex" in failed(THEOREMS[EXPERTS](0))

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Generator, Tensor
 
-from coterie.papers.theory import THEOREMS, Experiment, ddome, ddome_model, ddome_training
-from coterie.papers.theory.ddome_model import (
+from coterie.reports.mathematics import plain
+from theorems import THEOREMS, Experiment, ddome, ddome_model, ddome_training
+from theorems.ddome_model import (
     DRAWS,
     Mixture,
     Sample,
@@ -28,8 +29,7 @@ from coterie.papers.theory.ddome_model import (
     fit_gate,
     likelihood,
 )
-from coterie.papers.theory.ddome_training import Size, train_disjointly
-from coterie.reports.mathematics import plain
+from theorems.ddome_training import Size, train_disjointly
 from theory.typeset import check_page
 
 NAME = "ddome/theorem-1"

@@ -4,8 +4,8 @@ import re
 from html import unescape
 from xml.etree import ElementTree
 
-from coterie.papers.theorem_page import experiment_page
-from coterie.papers.theory import Experiment
+from theorems import Experiment
+from theorems.page import experiment_page
 
 KINDS = {"math", "mrow", "mi", "mn", "mo", "msub", "msup", "msubsup", "msqrt"}
 ARGUMENTS = {"msub": 2, "msup": 2, "msubsup": 3}

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from coterie.core.files import write_atomically, write_json
-from coterie.papers.theory import Claim, Experiment, Panel
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
 from coterie.reports.mathematics import plain, typeset
 from coterie.reports.parts import COLOURS, escape, page, section, table, verdicts
 from coterie.reports.tables import verdicts as print_verdicts
+from theorems.experiment import Claim, Experiment, Panel
 
 
 def show(console: Console, experiment: Experiment, stem: Path) -> None:

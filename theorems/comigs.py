@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from coterie.papers.theory.experiment import Claim, Curve, Experiment, Panel, Table, excess
+from theorems.experiment import Claim, Curve, Experiment, Panel, Table, excess
 
 Array = npt.NDArray[np.float64]
 PAPER = (

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from coterie.papers.theory.cobo_problem import Array, Clusters, CoBo, _at, _square, safe_step
-from coterie.papers.theory.cobo_runs import (
+from theorems.cobo_problem import Array, Clusters, CoBo, _at, _square, safe_step
+from theorems.cobo_runs import (
     HORIZONS,
     SEEDS,
     SETTINGS,
@@ -22,8 +22,8 @@ from coterie.papers.theory.cobo_runs import (
     Setting,
     measure,
 )
-from coterie.papers.theory.cobo_search import _recovery
-from coterie.papers.theory.experiment import Claim, Curve, Experiment, Panel, Table
+from theorems.cobo_search import _recovery
+from theorems.experiment import Claim, Curve, Experiment, Panel, Table
 
 PAPER = "Hashemi, He and Jaggi, CoBo: Collaborative Learning via Bilevel Optimization"
 

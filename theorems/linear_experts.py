@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from coterie.core.errors import CoterieError
-from coterie.papers.theory.comigs import Array
+from theorems.comigs import Array
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from coterie.papers.theory.ddome_model import (
+from theorems.ddome_model import (
     Mixture,
     Sample,
     alternate,

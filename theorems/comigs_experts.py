@@ -10,9 +10,9 @@ from itertools import pairwise, product
 
 import numpy as np
 
-from coterie.papers.theory.comigs import PAPER, SLACK
-from coterie.papers.theory.experiment import Claim, Curve, Experiment, Panel, Table, excess
-from coterie.papers.theory.linear_experts import LinearExperts, Point, exclusive_or
+from theorems.comigs import PAPER, SLACK
+from theorems.experiment import Claim, Curve, Experiment, Panel, Table, excess
+from theorems.linear_experts import LinearExperts, Point, exclusive_or
 
 ROUNDING = 1e-14  # of F_mu, whose values are about 1
 SEGMENT = (0.0, 0.5, 1.0)

@@ -11,19 +11,19 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Generator, Tensor
 
-from coterie.papers.theory.ddome_model import (
+from theorems.ddome_model import (
     DRAWS,
     Mixture,
     Sample,
 )
-from coterie.papers.theory.ddome_training import (
+from theorems.ddome_training import (
     INPUTS,
     PASSES,
     Disjoint,
     Size,
     train_disjointly,
 )
-from coterie.papers.theory.experiment import Claim, Curve, Experiment, Panel, Table
+from theorems.experiment import Claim, Curve, Experiment, Panel, Table
 
 PAPER = (
     "Farhat et al., Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs in "

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.papers.theory.cobo_problem import (
+from theorems.cobo_problem import (
     Array,
     Clusters,
     CoBo,
@@ -13,7 +13,7 @@ from coterie.papers.theory.cobo_problem import (
     safe_step,
     surrounding,
 )
-from coterie.papers.theory.experiment import Claim, Curve, Panel
+from theorems.experiment import Claim, Curve, Panel
 
 ROUNDING = 1e-12
 

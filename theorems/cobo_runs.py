@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from coterie.papers.theory.cobo_problem import Array, Clusters, CoBo, _square
-from coterie.papers.theory.cobo_search import ROUNDING
+from theorems.cobo_problem import Array, Clusters, CoBo, _square
+from theorems.cobo_search import ROUNDING
 
 HORIZONS = tuple(125 * 2**k for k in range(6))  # T
 SIZE = 3  # c of the runs with noise
