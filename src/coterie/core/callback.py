@@ -33,8 +33,7 @@ class Callback:
         [1, 2]
     """
 
-    # whether it wants to be told beforehand how long things will take, which costs a few steps of
-    # training
+    # whether it needs an estimate of the time beforehand, which costs a few training steps
     shows_estimate = False
 
     def expects(self, seconds: Sequence[float]) -> None:
@@ -43,10 +42,10 @@ class Callback:
         """
 
     def chosen(self, text: str) -> None:
-        """Hear, in one line, which values a run has chosen for fields that were `auto`."""
+        """Receive, in one line, the values that a run has chosen for fields that were `auto`."""
 
     def noted(self, notes: Sequence[str]) -> None:
-        """Hear sentences about the data that people should read before training."""
+        """Receive sentences about the data that people should read before training."""
 
     def preparing(self) -> None:
         """Handle the start of loading the base and data, and of training the common start."""
@@ -55,12 +54,12 @@ class Callback:
         """Handle a method whose result exists from before."""
 
     def searching(self, runs: int, rounds: Sequence[int]) -> None:
-        """Hear that a search for settings is about to execute so many runs, of these numbers of
+        """Handle the start of a search for settings: the number of runs, and their numbers of
         rounds.
         """
 
     def unfit(self, title: str, problem: str) -> None:
-        """Hear that a run of a search has no result: it diverged, or its settings are refused."""
+        """Handle a run of a search without a result: it diverged, or its settings are refused."""
 
     def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         """Receive the folder of a method's run, and its recipe as in recipe.yaml, before it begins
@@ -157,10 +156,10 @@ class Callbacks(Callback):
 def _telling(event: str) -> Callable[..., None]:
     """Return a method of `Callbacks` that passes an event on."""
 
-    def told(self: Callbacks, *given: Any, **named: Any) -> None:
-        self.tell(event, *given, **named)
+    def forward(self: Callbacks, *values: Any, **named: Any) -> None:
+        self.tell(event, *values, **named)
 
-    return told
+    return forward
 
 
 for _event in [

@@ -50,7 +50,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
-    """Refuse files in a folder that are not as they were when their checksums were written.
+    """Refuse files in a folder that have changed since their checksums were written.
 
     Raises:
         CheckpointError: Naming the first that is missing, has no checksum, or another one.
@@ -79,8 +79,8 @@ def write_all_sums(folder: Path) -> None:
 
 
 def check_all_sums(folder: Path) -> None:
-    """Refuse a folder whose files are not those that were written. What lies in folders below it,
-    and hidden files, are not looked at.
+    """Refuse a folder whose files are not those that were written. Folders below it, and hidden
+    files, are not checked.
 
     Raises:
         CheckpointError: Naming the first file that has changed, is missing, or is one more.
@@ -101,7 +101,7 @@ def check_all_sums(folder: Path) -> None:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """Make files of a folder anew, together with their checksums. The block gets another folder to
+    """Replace files of a folder, together with their checksums. The block gets another folder to
     write them to; they take their places when all of them are on the disk.
 
     Raises:
@@ -109,7 +109,7 @@ def replaced(folder: Path) -> Iterator[Path]:
     """
     new = folder / ".new"
     try:
-        shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(new, ignore_errors=True)  # left by a process that was killed
         new.mkdir(parents=True)
         yield new
         written = _files(new)

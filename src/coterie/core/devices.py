@@ -21,7 +21,7 @@ def accelerator() -> str | None:
 
 
 def is_known(device: str) -> bool:
-    """Whether PyTorch has a type of device of this name, be there one here or not."""
+    """Return whether PyTorch has a type of device of this name, be there one here or not."""
     try:
         torch.device(device)
     except RuntimeError:
@@ -30,7 +30,7 @@ def is_known(device: str) -> bool:
 
 
 def is_available(device: str | torch.device) -> bool:
-    """Whether tensors can be on a device."""
+    """Return whether tensors can be on a device."""
     if not is_known(str(device)):
         return False
     device = torch.device(device)
@@ -43,7 +43,7 @@ def is_available(device: str | torch.device) -> bool:
 
 
 def check(device: str | torch.device) -> None:
-    """Refuse a device that is not here. Raises ModelError."""
+    """Refuse a device that this machine does not have. Raises ModelError."""
     if not is_available(device):
         raise ModelError(
             f"device {str(device)!r} is not available here", f"Use {' or '.join(here())}."
@@ -57,14 +57,16 @@ def here() -> list[str]:
 
 
 def suits_bf16(device: str | torch.device) -> bool:
-    """Whether bf16 is the precision for a device. On a CPU without native support it would be many
-    times slower.
+    """Return whether bf16 is the precision for a device. On a CPU without native support it would
+    be many times slower.
     """
     return torch.device(device).type != "cpu" and has_bf16(device)
 
 
 def has_bf16(device: str | torch.device) -> bool:
-    """Whether a device itself computes in bf16, rather than by other types (CUDA before Ampere)."""
+    """Return whether a device itself computes in bf16, rather than by other types (CUDA before
+    Ampere).
+    """
     module = _module(torch.device(device))
     if (supported := getattr(module, "is_bf16_supported", None)) is None:
         return _computes(torch.device(device), torch.bfloat16)
@@ -105,14 +107,14 @@ def forked(device: torch.device) -> Iterator[None]:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has done what it was asked for."""
+    """Wait until a device has finished its work."""
     if device.type not in ("cpu", "meta"):
         torch.accelerator.synchronize(device)
 
 
 def memory(device: torch.device) -> float | None:
-    """Return the bytes of memory that an accelerator has for itself; None where it shares the
-    machine's, or does not tell.
+    """Return the bytes of memory of an accelerator; None if it shares the machine's, or does not
+    report it.
     """
     module = None if device.type == "cpu" else _module(device)
     read = getattr(module, "get_device_properties", None)
@@ -150,7 +152,7 @@ def _module(device: torch.device) -> Any:
 
 @lru_cache
 def _computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device has a type of numbers, by trying."""
+    """Return whether a device has a type of numbers, by trying."""
     try:
         one = torch.ones(2, 2, device=device, dtype=dtype)
         return float((one @ one).sum()) == 8.0

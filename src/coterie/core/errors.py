@@ -37,7 +37,7 @@ def extra(name: str) -> str:
 
 
 def _in_checkout() -> bool:
-    """Whether coterie is installed from a folder in which its source is edited."""
+    """Return whether coterie is installed from a folder in which its source is edited."""
     import json
     from importlib.metadata import PackageNotFoundError, distribution
 

@@ -53,7 +53,7 @@ def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None
 
 
 def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:
-    """Return what to raise where a file could not be written, and nothing was lost by it."""
+    """Return the error to raise if a file could not be written, and nothing was lost."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "Free some space and resume." if full else "Check the folder's permissions."
@@ -89,9 +89,8 @@ def load(path: Path, most_header: int = MOST_HEADER) -> tuple[Tensors, dict[str,
         )
 
 
-_HASHING = ThreadPoolExecutor(
-    min(4, os.cpu_count() or 1), thread_name_prefix="sha256"
-)  # beside the work: hashlib lets other threads run
+# beside the work: hashlib lets other threads run
+_HASHING = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="sha256")
 
 
 def digest_of(path: Path) -> str:
@@ -106,8 +105,8 @@ def digest_later(path: Path) -> "Future[str]":
 
 
 def nbytes_of_file(path: Path) -> int:
-    """`nbytes` of the tensors in a safetensors file: what is behind the header and its length, 8
-    bytes.
+    """Return `nbytes` of the tensors in a safetensors file: its size without the header and the 8
+    bytes of its length.
     """
     with foreign.opened(path) as file:
         return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
@@ -127,9 +126,8 @@ def _opened(path: Path, most_header: int) -> Iterator[Any]:
     try:
         with foreign.opened(path) as file:
             check_header(file, most_header)
-            if os.fstat(file.fileno()).st_size > (
-                free_memory() or math.inf
-            ):  # a sparse file takes no disk
+            # a sparse file takes no disk
+            if os.fstat(file.fileno()).st_size > (free_memory() or math.inf):
                 raise _too_large(path)
             with safe_open(foreign.path_of(file, path), framework="pt") as tensors:
                 yield tensors

@@ -15,8 +15,8 @@ from coterie.core.result import Choices, MetricInfo
 
 
 def perplexity(score: Tensor) -> float:
-    """exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of tokens.
-    Infinite beyond float range.
+    """Return exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of
+    tokens. It is infinite beyond float range.
     """
     nll, tokens = score.tolist()
     mean = nll / tokens
@@ -24,15 +24,15 @@ def perplexity(score: Tensor) -> float:
 
 
 def accuracy(score: Tensor) -> float:
-    """Percent of a client's examples that were classified correctly, from its score, (3,): total
-    NLL, number of examples, number of correct ones.
+    """Return the percentage of a client's examples that were classified correctly, from its score,
+    (3,): total NLL, number of examples, number of correct ones.
     """
     _, examples, right = score.tolist()
     return float(100 * right / examples)
 
 
 def loss(score: Tensor) -> float:
-    """Mean negative log-likelihood in nats of a client's score, (2,) or (3,)."""
+    """Return the mean negative log-likelihood in nats of a client's score, (2,) or (3,)."""
     nll, predictions = score.tolist()[:2]
     return float(nll / predictions)
 
@@ -155,7 +155,7 @@ def sort_key(value: float, metric: MetricInfo) -> float:
 
 
 def better(a: float, b: float, metric: MetricInfo) -> bool:
-    """Whether a beats b by the metric of a result."""
+    """Return whether a beats b by the metric of a result."""
     return sort_key(a, metric) < sort_key(b, metric)
 
 

@@ -29,13 +29,14 @@ _JOINERS = "\u200c\u200d"  # which the spelling of some languages needs
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}
 _INVISIBLE |= {*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 _PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
+# of Windows, whatever their ending
 _DEVICES = {
     "con",
     "prn",
     "aux",
     "nul",
     *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}  # of Windows, whatever their ending
+}
 _CUT = "~"  # between the beginning of a name that is too long for a file and its digest
 _DIGEST = 32  # hexadecimal digits: 128 bits
 
@@ -79,12 +80,12 @@ def _mistakes(name: str) -> Iterator[str]:
 
 
 def _begins(character: str) -> bool:
-    """Whether a name may begin with a character."""
+    """Return whether a name may begin with a character."""
     return character in "-_" or unicodedata.category(character)[0] in "LN"
 
 
 def _allowed(name: str, place: int) -> bool:
-    """Whether a character may stand where it does."""
+    """Return whether a character may stand where it does."""
     character = name[place]
     if character in _JOINERS:
         return _joins(name[place - 1 : place], name[place + 1 : place + 2])
@@ -95,8 +96,8 @@ def _allowed(name: str, place: int) -> bool:
 
 
 def _joins(before: str, after: str) -> bool:
-    """Whether a joiner changes how letters are written here: behind a virama, or between Arabic
-    letters (RFC 5892, appendix A).
+    """Return whether a joiner changes how letters are written here: behind a virama, or between
+    Arabic letters (RFC 5892, appendix A).
     """
     if not before or not after:
         return False
@@ -178,7 +179,7 @@ def _percent(character: str) -> str:
 
 
 def is_cut(file: str) -> bool:
-    """Whether a file's name has only the beginning of a client's."""
+    """Return whether a file's name has only the beginning of a client's."""
     return _CUT in file
 
 

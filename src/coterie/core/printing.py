@@ -3,9 +3,8 @@
 import re
 import unicodedata
 
-_JOINERS = (
-    "\u200c\u200d"  # which the spelling of some languages needs, and do no more than join letters
-)
+# which the spelling of some languages needs, and do no more than join letters
+_JOINERS = "\u200c\u200d"
 _BREAK = re.compile(r"(?<![ \t])[ \t]*(?:\r?\n[ \t]*)+")  # linear: of many spaces, too
 
 

@@ -18,19 +18,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from coterie.core import devices
 from coterie.core.errors import SaveError
 
-STEPS, TASKS = (
-    10,
-    2,
-    # of each part of a round, whichever comes first: a trace stays small, and the rest of the run
-    # as fast as without
-)
+# of each part of a round, whichever comes first: a trace stays small, and the rest of the run
+# as fast as without
+STEPS, TASKS = 10, 2
 # what the name of an optimiser step's span begins with; all other spans are tasks of clients
 STEP = "step"
 _GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 _NOTHING = nullcontext()
-_recording: list[
-    "Profile"
-] = []  # who wants to know that a span has ended: one at most, as the profiler of a process
+# the profile to notify when a span ends: one at most, as a process has one profiler
+_recording: list["Profile"] = []
 
 
 def span(name: str) -> AbstractContextManager[None]:
@@ -55,9 +51,7 @@ def _range(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Kineto from writing to stderr, where a live display may be, that it starts and stops: no
-    level of its log does.
-    """
+    """Suppress Kineto's messages on stderr, where a live display may be: no log level does."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -176,9 +170,8 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
         kinds: Categories.
     """
     by_name: dict[str, Cost] = {}
-    around: dict[
-        Any, list[Mapping[str, Any]]
-    ] = {}  # by thread, the operators that have not ended yet
+    # by thread, the operators that have not ended yet
+    around: dict[Any, list[Mapping[str, Any]]] = {}
     timed = (event for event in events if event.get("ph") == "X" and event.get("cat") in kinds)
     for event in sorted(timed, key=lambda e: (e["ts"], -e["dur"])):
         stack = around.setdefault((event["pid"], event["tid"]), [])
@@ -193,7 +186,7 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
 
 
 def _joined(parts: list[profile]) -> dict[str, Any]:
-    """One trace of several parts; their clocks are one."""
+    """Return one trace of several parts, whose clocks are the same."""
     about: dict[str, Any] = {}
     events: list[dict[str, Any]] = []
     for number, part in enumerate(parts):

@@ -19,9 +19,8 @@ ClientId = str
 State = Tensors  # the server's state: named tensors, so that checkpoints fall out
 Replies = Mapping[ClientId, Tensors]  # in the order of `Ask.to`, without the clients that failed
 Task = Callable[..., Tensors]
-ReplySpec = Callable[
-    [Named], Named
-]  # by what a client was sent: tensors of the names, shapes and dtypes that it must send back
+# by what a client was sent: tensors of the names, shapes and dtypes that it must send back
+ReplySpec = Callable[[Named], Named]
 
 _SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
 MOST_SCORES = 64  # numbers in a reply that is called scores: more could smuggle out a model
@@ -127,7 +126,7 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
 
 
 def protects_examples(method: Any) -> bool:
-    """Whether single examples are protected in everything that a method's clients send; the
+    """Return whether single examples are protected in everything that a method's clients send; the
     method's own class declares it with `by_examples`.
     """
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
@@ -211,9 +210,8 @@ def _cut(form: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 Round = Generator[Ask, Replies, State]
-Adaptation = Generator[
-    Ask, Replies, Mapping[ClientId, Tensors]
-]  # ends in what each new client gets
+# returns what each new client gets
+Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]
 
 
 def find_task(method: Any, name: str) -> Task:

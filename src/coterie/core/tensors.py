@@ -25,7 +25,7 @@ MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, r
 
 
 def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
-    """Refuse `found` unless it has exactly the names, shapes and dtypes of `expected`.
+    """Refuse `tensors` unless they have exactly the names, shapes and dtypes of `expected`.
 
     Raises:
         TensorError: Naming the first foreign, missing or misshapen tensor.
@@ -62,8 +62,9 @@ def _form(tensor: Tensor) -> str:
 
 
 def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
-    """sum_i w_i x_i, name by name, in the order given, on the devices of the first: what a server
-    has kept meets what clients on an accelerator sent. Of no terms: the empty dict.
+    """Return sum_i w_i x_i, name by name, in the order given, on the devices of the first term: a
+    server adds up its own tensors and those that clients on an accelerator sent. The sum of no
+    terms is the empty dict.
 
     Raises:
         TensorError: The terms differ in names, shapes or dtypes.
@@ -81,7 +82,7 @@ def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
 
 
 def axpy(alpha: float, x: Named, y: Named) -> Tensors:
-    """Alpha x + y, name by name."""
+    """Return alpha x + y, name by name."""
     return weighted_sum([(1.0, y), (alpha, x)])
 
 
@@ -108,7 +109,7 @@ def all_finite(named: Named) -> bool:
 
 
 def copy(named: Named) -> Tensors:
-    """Detached copies that share no memory with the originals."""
+    """Return detached copies that share no memory with the originals."""
     return {name: tensor.detach().clone() for name, tensor in named.items()}
 
 
@@ -139,7 +140,7 @@ def parts_within(megabytes: float, items: Sequence[T], bytes_each: int) -> Itera
 
 
 def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
+    """Return safetensors bytes: a manifest of names, shapes and dtypes, then one flat array."""
     encoded: bytes = _encode(_dense(named), metadata=dict(metadata or {}) or None)
     return encoded
 
@@ -172,9 +173,8 @@ def from_bytes(data: bytes, what: str = "message", most_header: int = MOST_HEADE
         TypeError,
         ValueError,
     ) as error:
-        reason = str(error).partition("\n")[
-            0
-        ]  # some headers get as far as PyTorch, which refuses them in its own ways
+        # PyTorch, too, refuses some headers, with errors of its own
+        reason = str(error).partition("\n")[0]
         raise TensorError(
             f"{what}: not valid safetensors bytes ({reason})",
             "It was truncated or damaged on the way: send it again.",

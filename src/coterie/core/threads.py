@@ -128,10 +128,10 @@ class Watch:
 
 
 def _machine() -> tuple[float | None, int | None]:
-    """Seconds that all cores together were busy since the machine started, and threads that want
-    one now; None where it is not known.
+    """Return the seconds that all cores together were busy since the machine started, and the
+    number of threads that want one now; None if unknown.
 
-    What a hypervisor took away counts as busy: nobody here could have it.
+    Time that a hypervisor took away counts as busy: no thread here could have it.
     """
     try:
         lines = _STAT.read_text().splitlines()

@@ -19,8 +19,8 @@ NAMED = 8  # clients in a sentence, at most
 
 
 def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None:
-    """Imp.%: the share of clients that do better than in their own Local run of the same seed
-    (CoBo, Table 2).
+    """Return Imp.%: the share of clients that do better than in their own Local run of the same
+    seed (CoBo, Table 2).
 
     Args:
         results: Of a method, one for each seed.
@@ -48,7 +48,8 @@ def between(result: Result) -> float:
 
 
 def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> Row:
-    """One method's line of a comparison: mean and standard deviation over seeds, and what it cost.
+    """Return one method's row of a comparison: mean and standard deviation over seeds, and its
+    costs.
 
     Args:
         name: Of the method.
@@ -112,8 +113,8 @@ def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
 
 
 def _lost(results: Sequence[Result]) -> dict[str, int]:
-    """Return replies by client that were dropped or did not come, over all seeds; of clients that
-    lost any.
+    """Return the number of replies that were dropped or did not arrive, over all seeds, by client;
+    only of clients that lost any.
     """
     counts: dict[str, int] = {}
     for result in results:
@@ -123,8 +124,8 @@ def _lost(results: Sequence[Result]) -> dict[str, int]:
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
-    """Return the lines of several methods, in the order of their first results: each over its
-    seeds, with Imp.% where Local is among them.
+    """Return the rows of several methods, in the order of their first results: each over its seeds,
+    with Imp.% if Local is among them.
 
     A client that some run could not reach to score it has no column.
     """
@@ -180,7 +181,7 @@ def comparability(
 
 
 def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
-    """How a row's budget differs from another's, and whether it is a bound."""
+    """Return sentences on how a row's budget differs from another's, and on a bound."""
     kinds: Sequence[tuple[Callable[[Row], int | None], str, float]] = (
         (lambda r: r.trainable_parameters, "trainable parameters", 0.05),
         (lambda r: r.active_parameters, "active parameters", 0.05),
