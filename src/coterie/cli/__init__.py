@@ -1,6 +1,6 @@
 """The command line: one file for each family of commands."""
 
-# Each registers its commands, in the order of `coterie --help`.
+# Each module registers its commands, in the order of `coterie --help`.
 # isort: off
 from coterie.cli import train, data, tune, papers, lists, use, serve, hub, deploy, doctor
 

@@ -37,7 +37,7 @@ def _normal(given: Any) -> Any:
 
 
 class _Commands(TyperGroup):
-    """The commands, whose complaint about `--set a=1 b=2` says how it is meant."""
+    """The group of all commands; its error for `--set a=1 b=2` explains the right form."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -63,7 +63,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
-STOPPING_S = 15.0  # seconds that stopping may take
+# seconds that stopping may take
+STOPPING_S = 15.0
 RESUMABLE = (
     "stopped. Everything up to the last checkpoint is kept. To continue, repeat the "
     "command with --resume."
@@ -195,10 +196,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 def _stop_at_signals() -> None:
-    """Have SIGINT and SIGTERM stop the command. Further signals are ignored while it stops, so that
-    stopping is not interrupted halfway.
+    """Stop the command at SIGINT and SIGTERM. Further signals are ignored while it stops, so that
+    they do not interrupt that.
 
-    If it has not ended after `STOPPING_S`, the next signal stops it again.
+    If the command has not ended after `STOPPING_S`, the next signal stops it again.
     """
     stopped = -STOPPING_S
 
@@ -209,7 +210,8 @@ def _stop_at_signals() -> None:
             raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as in the background of a script
+        # a script's background jobs ignore SIGINT
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, stop)
 
 
@@ -224,7 +226,8 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    except BrokenPipeError:  # the reader of the output has gone
+    except BrokenPipeError:
+        # the reader of the output has closed it
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -234,7 +237,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         )
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
-        # nothing is left to stop, and another signal would kill Python while it exits
+        # nothing is left to stop, and another signal would interrupt Python's exit
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
         print(f"coterie: {note}", file=sys.stderr)
@@ -243,7 +246,8 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
 
 def main() -> None:
     """Run the command line."""
-    for stream in (sys.stdout, sys.stderr):  # file names may not be valid text
+    # file names may not be valid text
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     wait_briefly()

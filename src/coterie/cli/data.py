@@ -1,4 +1,4 @@
-"""The command that looks at data before anything is trained on them: data."""
+"""The command that summarises data before training: data."""
 
 import json
 from dataclasses import asdict

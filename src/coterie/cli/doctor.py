@@ -1,4 +1,4 @@
-"""The command that looks at this installation and this machine: doctor."""
+"""The command that checks this installation and this machine: doctor."""
 
 import typer
 

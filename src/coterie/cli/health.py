@@ -1,4 +1,4 @@
-"""What `coterie doctor` looks at: this installation, and this machine."""
+"""The checks of `coterie doctor`: of this installation, and of this machine."""
 
 import os
 import platform
@@ -15,21 +15,23 @@ from coterie.core.extras import EXTRAS, missing
 from coterie.core.metrics import free_memory
 from coterie.core.version import __version__
 
-LEAST_MEMORY = 1.0  # GiB that the quickstart needs at most
-LEAST_DISK = 1.0  # GiB for runs and the cache
+# GiB that the quickstart needs at most
+LEAST_MEMORY = 1.0
+# GiB for runs and the cache
+LEAST_DISK = 1.0
 CORE = ("torch", "transformers", "safetensors", "tokenizers", "huggingface-hub", "numpy")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Args:
-        name: What it is.
-        finding: What there is.
-        fine: Whether that will do.
-        remedy: What to do about it; "" where nothing is to be done.
-        needed: Whether no run works without it.
+        name: The name of the checked item.
+        finding: The state of the item, in words.
+        fine: Whether that state is good enough.
+        remedy: The action to take; "" if none is needed.
+        needed: Whether every run needs the item.
     """
 
     name: str
@@ -40,14 +42,14 @@ class Check:
 
 
 def examined() -> Iterator[Check]:
-    """Yield what was looked at, one thing after the other."""
+    """Run all checks, and yield their results."""
     supported = sys.version_info >= (3, 11)
     remedy = "" if supported else "coterie needs Python 3.11 or newer."
     yield Check("Python", platform.python_version(), supported, remedy)
     yield Check("coterie", f"{__version__}, in {Path(__file__).parents[1]}")
     yield from map(_package, CORE)
     for look in (_base, _device, _threads, _memory):
-        yield _looked(look)
+        yield _guarded(look)
     yield _disk("this folder", Path.cwd(), "Go to another folder, or give --out.")
     yield _disk("temporary files", Path(tempfile.gettempdir()), "Set TMPDIR to another folder.")
     yield _hub()
@@ -62,8 +64,8 @@ def examined() -> Iterator[Check]:
         )
 
 
-def _looked(look: Callable[[], Check]) -> Check:
-    """Return a check; one that could not be made is a problem with its reason."""
+def _guarded(look: Callable[[], Check]) -> Check:
+    """Run a check; if it raises an error, return that as its result."""
     try:
         return look()
     except Exception as error:
@@ -72,7 +74,7 @@ def _looked(look: Callable[[], Check]) -> Check:
 
 
 def _package(name: str) -> Check:
-    """Return whether a package that every run needs is installed."""
+    """Check that a package that every run needs is installed."""
     try:
         return Check(name, version(name))
     except PackageNotFoundError:
@@ -80,7 +82,7 @@ def _package(name: str) -> Check:
 
 
 def _base() -> Check:
-    """Return whether the embedded base can be loaded, and computes."""
+    """Check that the embedded base can be loaded, and computes finite values."""
     import torch
 
     from coterie.models.backbone import Backbone
@@ -95,7 +97,7 @@ def _base() -> Check:
 
 
 def _device() -> Check:
-    """Return what computes."""
+    """Check which device torch uses, and whether it misses a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -115,7 +117,7 @@ def _device() -> Check:
 
 
 def _threads() -> Check:
-    """Return how many threads and cores there are."""
+    """Check the number of threads and cores, and the load of the machine."""
     import torch
 
     cores, busy = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, 0.0
@@ -131,7 +133,7 @@ def _threads() -> Check:
 
 
 def _memory() -> Check:
-    """Return how much memory is free."""
+    """Check how much memory is free."""
     free = free_memory()
     if free is None:
         return Check("memory", "free memory is not known on this system")
@@ -142,7 +144,7 @@ def _memory() -> Check:
 
 
 def _disk(name: str, folder: Path, remedy: str) -> Check:
-    """Return how much of a disk is free, and whether it can be written to."""
+    """Check how much of a disk is free, and that it can be written to."""
     try:
         free = shutil.disk_usage(folder).free / 2**30
         with tempfile.TemporaryFile(dir=folder):
@@ -154,7 +156,7 @@ def _disk(name: str, folder: Path, remedy: str) -> Check:
 
 
 def _hub() -> Check:
-    """Return whether there is a token for the Hub; nothing is asked of it."""
+    """Check whether there is a token for the Hub, without a request to it."""
     from huggingface_hub import constants, get_token
 
     if get_token():

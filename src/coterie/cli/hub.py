@@ -1,4 +1,4 @@
-"""Commands that exchange models with the Hub: push, pull."""
+"""Commands that publish models on the Hub and fetch them: push, pull."""
 
 import shlex
 from pathlib import Path

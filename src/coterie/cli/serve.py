@@ -1,4 +1,4 @@
-"""The command that serves a run: pages for people, and an interface for programs."""
+"""The command that serves a run, as a web page or as an interface for programs: serve."""
 
 import sys
 import threading
@@ -12,7 +12,8 @@ from coterie.cli.use import _personal
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
-TOKEN = "COTERIE_TOKEN"  # environment variable: a command line shows in the list of processes
+# An environment variable, because the list of processes shows command lines.
+TOKEN = "COTERIE_TOKEN"
 
 
 @app.command()
@@ -119,7 +120,7 @@ def serve(
 def _serve_api(
     run: Path, clients: list[str] | None, base: str | None, port: int, given: dict[str, Any]
 ) -> None:
-    """Serve OpenAI's protocol until a signal comes."""
+    """Serve OpenAI's protocol until a signal arrives."""
     from coterie.personal.api import server
 
     settings = server.Settings(port, **given)

@@ -59,7 +59,8 @@ def run(
 ) -> None:
     """Run a recipe: train and evaluate a personal model for every client."""
     with _stopping("stopped." if dry_run else RESUMABLE):
-        loaded = _load(recipe, set_, seed)  # first, so that mistakes show before the heavy imports
+        # before the heavy imports, so that mistakes show at once
+        loaded = _load(recipe, set_, seed)
         if dry_run:
             _dry_run(loaded)
             return

@@ -57,7 +57,7 @@ def tune(
     effort for every method. For instance: coterie tune cobo local --recipe cobo-digits
     """
     with _stopping():
-        names, source = _meant(methods or [], recipe)
+        names, source = _methods_and_recipe(methods or [], recipe)
         loaded = _load(source, set_, seed)
         from rich.console import Console
 
@@ -95,8 +95,8 @@ def tune(
         )
 
 
-def _meant(names: list[str], recipe: str | None) -> tuple[list[str], str]:
-    """Return methods and recipe. Without --recipe the first name is the recipe's. Raises
+def _methods_and_recipe(names: list[str], recipe: str | None) -> tuple[list[str], str]:
+    """Return the methods and the recipe. Without --recipe the first name is the recipe's. Raises
     Refused.
     """
     if recipe is not None and not names:

@@ -152,7 +152,8 @@ def audit(
     rare words are measured. Nothing leaves this machine.
     """
     with _stopping("stopped. Nothing is written."):
-        from coterie.audit import Settings  # first, so that mistakes show before the heavy imports
+        # before the heavy imports, so that mistakes show at once
+        from coterie.audit import Settings
         from coterie.audit import audit as auditing
 
         settings = Settings(tuple(dict.fromkeys(client or ())), windows, words, top, secure, seed)

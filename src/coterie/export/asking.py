@@ -60,19 +60,19 @@ def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -
     serving, question = client.serving, QUESTION[0]["content"]
     prompt = list(serving.prompt)
     if runtime.chat_ids(written.folder, QUESTION) != prompt:
-        raise _other(client, "writes a chat with other tokens than the model was trained with")
+        raise _error(client, "writes a chat with other tokens than the model was trained with")
     if missing := set(serving.stops) - runtime.ending(prompt, serving.stops):
         tokens = ", ".join(map(str, client.model.tokenizer.convert_ids_to_tokens(sorted(missing))))
-        raise _other(client, f"does not end an answer at {tokens}")
+        raise _error(client, f"does not end an answer at {tokens}")
     window = min(client.model.backbone.context_limit, runtime.window or len(prompt) + MOST)
     if (most := min(MOST, window - len(prompt))) < 1:
         return Asked(question)
     answer, ended = runtime.answer(prompt, most)
     ends = [token in serving.stops for token in answer]
     if any(ends[:-1]) or ends[-1] != ended:
-        raise _other(client, "ends an answer at another token than coterie")
+        raise _error(client, "ends an answer at another token than coterie")
     if _regret(prompt, answer, written) > 2 * limit:
-        raise _other(client, "answers a chat otherwise than coterie")
+        raise _error(client, "answers a chat otherwise than coterie")
     text = client.model.tokenizer.decode(answer, skip_special_tokens=True).strip()
     return Asked(question, text, len(answer), ended)
 
@@ -87,7 +87,7 @@ def _regret(prompt: list[int], answer: list[int], written: Written) -> float:
     return regret / max(1.0, float(logits.abs().max()))
 
 
-def _other(client: ClientModel, problem: str) -> ExportError:
+def _error(client: ClientModel, problem: str) -> ExportError:
     return ExportError(
         f"{printable(client.client)}: what was written {problem}",
         "Nothing is kept. Its program may read the chat template in another way: report this.",

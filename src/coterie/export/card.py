@@ -50,10 +50,10 @@ def card(facts: Facts, repo: str) -> str:
     rows = {
         "base": f"`{facts.base}`" if facts.base else "none: the whole network is here",
         "method": f"{entry.title} (`{facts.method}`), {facts.rounds} rounds; {entry.paper}",
-        "clients that trained together": _or(facts.clients),
+        "clients that trained together": _number(facts.clients),
         "training data": facts.size or "not recorded",
-        f"{facts.metric} before, without training": _or(facts.before, ".2f"),
-        f"{facts.metric} after": _or(facts.after, ".2f"),
+        f"{facts.metric} before, without training": _number(facts.before, ".2f"),
+        f"{facts.metric} after": _number(facts.after, ".2f"),
         "privacy spent": spent(facts.privacy),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
@@ -67,11 +67,11 @@ without the clients' data leaving them.
 | --- | --- |
 {table}
 
-Scores are on test data, {direction(facts.metric)}; {_where(facts)}. {_reads(facts)}
+Scores are on test data, {direction(facts.metric)}; {_scored_on(facts)}. {_privacy_note(facts)}
 
 ```
 coterie pull {repo} --out {name}
-{_use(facts, name)}
+{_commands(facts, name)}
 ```
 {_TEMPLATE if facts.chats else ""}
 The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
@@ -89,12 +89,12 @@ def _front_matter(facts: Facts) -> str:
     return "\n".join(["---", *lines, "---"])
 
 
-def _where(facts: Facts) -> str:
+def _scored_on(facts: Facts) -> str:
     """Return the phrase that says on whose data the model was scored."""
     return "the mean over the clients" if facts.client is None else "this client's own"
 
 
-def _reads(facts: Facts) -> str:
+def _privacy_note(facts: Facts) -> str:
     """Return sentences on what the model may reveal of its training data."""
     if facts.client is None:
         return (
@@ -113,7 +113,7 @@ It was trained on conversations, and answers messages by the chat template of th
 """
 
 
-def _use(facts: Facts, name: str) -> str:
+def _commands(facts: Facts, name: str) -> str:
     """Return the commands that use the model."""
     if not facts.language:
         return f"coterie predict {name} --data FILES"
@@ -133,6 +133,6 @@ def spent(privacy: PrivacySpent | None) -> str:
     return f"epsilon {epsilon} at delta {privacy.delta:g} ({privacy.where} noise{known})"
 
 
-def _or(value: float | None, form: str = ",") -> str:
+def _number(value: float | None, form: str = ",") -> str:
     """Return a formatted number, or "not recorded" for None."""
     return "not recorded" if value is None else format(value, form)

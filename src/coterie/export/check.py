@@ -80,7 +80,7 @@ def checked(format: Format, options: Options, client: ClientModel, written: Writ
     limit = LIMITS.get(options.precision, math.inf) if exact else math.inf
     try:
         with format.runtime(client, written) as runtime:
-            return _measured(runtime, limit, client, written)
+            return _compare(runtime, limit, client, written)
     except ExportError:
         raise
     except (RuntimeError, ValueError, KeyError, OSError) as error:
@@ -92,7 +92,7 @@ def checked(format: Format, options: Options, client: ClientModel, written: Writ
         ) from error
 
 
-def _measured(runtime: Runtime, limit: float, client: ClientModel, written: Written) -> Check:
+def _compare(runtime: Runtime, limit: float, client: ClientModel, written: Written) -> Check:
     ids = _probe(runtime, client)
     expected, computed = written.expected(ids).float(), runtime.logits(ids)
     if runtime.quantity != "logits":
@@ -128,16 +128,16 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
     """Add the perplexities on the client's test text (on the answers, for conversations), or on the
     part of it that the program can take.
     """
-    theirs = sum(map(runtime.nll, _limited(test, runtime)))
-    ours, tokens = client.model.language.score(_limited(test, runtime)).tolist()
+    exported_nll = sum(map(runtime.nll, _limited(test, runtime)))
+    model_nll, tokens = client.model.language.score(_limited(test, runtime)).tolist()
     # no answer begins within the tokens that the program can take
     if not tokens:
         return check
     return replace(
         check,
         tokens=int(tokens),
-        perplexity=math.exp(theirs / tokens),
-        original=math.exp(ours / tokens),
+        perplexity=math.exp(exported_nll / tokens),
+        original=math.exp(model_nll / tokens),
     )
 
 

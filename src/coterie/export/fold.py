@@ -79,12 +79,12 @@ def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> Lan
     fold = LanguageModel(model.backbone, layout)
     for parameter in fold.adapter.parameters():
         parameter.requires_grad_(False).zero_()
-    olds = cast(Iterable[AdapterBlock], model.adapter.blocks)
-    news = cast(Iterable[AdapterBlock], fold.adapter.blocks)
-    for old, new, w in zip(olds, news, weights, strict=True):
+    old_blocks = cast(Iterable[AdapterBlock], model.adapter.blocks)
+    new_blocks = cast(Iterable[AdapterBlock], fold.adapter.blocks)
+    for old, new, w in zip(old_blocks, new_blocks, weights, strict=True):
         for name, lora in new.attention.items():
-            theirs = cast(LoRA, old.attention[name])
-            _place(cast(LoRA, lora), theirs.A[0], theirs.gamma * theirs.B[0])
+            old_lora = cast(LoRA, old.attention[name])
+            _place(cast(LoRA, lora), old_lora.A[0], old_lora.gamma * old_lora.B[0])
         for name, lora in cast(nn.ModuleDict, new.mlp.generalist).items():
             A, B = experts_of(old.mlp, name)  # (n, r, in), (n, out, r)
             scaled = torch.cat([w[j] * old.mlp.gamma * B[j] for j in experts], dim=1)

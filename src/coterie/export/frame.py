@@ -117,12 +117,12 @@ def export(
         new = Path(beside) / "export"
         make_folder(new)
         with quiet():
-            exported = _written(kind, options, clients, new, source.everyone, say)
+            exported = _write_all(kind, options, clients, new, source.everyone, say)
         _put_in_place(new, out)
     return [_moved(entry, new, out) for entry in exported]
 
 
-def _written(
+def _write_all(
     format: Format,
     options: Options,
     clients: Sequence[ClientModel],

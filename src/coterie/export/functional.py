@@ -150,12 +150,12 @@ class CacheShape:
 
 def cache_shapes(backbone: Backbone) -> list[CacheShape]:
     """Return the shapes of a base's cache, layer by layer."""
-    layers = _run(backbone, torch.zeros((1, 2), dtype=torch.int64)).layers
-    return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _kept(layers)]
+    layers = _filled_cache(backbone, torch.zeros((1, 2), dtype=torch.int64)).layers
+    return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _entries(layers)]
 
 
 @torch.no_grad()
-def _run(backbone: Backbone, ids: Tensor) -> Any:
+def _filled_cache(backbone: Backbone, ids: Tensor) -> Any:
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -163,7 +163,7 @@ def _run(backbone: Backbone, ids: Tensor) -> Any:
     return cache
 
 
-def _kept(layers: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+def _entries(layers: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     for layer in layers:
         if layer.is_initialized:
             yield layer.keys, layer.values
@@ -206,9 +206,9 @@ class Functional(nn.Module):
                 input_ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
         if not self.routing:
-            return output.logits, [*_kept(cache.layers)]
+            return output.logits, [*_entries(cache.layers)]
         mean = torch.stack(weights).mean(dim=0).view(*input_ids.shape, -1)
-        return output.logits, [*_kept(cache.layers)], mean[:, logits_to_keep]
+        return output.logits, [*_entries(cache.layers)], mean[:, logits_to_keep]
 
 
 # the dimensions of one tensor: a name for any size, or a fixed size

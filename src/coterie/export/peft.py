@@ -230,7 +230,7 @@ def portable(base: str) -> str:
     )
 
 
-def _loading(base: str) -> tuple[str, str]:
+def _location(base: str) -> tuple[str, str]:
     """Return Python code for the base's location, and the import that it needs."""
     if base == EMBEDDED:
         return (
@@ -248,7 +248,7 @@ def _readme(client: ClientModel, kept: str, left_out: list[str]) -> str:
         "\n".join(f"- {sentence}" for sentence in left_out)
         or "Nothing: this is the whole personal model."
     )
-    where, imported = _loading(about.base)
+    where, imported = _location(about.base)
     settings, loading = "", f"tokenizer = AutoTokenizer.from_pretrained({where})"
     if client.chats:
         settings = ", GenerationConfig"

@@ -124,9 +124,9 @@ def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int
     for file in siblings:
         name = file.rfilename
         if "\\" in name or ":" in name or name.startswith("/") or ".." in Path(name).parts:
-            raise _hostile(repo, f"a file with the path {name!r}, which leads outside")
+            raise _unsafe(repo, f"a file with the path {name!r}, which leads outside")
         if name.lower().endswith(_CODE):
-            raise _hostile(repo, f"{name!r}, which could run code when it is loaded")
+            raise _unsafe(repo, f"{name!r}, which could run code when it is loaded")
         if name not in TENSORS and name not in TEXTS:
             continue
         most = most_bytes if name in TENSORS else MOST_TEXT
@@ -148,7 +148,7 @@ def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int
     return sizes
 
 
-def _hostile(repo: str, what: str) -> Refused:
+def _unsafe(repo: str, what: str) -> Refused:
     return Refused(
         f"{repo} holds {what}",
         "No model that `coterie push` wrote has such a file. Nothing was fetched.",
