@@ -1,1 +1,1 @@
-"""Clients that a run has never seen: a personal model for one, and the shared part of a run."""
+"""Adaptation to clients that a run has never seen: personal models, and a run's shared part."""

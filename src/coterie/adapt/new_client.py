@@ -1,5 +1,5 @@
-"""A client that a run has never seen gets a personal model of it: from data without labels, or
-trained on its own text.
+"""Personal models for clients that a run has never seen: from data without labels, or trained on
+the client's own text.
 """
 
 import os
@@ -41,7 +41,8 @@ from coterie.runs.problems.prepare import Prepared, prepare
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 
-TRAINED = "training.json"  # in the folder of a personal model: what its client's own training gave
+# the file in a personal model's folder with the effect of the client's own training
+TRAINED = "training.json"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Training:
     """The training of a new client of language models on its own text.
 
     Args:
-        iterations: Local iterations at most; None for as many as a client of the run does.
+        iterations: The most local iterations; None for as many as a client of the run does.
         say: Called with a line after every evaluation on the validation text.
     """
 
@@ -63,17 +64,18 @@ class Adapted:
 
     Args:
         model: The personal model.
-        folder: Where it is kept.
-        samples: How many images, texts or windows of text the client has.
-        experts: The numbers of those that it got of a pool.
-        rounds: Of the run in all; the model is from what it had learned after `model.about.round`.
+        folder: The folder of the personal model.
+        samples: The number of the client's images, texts or windows of text.
+        experts: The numbers of the experts that the client received from a pool.
+        rounds: The number of rounds of the whole run; the model is from after round
+            `model.about.round`.
         scores: For each expert of the pool the share of the client's samples that the gate sends to
             it; () without a gate.
-        up: Bytes that the client sent.
-        down: Bytes that it got.
-        once: Bytes of the common expert besides, which everybody has from the beginning; 0 where
-            the client needs none.
-        personalised: What training on its own text gave; None where nothing was trained.
+        up: The bytes that the client sent.
+        down: The bytes that the client received.
+        once: The bytes of the common expert, which every client has from the beginning; 0 if the
+            client needs none.
+        personalised: The effect of training on the client's own text; None without training.
     """
 
     model: PersonalClassifier | PersonalModel
@@ -96,26 +98,26 @@ def adapt(
     *,
     training: Training | None = None,
 ) -> Adapted:
-    """Make a personal model for a new client, by the exchange by which the run itself scores
-    clients that it never trained with.
+    """Make a personal model for a new client, by the exchange with which the run itself scores
+    clients that it did not train with.
 
-    The data are embedded here, and what the gate makes of them is added up; of them all, the
-    server's half sees only this sum. Of a run of language models the client then has the shared
-    part alone, see `personalise.shared_part`, and can train from it on its own text.
+    The data are embedded on the client, and the gate's outputs are added up; the server sees only
+    this sum. In a run of language models the client then has the shared part alone, see
+    `personalisation.shared_part`, and can train from it on its own text.
 
     Args:
-        run: The folder of a run, finished or not: the newest checkpoint counts.
-        data: A file or folder of images or texts, see `personal.samples.read`; to be trained on,
-            texts as `data.kind: folders` takes them.
-        client: Its id; default: the name of `data`.
-        out: Where its personal model goes, whole or not at all; default: clients/ID in the run's
-            folder.
-        training: How it trains; None: it does not.
+        run: The folder of a run, finished or not; its newest checkpoint is used.
+        data: A file or folder of images or texts, see `personal.samples.read`; for training, texts
+            in the format of `data.kind: folders`.
+        client: The id of the client; default: the name of `data`.
+        out: The new folder of the personal model, written whole or not at all; default: clients/ID
+            in the run's folder.
+        training: The settings of the training; None: no training.
 
     Raises:
-        Refused: There is no such run, or no checkpoint in it; its method cannot do that; the data
-            will not do; or there is such a client.
-        ClientError: The client's half failed.
+        Refused: There is no such run, or it has no checkpoint; its method does not support new
+            clients; the data are unsuitable; or the client exists already.
+        ClientError: The client's computation failed.
         SaveError: The model could not be written.
     """
     recipe = _recipe(run, training is not None)
@@ -133,9 +135,10 @@ def adapt(
         execution, received = started(run, recipe, id, data, training is not None)
         up, down = 0, nbytes(received)
     else:
-        execution, received, up, down = _exchanged(run, recipe, id, data, training is not None)
+        execution, received, up, down = _exchange(run, recipe, id, data, training is not None)
     state = execution.state
-    with closing(execution.engine):  # its packs of states lie in the run's folder
+    # the engine's packs of states lie in the run's folder
+    with closing(execution.engine):
         owner = state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
         owner.load(state.method.loadable(owner, received))
         scores: tuple[float, ...] = ()
@@ -145,7 +148,7 @@ def adapt(
         ):
             affinity = owner.model.affinity(owner.embeddings(owner.data.train))
             scores = tuple((affinity / affinity.sum()).tolist())
-        personalised = _keep(execution, owner, received, folder, training)
+        personalised = _write_model(execution, owner, received, folder, training)
         once = state.prepared.problem.once_bytes if scores or not down else 0
         experts = tuple(numbers_of_experts(received))
         samples = owner.data.train.windows
@@ -163,17 +166,17 @@ def adapt(
         )
 
 
-def _exchanged(
+def _exchange(
     run: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
 ) -> tuple[Execution, Tensors, int, int]:
-    """Return a run with one client more, what that client got, and the bytes that it sent and got.
-    Raises Refused and ClientError.
+    """Return a run with one more client, what that client received, and the bytes that it sent and
+    received. Raises Refused and ClientError.
     """
     prepared = prepare(recipe)
     if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
     RecordedInputs(run).check_bases(Inputs.of(prepared))
-    joined = _joined(prepared, id, _data(prepared, id, data, trains))
+    joined = _with_client(prepared, id, _client_data(prepared, id, data, trains))
     execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
     if not execution.restore() and execution.state.method.rounds:
         remedy = (
@@ -184,11 +187,11 @@ def _exchanged(
     return execution, tensors[id], up[id], down[id]
 
 
-def _keep(
+def _write_model(
     execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None
 ) -> Personalised | None:
-    """Write the client's personal model, trained first if it is to be. Nothing is there before
-    all of it is. Raises SaveError.
+    """Write the client's personal model, after training if requested. The folder appears only when
+    it is complete. Raises SaveError.
     """
     state = execution.state
     problem, personalised = state.prepared.problem, None
@@ -221,8 +224,8 @@ def _keep(
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
-    """Return the prepared run of a folder, if new clients can get a model from it or train from it.
-    Raises Refused.
+    """Return the recipe of a run, if new clients can get a model from it or train from it. Raises
+    Refused.
     """
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
@@ -267,16 +270,16 @@ def _recipe(run: Path, trains: bool) -> Recipe:
 _ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
 
 
-def _joined(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
-    """Return a run with one client more, which has these data."""
+def _with_client(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
+    """Return a run with one more client, which has these data."""
     site = prepared.site
     layouts = {**site.layouts, id: prepared.method.layout(0, prepared.problem.base)}
     return replace(prepared, site=replace(site, data={**site.data, id: data}, layouts=layouts))
 
 
-def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """Return what a client has: in splits if it trains, otherwise alike in all of them. Raises
-    DataError.
+def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
+    """Return a client's data: in splits if it trains, otherwise the same data in every split.
+    Raises DataError.
     """
     problem = prepared.problem
     if isinstance(problem, Language):
@@ -291,5 +294,5 @@ def _data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientD
 
 
 def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """Return the text of a client, read as the run's own. Raises DataError for too little of it."""
+    """Read a client's text in the format of the run's data. Raises DataError if it is too short."""
     return text_of(recipe, problem.backbone, id, data, trains)

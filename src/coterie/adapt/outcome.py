@@ -1,5 +1,5 @@
-"""What a new client of a run of language models is told: that it has the shared part alone, or
-what its own training gave.
+"""Messages to a new client of a run of language models: that it has the shared part alone, or the
+effect of its own training.
 """
 
 from coterie.adapt.personalisation import Personalised
@@ -64,7 +64,7 @@ def sentences(client: str, result: Personalised | None) -> list[str]:
 
 
 def _remedy(result: Personalised) -> str:
-    """Return what to do about training that did not help."""
+    """Return advice for training that did not help."""
     unlike = (
         "The base alone does better than the shared part: this text differs from the run's. "
         if result.base < result.before

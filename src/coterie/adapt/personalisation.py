@@ -1,5 +1,5 @@
-"""A new client's own training: from what a run shares, on the client's own text, on its own
-machine. Nothing is sent.
+"""Training of a new client: from a run's shared part, on the client's own text, on its own machine.
+Nothing is sent.
 """
 
 import math
@@ -21,17 +21,17 @@ from coterie.models.adapter import Adapter
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 
-PATIENCE = 5  # evaluations without a better one, after which training stops
-_ROWS = 32  # windows that are scored at a time
+PATIENCE = 5  # evaluations without an improvement, after which training stops
+_ROWS = 32  # windows that are scored at once
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A personal model at one time, as it is written.
+    """A personal model at one point of the training, as it is written.
 
     Args:
-        layout: Without a pool.
-        tensors: By the adapter's names.
+        layout: The layout of the adapter, without a pool.
+        tensors: The tensors by the adapter's names.
     """
 
     layout: Layout
@@ -43,17 +43,17 @@ class Personalised:
     """The effect of training on a new client's own text. Perplexities are per token.
 
     Args:
-        own: Whether parts of the client's own were trained (specialists, router), and the shared
-            part left as it is; else a copy of that.
-        tokens: Of the client's text, by split.
+        own: Whether the client's own parts were trained (specialists, router) and the shared part
+            was left unchanged; otherwise a copy of the shared part was trained.
+        tokens: The number of tokens of the client's text, by split.
         base: Test perplexity of the base, without any adapter.
         before: Test perplexity of the shared part alone.
         after: Test perplexity after training, at the iteration with the best validation perplexity.
-        valid_before: As `before`, on validation text.
-        valid_after: As `after`, on validation text.
-        iteration: That iteration; 0 where none was better than the shared part alone.
-        iterations: Local iterations done.
-        most: Local iterations that were allowed.
+        valid_before: The perplexity of `before`, on validation text.
+        valid_after: The perplexity of `after`, on validation text.
+        iteration: The best iteration; 0 if none was better than the shared part alone.
+        iterations: The number of local iterations done.
+        most: The number of local iterations allowed.
     """
 
     own: bool
@@ -69,28 +69,29 @@ class Personalised:
 
     @property
     def summary(self) -> dict[str, object]:
-        """All of it as JSON values."""
+        """The fields as JSON values."""
         return {"helped": self.helped} | asdict(self)
 
     @property
     def helped(self) -> bool:
-        """Whether what was trained is better than the shared part alone, on validation text and
-        on test text; only then it is kept.
+        """Whether the trained model is better than the shared part alone, on validation text and
+        on test text; only then is it kept.
         """
         return self.iteration > 0 and self.after < self.before
 
 
 def shared_part(client: Client, method: Method) -> Snapshot:
-    """Return what the run gives a client that has not trained, and nothing else: an expert or
-    router that nobody trained has no say in it.
+    """Return the model that the run gives a client that has not trained, without any untrained
+    expert or router.
 
-    Without specialists, the generalists are weighed by the gate that chose them where there is one,
-    otherwise equally; where the method has attention LoRAs alone in common, the MLPs are the
-    base's. A router that the method shares was trained, and stays.
+    The specialists are left out, and the generalists are weighted by the gate that chose them if
+    there is one, otherwise equally; if the method shares only attention LoRAs, the MLPs are those
+    of the base. A router that the method shares was trained, and is kept.
 
     Args:
-        client: Of a language model, what it got loaded; otherwise as initialised.
-        method: Of the run.
+        client: A client of a language model, with what it received loaded and the rest as
+            initialised.
+        method: The method of the run.
     """
     assert isinstance(client.model, LanguageModel)
     layout, tensors = client.model.settled()
@@ -116,25 +117,25 @@ def shared_part(client: Client, method: Method) -> Snapshot:
 def train(
     client: Client, method: Method, most: int, say: Callable[[str], None]
 ) -> tuple[Snapshot, Personalised]:
-    """Train a client by the local iterations of its method, on its own.
+    """Train a client alone, by the local iterations of its method.
 
-    Where the client has specialists, what the method shares is frozen: specialists and router are
-    trained, from their initial values. Otherwise a copy of what is shared is trained. The best
-    iteration is that with the least perplexity of the whole validation text, looked at after every
-    round's worth of iterations; training ends when `PATIENCE` looks in a row found nothing better.
+    If the client has specialists, the shared part is frozen, and specialists and router are trained
+    from their initial values. Otherwise a copy of the shared part is trained. The best iteration is
+    that with the lowest perplexity of the whole validation text, evaluated after every round's
+    number of iterations; training ends after `PATIENCE` evaluations in a row without improvement.
 
     Args:
-        client: Of a language model, what it got loaded.
-        method: Of the run.
-        most: Local iterations at most, over which the learning rate is scheduled.
+        client: A client of a language model, with what it received loaded.
+        method: The method of the run.
+        most: The most local iterations, over which the learning rate is scheduled.
         say: Called with a line after every evaluation on validation text.
 
     Returns:
-        What is to be kept (the shared part alone, unless what was trained is better), and what came
-        of it.
+        The model to keep (the shared part alone, unless the trained model is better), and the
+        effect of the training.
 
     Raises:
-        ModelError: There is nothing that could be trained.
+        ModelError: The run has nothing that can be trained.
     """
     before = shared_part(client, method)
     has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
@@ -158,8 +159,9 @@ def train(
             client.stats.clear()
             now = perplexity(client.score(client.valid))
             say(f"iteration {client.iteration} of at most {most}: validation perplexity {now:.2f}")
+            # training that has diverged does not recover
             if not math.isfinite(now):
-                break  # training diverged, and does not come back
+                break
             looks_in_vain += 1
             if now < best:
                 best, best_iteration, looks_in_vain = now, client.iteration, 0
@@ -189,14 +191,14 @@ def _settled(client: Client) -> tuple[Layout, Tensors]:
 
 
 def untrained(like: Snapshot) -> Snapshot:
-    """Return an adapter of some layout that changes nothing."""
+    """Return an adapter of the same layout with zero updates, which leaves the base unchanged."""
     return Snapshot(
         like.layout, {name: torch.zeros_like(tensor) for name, tensor in like.tensors.items()}
     )
 
 
 def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
-    """Score a model as it is written, on the client's backbone: (2,) float64, see
+    """Return the score of a snapshot on the client's backbone: (2,) float64, see
     `LanguageModel.score`.
     """
     assert isinstance(client.model, LanguageModel)

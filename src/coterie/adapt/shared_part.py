@@ -1,5 +1,5 @@
-"""The shared part of a run of language models, apart from the run: what any new client gets, with
-what is needed to train from it elsewhere.
+"""The shared part of a run of language models, exported from the run: what every new client gets,
+with all that is needed to train from it elsewhere.
 """
 
 from contextlib import closing
@@ -29,9 +29,10 @@ from coterie.runs.problems.own_text import section_of, text_of
 from coterie.runs.problems.prepare import Prepared, assembled, prepare
 from coterie.runs.recipes.recipe import Recipe, resolve
 
-SHARED = "shared.safetensors"  # beside recipe.yaml: what any new client gets
+SHARED = "shared.safetensors"  # beside recipe.yaml: the tensors that every new client gets
 NAME = "shared"  # in place of a client's name in client.json
-_KEPT = ("name", "model", "method", "training", "seed")  # of the recipe; data are others
+# the sections of the recipe that are written; the data are the new client's
+_SECTIONS = ("name", "model", "method", "training", "seed")
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class SharedPart:
     """The shared part of a run.
 
     Args:
-        clients: Number of clients that trained.
-        tokens: Of their training text together.
+        clients: The number of clients that trained.
+        tokens: The number of tokens of their training text together.
         before: Mean test perplexity of the base over the clients.
         after: Mean test perplexity of the shared part alone over the same clients.
     """
@@ -52,16 +53,16 @@ class SharedPart:
 
 
 def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
-    """Write the shared part of a run to a folder: a model that can be used like a client's, and
-    what `started` goes on from.
+    """Write the shared part of a run to a folder: a model that can be used like a client's, and the
+    tensors and recipe from which `started` continues.
 
     Args:
-        run: The run's folder; its newest checkpoint counts.
+        run: The run's folder; its newest checkpoint is used.
         folder: A new folder.
-        base: The name of the base that is written down.
+        base: The name of the base to write to the recipe.
 
     Raises:
-        Refused: The run has no shared part that is the same for everybody.
+        Refused: The run has no shared part that is the same for all clients.
     """
     recipe = resolve(run)
     name, method = recipe.method["name"], recipe.build_method()
@@ -92,7 +93,7 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         named.write(folder, NAME, snapshot.layout, snapshot.tensors, origin)
         save(folder / SHARED, tensors[NAME], {"format": "pt"})
         (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
-        return _measured(execution, owner, snapshot)
+        return _measure(execution, owner, snapshot)
 
 
 _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
@@ -101,7 +102,7 @@ _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
 
 
 def _with_newcomer(prepared: Prepared, run: Path) -> Execution:
-    """Return the run with one client more, who holds what the first one does: it only asks."""
+    """Return the run with one more client, which has the first one's data but only receives."""
     site = prepared.site
     first = next(iter(site.data.values()))
     joined = replace(
@@ -113,22 +114,22 @@ def _with_newcomer(prepared: Prepared, run: Path) -> Execution:
 
 
 def _owner(execution: Execution, tensors: Tensors, id: ClientId = NAME) -> Client:
-    """Return a client with what the server gave it."""
+    """Return a client that has loaded the tensors of the server."""
     owner = execution.state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
     owner.load(execution.state.method.loadable(owner, tensors))
     return owner
 
 
 def _portable(recipe: Recipe, base: str) -> str:
-    """Return the recipe as YAML without what names its data, its clients and this machine."""
-    section: dict[str, Any] = recipe.model_dump(mode="json", include=set(_KEPT))
+    """Return the recipe as YAML, without anything that names its data, clients or machine."""
+    section: dict[str, Any] = recipe.model_dump(mode="json", include=set(_SECTIONS))
     section["model"]["base"] = base
     section["data"] = section_of(recipe.data).model_dump(mode="json") | {"path": None}
     return yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
 
 
-def _measured(execution: Execution, owner: Client, snapshot: Snapshot) -> SharedPart:
-    """Measure the shared part and the base on the test text of every client."""
+def _measure(execution: Execution, owner: Client, snapshot: Snapshot) -> SharedPart:
+    """Return the perplexities of the base and the shared part on the clients' test text."""
     clients = execution.state.federation.clients.values()
     perplexities = [
         mean(perplexity(score(owner, model, data.test)) for data in clients)
@@ -138,26 +139,26 @@ def _measured(execution: Execution, owner: Client, snapshot: Snapshot) -> Shared
 
 
 def holds_shared(folder: Path) -> bool:
-    """Return whether a folder holds a shared part, and no run."""
+    """Return whether a folder holds a shared part instead of a run."""
     return (folder / SHARED).is_file()
 
 
 def started(
     folder: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
 ) -> tuple[Execution, Tensors]:
-    """Return a run of one client alone, from a shared part, and what the client gets of it.
+    """Return a run of one client alone, from a shared part, and the tensors that the client gets.
 
     Args:
-        folder: As `write_shared` made it.
-        recipe: Its own.
-        id: The client's.
-        data: Its text.
-        trains: Whether it trains on that.
+        folder: A folder of `write_shared`.
+        recipe: The recipe in that folder.
+        id: The id of the client.
+        data: The client's text.
+        trains: Whether the client trains on its text.
 
     Raises:
-        DataError: The text will not do.
-        CheckpointError: A file has changed since it was written, or the tensors are not those of
-            the recipe.
+        DataError: The text is unsuitable.
+        CheckpointError: A file has changed since it was written, or the tensors do not fit the
+            recipe.
     """
     assert recipe.model.kind == "language"
     verify(folder)

@@ -1,4 +1,4 @@
-"""Who may look at a page: whoever has its link."""
+"""The guard of a web page: only browsers with its link are admitted."""
 
 import base64
 import hashlib
@@ -13,20 +13,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from coterie.personal.api.errors import ApiError
 from coterie.personal.api.guard import Guard
 
-_INLINE = re.compile(rb"<script[^>]*>(.*?)</script>", re.DOTALL)  # scripts within a page
+_INLINE = re.compile(rb"<script[^>]*>(.*?)</script>", re.DOTALL)  # a page's inline scripts
 
 
 class PageGuard(Guard):
-    """As for programs, but the token is in the page's link, and after that in a cookie.
+    """The guard of the API with the token in the page's link, and after that in a cookie.
 
     Args:
         page: Gradio's application.
         host: The address that the server listens on.
-        port: Likewise.
-        token: What browsers must know.
+        port: The port that the server listens on.
+        token: The token that browsers must send.
     """
 
-    # Gradio makes functions of texts, and styles of elements: both are its own.
+    # Gradio evaluates its own scripts from strings, and sets inline styles
     policy = (
         "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; "
         "object-src 'none'; base-uri 'self'; form-action 'none'; frame-ancestors 'none'; "
@@ -35,7 +35,8 @@ class PageGuard(Guard):
 
     def __init__(self, page: ASGIApp, host: str, port: int, token: str) -> None:
         super().__init__(self._answer, host, token)
-        self._page, self._cookie = page, f"coterie-{port}"  # browsers send it to every port
+        # browsers send a cookie to every port of a host, so its name contains the port
+        self._page, self._cookie = page, f"coterie-{port}"
 
     @property
     def link(self) -> str:
@@ -60,9 +61,9 @@ class PageGuard(Guard):
             await self._page(scope, receive, send)
 
     def _welcome(self, request: Request, token: str) -> Response:
-        """Return the answer to the link: the cookie, and the way to the page without the token."""
-        # Followed from a page elsewhere, a redirect would count as asked for by that page, and
-        # browsers would not send the cookie; what this page asks for itself, they do.
+        """Return the answer to the link: a cookie, and a redirect to the page without the token."""
+        # If the link is on a foreign page, browsers attribute a redirect to that page and do not
+        # send the cookie; a refresh is attributed to this page.
         foreign = request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
         response = (
             Response(headers={"Refresh": "0; url=/"})
@@ -73,7 +74,7 @@ class PageGuard(Guard):
         return response
 
     async def _send_page(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the page, and let browsers run the scripts in it, and no others."""
+        """Send the page with a policy that allows its own inline scripts and no others."""
         headers = [(name, value) for name, value in scope["headers"] if name != b"accept-encoding"]
         messages: list[Message] = []
 
@@ -90,5 +91,5 @@ class PageGuard(Guard):
 
 
 def _linked(request: Request) -> str:
-    """Return the token of the link, if this is it."""
+    """Return the token of a request to the page's link; "" for other requests."""
     return request.query_params.get("token", "") if request.url.path == "/" else ""

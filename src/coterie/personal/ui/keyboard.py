@@ -16,7 +16,7 @@ from coterie.personal.ui import page
 from coterie.reports.parts import COLOURS
 
 SHOWN = 3  # suggestions for each client
-OFFERED = 4  # examples
+OFFERED = 4  # examples that are shown
 EXAMPLES = (
     "In my free time, I like to",
     "The weather",
@@ -35,7 +35,7 @@ MESSAGES = (
     "Tell me something new.",
     "Why is that?",
 )
-BASE = "(the base, untrained)"  # brackets are in no client's name
+BASE = "(the base, untrained)"  # no client's name contains brackets
 TITLE, CHAT_TITLE = "What would each client write next?", "What would each client answer?"
 HINT = "Type, choose a word, or start with an example."
 FOCUS = """() => setTimeout(() => {
@@ -72,7 +72,7 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
 
     Args:
         models: A personal model for each client, in the order of the rows.
-        chat: Whether the text is the answer to a message, which the page asks for, too.
+        chat: Whether the text is the answer to a message, for which the page has another field.
 
     Raises:
         Refused: Gradio is not installed.
@@ -110,9 +110,8 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
     def append(row: int, place: int) -> Any:
         def clicked(text: str, suggested: tuple[str, list[list[str]]]) -> str:
             seen, inserts = suggested
-            return (
-                text if text != seen else text + inserts[row][place]
-            )  # the text has moved on: its own suggestions are on their way
+            # if the text has changed, its new suggestions are not shown yet
+            return text if text != seen else text + inserts[row][place]
 
         return clicked
 
@@ -153,14 +152,12 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
 
 
 def _opening(models: ManyModels, message: str, text: str) -> str:
-    """Return a message, and what was answered so far, by the chat template."""
+    """Return a message and the answer so far, by the chat template."""
     return models.chats.opened([user(message)], text)
 
 
 def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
-    """Return the models, and the base without what any client trained: an adapter whose updates are
-    zero.
-    """
+    """Return the models, and the untrained base: a model whose adapter has zero updates."""
     first = next(iter(models.values()))
     layout = Layout(specialists=0, rank=1)
     base = PersonalModel(
@@ -170,8 +167,8 @@ def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
 
 
 def most_disputed(models: ManyModels, texts: Sequence[str], chat: bool = False) -> list[str]:
-    """Those texts after which the clients' models suggest the most different words, most first; of
-    a chat, those messages.
+    """Return the texts, or messages of a chat, after which the clients' models suggest the most
+    different words, most first.
     """
     words = {
         text: {
@@ -189,7 +186,7 @@ def most_disputed(models: ManyModels, texts: Sequence[str], chat: bool = False) 
 def served(
     models: Mapping[str, PersonalModel], port: int, chat: bool = False
 ) -> AbstractContextManager[str]:
-    """Show the page on this machine only, see `page.served`."""
+    """Serve the page on this machine only, see `page.served`."""
     return page.served(keyboard(models, chat), STYLE, port)
 
 
@@ -208,9 +205,7 @@ def _style(model: PersonalModel, word: Any) -> str:
 
 
 def legend(models: Mapping[str, PersonalModel]) -> str:
-    """Return what the letters and colours mean: those of the client with the most experts serve
-    all.
-    """
+    """Return the HTML legend of letters and colours, for the client with the most experts."""
     routed = [model for model in models.values() if model.layout.routed]
     if not routed:
         return "<p>Below each word: its probability. These models have no router.</p>"

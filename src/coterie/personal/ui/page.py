@@ -1,5 +1,5 @@
-"""What the local web pages share: Gradio without log output, telemetry and history, on this machine
-only, for whoever has the link.
+"""The common parts of the local web pages: Gradio without log output, telemetry and history, on
+this machine only, for browsers with the link.
 """
 
 import os
@@ -19,9 +19,9 @@ footer { display: none !important }
 .client p { font-weight: 600; margin: 0 }
 """
 HOST = "127.0.0.1"
-MOST = "16mb"  # of a file
+MOST = "16mb"  # the largest file to upload
 _PUNCTUATION = re.compile(f"([{re.escape(string.punctuation)}])")
-# Of every event: models answer one at a time, and nobody else may ask them
+# the settings of every event: requests are answered one at a time, and are not a public API
 QUIET = {
     "show_progress": "hidden",
     "concurrency_id": "models",
@@ -32,12 +32,12 @@ QUIET = {
 
 @contextmanager
 def served(page: Any, style: str, port: int) -> Iterator[str]:
-    """Show a page on this machine only, while the block runs; yields its link, which has a token
-    in it: nobody else is shown the page.
+    """Serve a page on this machine only, while the block runs; yield its link, which contains the
+    token that the page requires.
 
     Args:
         page: A Gradio `Blocks` that is not started yet.
-        style: CSS of its own.
+        style: The page's own CSS.
         port: A free port; 0: any.
 
     Raises:
@@ -58,10 +58,11 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
 
 
 def _app(page: Any, style: str) -> Any:
-    """Return the page as an application that keeps no texts and asks nothing of the network."""
+    """Return the page as an application that stores no texts and loads nothing from the network."""
     from fastapi import FastAPI
 
-    font = ["system-ui", "sans-serif"]  # of the machine itself: Gradio's are in the network
+    # fonts of the machine, since Gradio's are loaded from the network
+    font = ["system-ui", "sans-serif"]
     return gradio().mount_gradio_app(
         FastAPI(openapi_url=None),
         page,
@@ -80,8 +81,8 @@ def _app(page: Any, style: str) -> Any:
 
 
 def plain(text: str) -> str:
-    r"""Return any text as Markdown that shows it unchanged: no links, no pictures from elsewhere,
-    no HTML, no headings.
+    r"""Return any text as Markdown that shows it unchanged, without links, images, HTML or
+    headings.
     """
     return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
 

@@ -12,9 +12,8 @@ from coterie.models.text import TextShape
 from coterie.personal.classifier import PersonalClassifier
 from coterie.personal.ui import page
 
-Answer = tuple[
-    dict[str, float], str, str
-]  # the probability of each class, which expert spoke, and of which
+# the probability of each class, the chosen expert, and the experts to choose from
+Answer = tuple[dict[str, float], str, str]
 Shown = tuple[dict[str, float], str]
 SHOWN = 3  # classes for each client
 STYLE = """
@@ -57,11 +56,11 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
         return [gradio.Row(visible=True), page.plain(", ".join(clients)), *answer]
 
     with gradio.Blocks(title="coterie", analytics_enabled=False) as blocks:
-        gradio.Markdown(f"## How does each client classify it?\n{_asked(shape)}")
+        gradio.Markdown(f"## How does each client classify it?\n{_instruction(shape)}")
         if isinstance(shape, TextShape):
             given = gradio.Textbox(label="Text", lines=3, autofocus=True, elem_id="text")
         else:
-            # without a mode the file stays as it was sent
+            # without a mode Gradio does not convert the file
             given = gradio.Image(
                 label="Image",
                 type="filepath",
@@ -89,16 +88,16 @@ def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
 
 
 def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractContextManager[str]:
-    """Show the page on this machine only, see `page.served`."""
+    """Serve the page on this machine only, see `page.served`."""
     return page.served(sorter(models), STYLE, port)
 
 
 def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
-    """Group clients whose shown answers are equal: by the first such client, all of them, and the
-    answer.
+    """Group clients whose shown answers are equal: by the first client of a group, all its clients
+    and their answer.
 
-    Clients for whom the same expert spoke have the same answer, whatever other experts they have;
-    these are named where all have the same.
+    Clients with the same chosen expert have the same answer, whatever other experts they have; the
+    other experts are named if all clients of the group have the same.
     """
     groups: dict[Any, dict[str, Answer]] = {}
     for client, answer in answers.items():
@@ -116,7 +115,7 @@ def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]
 
 
 def _answer(model: PersonalClassifier, given: str) -> Answer:
-    """Return the probability of each class, and the expert that the gate wants most."""
+    """Return the probability of each class, and the expert that the gate scores highest."""
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
     classes = dict(zip(map(printable, model.about.names), outputs[0].exp().tolist(), strict=True))
@@ -127,7 +126,7 @@ def _answer(model: PersonalClassifier, given: str) -> Answer:
     )
 
 
-def _asked(shape: NetworkShape | TextShape) -> str:
+def _instruction(shape: NetworkShape | TextShape) -> str:
     """Return the instruction for the user."""
     if isinstance(shape, TextShape):
         return "Type a text."

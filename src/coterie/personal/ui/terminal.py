@@ -1,4 +1,4 @@
-"""Suggestions of several clients side by side in a terminal."""
+"""Tables of several clients' suggestions or predictions in a terminal."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,14 +19,14 @@ def show(
     words: Mapping[str, Sequence[Word]],
     text: str,
 ) -> None:
-    """Print a table: a row for each client, its words from the likeliest on, with their
+    """Print a table: a row for each client, with its words, most likely first, and their
     probabilities and experts.
 
     Args:
-        console: Where to.
-        models: By client.
-        words: Likewise, best first.
-        text: What they continue.
+        console: The console to print to.
+        models: The models by client.
+        words: The suggested words by client, best first.
+        text: The text that the words continue.
     """
     console.print(Text(printable(f"{text.rstrip()} …", lines=True), style="italic"))
     table = Table(box=SIMPLE, pad_edge=False)
@@ -58,12 +58,12 @@ def show_classes(
     console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
 ) -> None:
     """Print a table: a row for each sample and client, with the class, its probability, and the
-    expert that the gate wants most.
+    expert that the gate scores highest.
 
     Args:
-        console: Where to.
-        names: Of the samples.
-        predictions: By client, in the order of the samples.
+        console: The console to print to.
+        names: The names of the samples.
+        predictions: The predictions by client, in the order of the samples.
     """
     table = Table(box=SIMPLE, pad_edge=False)
     several = len(predictions) > 1
