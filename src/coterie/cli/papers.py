@@ -96,7 +96,7 @@ def reproduce(
                 f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True
             )
             return
-        from coterie.papers import reproduce as reproducing
+        from coterie.papers import reproduce as reproduction
         from coterie.papers.job import Job
         from coterie.papers.page import notes, said, terminal
         from coterie.reports.progress import Terminal
@@ -115,10 +115,10 @@ def reproduce(
             _effort(tune, trials),
         )
         if tune:
-            with SearchTerminal(console) as searching:
-                reproducing.search(job, searching)
+            with SearchTerminal(console) as search_display:
+                reproduction.search(job, search_display)
         with Terminal(console, job.most) as reporter:
-            result = reproducing.reproduce(job, reporter)
+            result = reproduction.reproduce(job, reporter)
         changed = f", with {', '.join(result.overrides)}" if result.overrides else ""
         heading = f"\n{result.title}, scale {scale}, seeds {result.seeds}{changed}"
         console.print(heading, style="bold", markup=False, highlight=False)
