@@ -1,8 +1,8 @@
 """The low-rank updates of attention layers, of one model or of several in one batch.
 
-Rows of a batch that follow each other, equally many for each, belong to one model. Of one model few
-tokens at once are a matter of how many operations are started, so its products are plain ones, and
-layers with the same input are computed as one.
+Consecutive rows of a batch, equally many for each model, belong to one model. The time of a few
+tokens of one model depends on the number of operations, so its products are plain ones, and layers
+with the same input are computed as one.
 """
 
 import copy
@@ -26,8 +26,8 @@ SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of one layer, called as a `SingleLoRA` is. Of several models each matrix is read
-    in the order in which it lies in memory.
+    """The updates of one layer, called like a `SingleLoRA`. The matrices of several models are read
+    in the order of memory.
 
     Args:
         A: (models, in, r).
@@ -39,7 +39,7 @@ class Updates:
 
     @classmethod
     def of(cls, loras: Sequence[SingleLoRA], dtype: torch.dtype) -> "Updates":
-        """Those of one layer in every model."""
+        """Stack the updates of one layer in every model."""
         A = [lora.A.detach()[0].T.to(dtype) for lora in loras]
         B = [(lora.gamma * lora.B.detach()[0].T).to(dtype).contiguous() for lora in loras]
         if len(loras) == 1:
@@ -52,7 +52,7 @@ class Updates:
 
     @cached_property
     def alone(self) -> tuple[Tensor, Tensor] | None:
-        """(r, in) and (r, out) of one model; None for several."""
+        """The matrices (r, in) and (r, out) of one model; None for several models."""
         return (self.A[0].T, self.B[0]) if len(self.A) == 1 else None
 
     def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
@@ -62,13 +62,14 @@ class Updates:
         if self.alone is None:
             codes = torch.bmm(tokens.view(len(self.A), -1, x.shape[-1]), self.A)
             y.view(*codes.shape[:2], -1).baddbmm_(codes, self.B)
-        else:  # few rows of long codes are the quicker product
+        else:
+            # the product of a few long rows is faster
             y.addmm_((self.alone[0] @ tokens.T).T, self.alone[1])
         return y.view(*x.shape[:-1], -1)
 
 
 class Merged:
-    """A layer with its update merged, called as a `SingleLoRA` is."""
+    """A layer with its update merged, called like a `SingleLoRA`."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.layer = layer
@@ -79,8 +80,8 @@ class Merged:
 
 
 class _Joined:
-    """Layers of one model that are called one after the other with the same input, with their
-    updates: the first call computes all of them.
+    """Layers of one model, with their updates, that are called one after the other with the same
+    input: the first call computes all of them.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class _Joined:
         self.parts: list[Tensor | None] = []
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        """(..., in) -> (..., out) of one of the layers."""
+        """Compute one of the layers, (..., in) -> (..., out)."""
         if self.x is not x or self.parts[index] is None:
             tokens = x.reshape(-1, x.shape[-1])
             y = functional.linear(tokens, self.weight, self.bias)
@@ -106,14 +107,15 @@ class _Joined:
             self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
         output = cast(Tensor, self.parts[index])
         self.parts[index] = None
-        if index == len(self.sizes) - 1:  # nothing is kept between passes
+        # nothing is kept between passes
+        if index == len(self.sizes) - 1:
             self.x, self.parts = None, []
         return output
 
 
 class _Part:
-    """One layer of `_Joined`, called as a `SingleLoRA` is. Many tokens go through the layer alone:
-    zeros would cost more than calls.
+    """One layer of `_Joined`, called like a `SingleLoRA`. Many tokens are computed by the layer
+    alone, since the zeros in the joined updates would cost more than the calls.
     """
 
     def __init__(self, joined: _Joined, index: int, alone: "Attended") -> None:
@@ -135,12 +137,12 @@ def attended(
     dtype: torch.dtype,
     merged: bool,
 ) -> dict[str, Attended]:
-    """Return what is called for each layer of an attention, by its name.
+    """Return the computation of each layer of an attention, by its name.
 
     Args:
         blocks: The updates of each model.
-        layers: The base's.
-        dtype: Of the computation.
+        layers: The layers of the base.
+        dtype: The dtype of the computation.
         merged: Whether updates are merged into copies of the layers; for one model only.
 
     Raises:
@@ -162,7 +164,7 @@ def attended(
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer multiplies by its weight as it is: some bases have a Linear of their own."""
+    """Return whether a layer multiplies by its plain weight: some subclasses of Linear do not."""
     if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
         return isinstance(layer, nn.Linear)
     weight = layer.weight
@@ -172,7 +174,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
-    """Return a copy of a layer with its update added. Raises ModelError where it has no plain
+    """Return a copy of a layer with its update added. Raises ModelError if the layer has no plain
     weight.
     """
     if not hasattr(layer, "nf") and not _is_plain(layer):

@@ -1,10 +1,11 @@
 """The mixtures of one MLP, of one model or of several in one batch, without a backward pass.
 
-One token through a small base is limited by the number of operations and by memory reads, not by
-arithmetic: all codes and router logits are one product, and all experts are computed together, also
-those with weight 0. Many tokens are computed in parts that stay in a cache, whose experts take
-turns. Those of one model are sorted by the set of experts that they use: each set is then a block
-of rows, on which its experts follow each other without selecting rows of wide tensors.
+The time of one token through a small base is limited by the number of operations and by memory
+reads, not by arithmetic: all codes and router logits are one product, and all experts are computed
+together, including those with weight 0. Many tokens are computed in parts that fit into a CPU
+cache, one expert after the other. The tokens of one model are sorted by the set of experts that
+they use: each set is then a block of rows, which its experts compute one after the other without
+selecting rows of wide tensors.
 """
 
 import math
@@ -30,32 +31,32 @@ from coterie.personal.inference.packing import (
 )
 from coterie.personal.inference.products import add_product, base_layer, product
 
-# tokens at once on a CPU: more would gain nothing in the products, and large tensors that are made
-# anew are slow
+# tokens of a part on a CPU: more would not speed up the products, and allocating large tensors is
+# slow
 MANY = 256
 
 
 @dataclass(frozen=True)
 class Mixtures:
-    """The mixtures of one MLP, with n experts, the most that any has, called as a `Mixture` is.
+    """The mixtures of one MLP, called like a `Mixture`, with n experts, the most of any model.
 
-    Where one has a router, a model without has one of zeros: equal weights. A model with fewer
-    experts has a bias of -inf for those that it lacks.
+    If any model has a router, a model without one gets a router of zeros: equal weights. A model
+    with fewer experts gets a bias of -inf for those that it lacks.
 
     Args:
-        A: (models, d, linears n r), and n router logits behind them where `together`. Of several
-            models it is read in the order in which it lies in memory.
+        A: (models, d, linears n r), followed by n router logits if `together`. That of several
+            models is read in the order of memory.
         B1: (linears, n, models, r, f), scaled by gamma.
         A2: (n, models, f, r).
         B2: (models, n r, d), scaled by gamma.
-        router: (models, d, n), at least fp32; None where no model has one.
-        bias: (models, 1, n) of the router; None where it is 0.
-        active: k, of the model that uses most.
-        unused: (models, 1, k) which of the k largest logits a model does not use; None where each
-            uses all of them.
-        bases: The base's first layers as one, where they are plain.
-        original: Of a single model, for tokens with more sets of experts than it pays to tell
-            apart.
+        router: (models, d, n), at least fp32; None if no model has one.
+        bias: (models, 1, n) the bias of the router; None if it is 0.
+        active: k, the number of experts of the model that uses most.
+        unused: (models, 1, k) which of the k largest logits a model does not use; None if each
+            model uses all of them.
+        bases: The base's first layers as one, if they are plain.
+        original: The mixture of a single model, for tokens with too many different sets of experts
+            to sort them.
     """
 
     A: Tensor
@@ -102,7 +103,7 @@ class Mixtures:
         )
 
     def select(self, places: Tensor) -> "Mixtures":
-        """Return copies for other models in another order, (groups,) int64."""
+        """Return copies for a selection of models, (groups,) int64, in any order."""
         router, bias, unused = (
             None if stack is None else stack.index_select(0, places)
             for stack in (self.router, self.bias, self.unused)
@@ -120,36 +121,36 @@ class Mixtures:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """How many linears, experts and models there are, and r."""
+        """The numbers of linears, experts and models, and r."""
         linears, experts, models, rank, _ = self.B1.shape
         return linears, experts, models, rank
 
     @cached_property
     def updates(self) -> int:
-        """How many codes a token has: linears n r."""
+        """The number of codes of a token: linears n r."""
         linears, experts, _, rank = self.shape
         return linears * experts * rank
 
     @cached_property
     def together(self) -> bool:
-        """Whether one product gives codes and logits; otherwise the router is more precise."""
+        """Whether one product computes codes and logits; otherwise the router is more precise."""
         return self.A.shape[2] > self.updates
 
     @cached_property
     def plain(self) -> bool:
-        """Whether the weights are the softmax of the logits that come with the codes."""
+        """Whether the weights are the softmax of the logits computed with the codes."""
         every = self.active == self.shape[1] and self.unused is None
         return self.together and self.bias is None and every
 
     @cached_property
     def rows(self) -> Tensor:
-        """(linears, n models, r) where the rows of B1 are."""
+        """The indices (linears, n models, r) of the rows of B1."""
         linears, experts, models, rank = self.shape
         rows = torch.arange(self.B1[..., 0].numel(), device=self.B1.device)
         return rows.view(linears, experts * models, rank)
 
     def __call__(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """(..., d_model) -> (..., d_model), as `Mixture.forward`."""
+        """Compute (..., d_model) -> (..., d_model), as `Mixture.forward`."""
         models = self.shape[2]
         if models == 1 and x.numel() == x.shape[-1]:
             return self._one(x.view(1, -1), base, record).view_as(x)
@@ -163,13 +164,13 @@ class Mixtures:
         return self._many(tokens, base, record).view_as(x)
 
     def _sorts(self, count: int) -> bool:
-        """Whether so many tokens are worth sorting by the set of experts that they use."""
+        """Return whether sorting so many tokens by their set of experts pays off."""
         experts = self.shape[1]  # a set of them is an int64
         return experts < 63 and math.comb(experts, self.active) * FEW <= count
 
     def _one(self, token: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
-        """(1, d_model) -> (1, d_model) by one model: `_few` with as few calls as can be, since here
-        each of them counts.
+        """Compute (1, d_model) -> (1, d_model) by one model: `_few` with as few calls as possible,
+        since each call counts here.
         """
         linears, experts, _, rank = self.shape
         codes = functional.linear(token, self._alone[0].T)
@@ -192,30 +193,30 @@ class Mixtures:
 
     @cached_property
     def _equal(self) -> Tensor:
-        """(models, 1, n) the weights without a router."""
+        """The weights (models, 1, n) without a router."""
         _, experts, models, _ = self.shape
         bias = self.B1.new_zeros(models, 1, experts) if self.bias is None else self.bias
         return bias.softmax(dim=-1).to(self.B1.dtype)
 
     @cached_property
     def _flat(self) -> tuple[Tensor, Tensor]:
-        """(linears n models, r, f) and (n models, f, r): B1 and A2 as for one batched product."""
+        """B1 and A2 for one batched product: (linears n models, r, f) and (n models, f, r)."""
         return self.B1.flatten(0, 2), self.A2.flatten(0, 1)
 
     @cached_property
     def _alone(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(d, linears n r), (linears, n, r, f), (n, f, r), (n r, d): `_part_of` a single model,
-        without a dimension for models.
+        """The tensors of `_part_of` for a single model, without the dimension of models:
+        (d, linears n r), (linears, n, r, f), (n, f, r), (n r, d).
         """
         return self.A[0], self.B1[:, :, 0], self.A2[:, 0], self.B2[0]
 
     def _part_of(self, models: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return A, B1, A2, and B2 of some models."""
+        """Return A, B1, A2 and B2 of some models."""
         return self.A[models], self.B1[:, :, models], self.A2[:, models], self.B2[models]
 
     def _few(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
-        """(models, t, d_model) -> (models, t, d_model), all experts at once: a few tokens of one
-        model, or one of each of several.
+        """Compute (models, t, d_model) -> (models, t, d_model), all experts at once: for a few
+        tokens of one model, or one token of each of several models.
         """
         linears, experts, models, rank = self.shape
         count, tokens = x.shape[1], x.flatten(0, 1)
@@ -237,7 +238,8 @@ class Mixtures:
         if experts > 1:
             h.mul_(w.reshape(len(h), -1, 1))
         y = base_layer(base.down, h.sum(dim=0) if experts > 1 else h[0])
-        if chosen is not None:  # zeros for the others are less than copies of A2 would be
+        # zeros for the other experts cost less than copies of A2
+        if chosen is not None:
             h = h.new_zeros(experts * models, h.shape[-1]).index_copy_(0, chosen, h.flatten(0, 1))
         c = torch.bmm(h.view(experts * models, count, -1), self._flat[1])
         if models == 1:
@@ -249,7 +251,7 @@ class Mixtures:
     def _selected(
         self, codes: Tensor, weights: Tensor, selected: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Of B1 of several models, most of what there is, read only the selected experts.
+        """Apply B1 of several models, the largest tensor, reading only the selected experts.
 
         Args:
             codes: (linears, n, models, 1, r), one token of each model.
@@ -257,8 +259,8 @@ class Mixtures:
             selected: (models, 1, k); None: all.
 
         Returns:
-            (linears k models, f) what the experts add to the base's first layers, (k models, 1)
-            their weights, and (k models,) which of all they are.
+            (linears k models, f) the experts' updates of the base's first layers, (k models, 1)
+            their weights, and (k models,) their indices.
         """
         _, _, models, rank = self.shape
         z, w, rows, chosen = codes.flatten(1, 3), weights.flatten(0, 1), self.rows, None
@@ -275,7 +277,7 @@ class Mixtures:
         return p, w, chosen
 
     def _many(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
-        """(models, t, d_model) -> (models, t, d_model), part by part."""
+        """Compute (models, t, d_model) -> (models, t, d_model), part by part."""
         models, count = x.shape[:2]
         weights, selected = self._weights(x, None, record)
         order, sets = None, [(list(range(self.shape[1])), 0, count)]
@@ -308,16 +310,15 @@ class Mixtures:
         sets: Sequence[tuple[Sequence[int], int, int]],
         base: FrozenMLP,
     ) -> Tensor:
-        """([g,] t, d_model) -> ([g,] t, d_model) for some models, or a single one: the tokens of
-        each set use the same experts, which take turns.
+        """Compute ([g,] t, d_model) -> ([g,] t, d_model) for some models, or a single one: the
+        tokens of each set use the same experts, which are computed one after the other.
         """
         A, B1, A2, B2 = stacks
         tokens, shape = x.view(-1, x.shape[-1]), (*x.shape[:-1], -1)
         bases = [base_layer(layer, tokens).view(shape) for layer in base.first]
         codes = product(A.mT, x.mT)  # ([g,] linears n r, t)
-        c = x.new_zeros(
-            (*x.shape[:-2], B2.shape[-2], x.shape[-2])
-        )  # ([g,] n r, t), 0 where a token does not use the expert
+        # ([g,] n r, t), 0 where a token does not use the expert
+        c = x.new_zeros((*x.shape[:-2], B2.shape[-2], x.shape[-2]))
         for experts, start, end in sets:
             rows = slice(start, end)
             self._turns(
@@ -342,8 +343,8 @@ class Mixtures:
         c: Tensor,
         activation: Activation,
     ) -> None:
-        """For t tokens that use the same experts: bases ([g,] t, f) -> their weighted hidden layers
-        in the place of the first, and the experts' rows of c ([g,] n r, t).
+        """Compute t tokens that use the same experts: overwrite the first of bases ([g,] t, f) with
+        the weighted hidden layers, and write the experts' rows of c ([g,] n r, t).
         """
         _, count, _, rank = self.shape
         B1, A2 = stacks
@@ -364,7 +365,7 @@ class Mixtures:
         bases[0].copy_(cast(Tensor, m))
 
     def _bases(self, tokens: Tensor, base: FrozenMLP) -> Tensor:
-        """(T, linears f) the first layers of the base."""
+        """Return (T, linears f), the outputs of the base's first layers."""
         if self.bases is not None:
             return functional.linear(tokens, *self.bases)
         first = [base_layer(layer, tokens) for layer in base.first]
@@ -373,8 +374,9 @@ class Mixtures:
     def _weights(
         self, x: Tensor, logits: Tensor | None, record: list[Routing] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """(models, t, n) in the dtype of x, and the selected experts (models, t, k) unless it is
-        all; the decision is appended to `record`. The logits are those that came with the codes.
+        """Return the weights (models, t, n) in the dtype of x, and the selected experts
+        (models, t, k), or None for all. Append the decision to `record`. `logits` are those
+        computed with the codes.
         """
         if self.router is None:
             return self._equal.expand(-1, x.shape[1], -1), None

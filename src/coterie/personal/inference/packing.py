@@ -1,4 +1,4 @@
-"""How values of a base and of several adapters are laid out for inference."""
+"""The layout in memory of the values of a base and several adapters for inference."""
 
 import math
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from coterie.models.lora import LoRA
 from coterie.models.mixture import Mixture
 
-# tokens at once, up to which all experts, or all layers with the same input, are one product
+# up to so many tokens, all experts, or all layers with the same input, are computed in one product
 FEW = 8
 
 
 def padded(values: Sequence[Tensor]) -> Tensor:
-    """(models, ...) of tensors of different sizes, with zeros behind their values."""
+    """Stack tensors of different sizes as (models, ...), padded with zeros at the end."""
     sizes = [max(size) for size in zip(*(value.shape for value in values), strict=True)]
     stacked = values[0].new_zeros((len(values), *sizes))
     for place, value in zip(stacked, values, strict=True):
@@ -24,8 +24,8 @@ def padded(values: Sequence[Tensor]) -> Tensor:
 
 
 def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of several plain layers as of one, without a second copy: their own become
-    parts of it. None for other layers.
+    """Return the joint weight and bias of several plain layers, whose own weights become views of
+    it; None for other layers.
     """
     if len(layers) < 2 or any(type(layer) is not nn.Linear for layer in layers):
         return None
@@ -67,8 +67,8 @@ def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:
 def routers(mixtures: Sequence[Mixture]) -> tuple[Tensor | None, Tensor | None]:
     """Return weights (models, d, n) and biases (models, 1, n) of routers, at least fp32.
 
-    A model without a router has one of zeros, and a bias of -inf for experts that it lacks. None
-    where no model has a router, or all biases are 0.
+    A model without a router gets one of zeros, and a bias of -inf for experts that it lacks. None
+    if no model has a router, or if all biases are 0.
     """
     experts = max(mixture.layout.experts for mixture in mixtures)
     like = experts_of(mixtures[0], "down")[1]  # (n, d, r)
@@ -85,8 +85,8 @@ def routers(mixtures: Sequence[Mixture]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def unused_of(mixtures: Sequence[Mixture]) -> Tensor | None:
-    """(models, 1, k) which of the k largest logits a model does not use, k being the most that one
-    uses; None where each uses k, or all experts that it has.
+    """Return (models, 1, k) which of the k largest logits a model does not use, where k is the most
+    that any model uses; None if each uses k, or all its experts.
     """
     active = [mixture.layout.active for mixture in mixtures]
     if min(active) == max(active) or all(m.layout.active == m.layout.experts for m in mixtures):

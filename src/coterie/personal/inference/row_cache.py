@@ -1,8 +1,8 @@
-"""Keys and values of texts of different lengths that are continued in one batch.
+"""The keys and values of texts of different lengths that are continued in one batch.
 
 All texts end in the same column, and shorter ones begin later: left padding, which transformers'
-masks and sliding windows understand. There is one buffer for each layer; a next token writes one
-column of it, and a text that comes or goes copies its own row, never the others'.
+masks and sliding windows support. There is one buffer for each layer. A next token writes one
+column of it, and adding or removing a text copies a single row.
 """
 
 from typing import Any, cast
@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-SPARE = 64  # columns that are added when there is no room for the next token
+SPARE = 64  # columns that are added if there is no room for the next token
 
 
 class _Columns:
-    """The columns that all layers show: those from `begin` on hold tokens, and from `end` on the
-    next ones are written.
+    """The columns in use in all layers: tokens are in columns `begin` to `end`, and the next ones
+    are written from `end` on.
     """
 
     def __init__(self) -> None:
@@ -32,16 +32,17 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
         self.columns = columns
 
     def resize(self, rows: int, columns: int, end: int, like: Tensor) -> None:
-        """Make new buffers, in which the used columns end at `end`.
+        """Allocate new buffers, in which the used columns end at `end`.
 
         Args:
-            rows: At least as many as there are.
-            columns: More than `end`.
-            end: At least the number of used columns.
+            rows: The number of rows, at least the present one.
+            columns: The number of columns, more than `end`.
+            end: The new end of the used columns, at least their number.
             like: (heads, ..., d) keys of one row.
         """
         used = slice(self.columns.begin, self.columns.end)
-        for name in ("keys", "values"):  # zeros: what is masked must still be finite
+        # zeros, since masked values must still be finite
+        for name in ("keys", "values"):
             buffer = like.new_zeros((rows, like.shape[0], columns, like.shape[-1]))
             if (old := getattr(self, name)) is not None:
                 buffer[: len(old), :, end - used.stop + used.start : end] = old[:, :, used]
@@ -51,7 +52,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """(B, heads, t, d) of the next tokens -> (B, heads, used columns + t, d)."""
+        """Write (B, heads, t, d) of the next tokens; return (B, heads, used columns + t, d)."""
         rows, begin, end = len(key_states), self.columns.begin, self.columns.end
         after = end + key_states.shape[-2]
         self.keys[:rows, :, end:after] = key_states
@@ -64,10 +65,10 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
-    """The cache of a running batch. A row is a text; rows are numbered from 0 without gaps.
+    """The cache of a running batch. Each row is a text; rows are numbered from 0 without gaps.
 
     Args:
-        blocks: Number of transformer blocks of the base.
+        blocks: The number of transformer blocks of the base.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -76,13 +77,13 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.lengths: list[int] = []  # tokens of each row
 
     def put(self, row: int, source: Cache, place: int, length: int) -> None:
-        """Set a row, an existing one or the next, to a text of another cache.
+        """Copy a text of another cache into an existing row or the next one.
 
         Args:
-            row: The row to be set.
+            row: The row to write.
             source: A cache of texts that all end in the last column.
-            place: The row of the text there.
-            length: Number of tokens of the text.
+            place: The row of the text in `source`.
+            length: The number of tokens of the text.
         """
         lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self._fit(len(lengths), max(lengths), source.layers[0].keys[place])
@@ -109,8 +110,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         """Make room for the next token of every row.
 
         Returns:
-            (B, used columns + 1) int64 which columns each row sees, that of the next token
-            included, and (B, 1) int64 the position of the next token in its text.
+            (B, used columns + 1) int64 the mask of the columns that each row attends to, the next
+            token's included, and (B, 1) int64 the position of the next token in its text.
         """
         self._fit(len(self.lengths), max(self.lengths), self._layer.keys[0])
         lengths = torch.tensor(self.lengths, device=self._layer.keys.device)
@@ -118,7 +119,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         return (column >= len(column) - 1 - lengths[:, None]).long(), lengths[:, None]
 
     def advance(self) -> None:
-        """Count the column that the last pass wrote."""
+        """Count the column that the last pass has written as used."""
         self.columns.end += 1
         self.lengths = [length + 1 for length in self.lengths]
 
@@ -127,11 +128,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         return cast(_Layer, self.layers[0])
 
     def _narrow(self) -> None:
-        """Show no more columns than the longest row has."""
+        """Reduce the used columns to the length of the longest row."""
         self.columns.begin = self.columns.end - max(self.lengths, default=0)
 
     def _fit(self, rows: int, longest: int, like: Tensor) -> None:
-        """Make room for so many rows, for the longest of them, and for one token more."""
+        """Make room for a number of rows, for the longest of them, and for one more token."""
         keys, end = self._layer.keys, self.columns.end
         self.columns.begin = max(self.columns.begin, end - longest)
         size = (0, 0) if keys is None else (keys.shape[0], keys.shape[2])

@@ -1,7 +1,7 @@
 """Adapters prepared for inference: matrices are stacked, scaled and cast once; no backward pass.
 
-One model is a batch of one. Many take each row of a batch through the updates of its own model, as
-S-LoRA (Sheng et al. 2024) and Punica (Chen et al. 2024) do it for single LoRAs.
+With several models each row of a batch is computed with the updates of its own model, as S-LoRA
+(Sheng et al. 2024) and Punica (Chen et al. 2024) do for single LoRAs.
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ from coterie.personal.inference.mixtures import Mixtures
 
 
 class _Block:
-    """One transformer block, called as an `AdapterBlock` is."""
+    """The adapters of one transformer block, called like an `AdapterBlock`."""
 
     def __init__(self, attention: dict[str, Attended], mlp: Mixtures) -> None:
         self.attention, self.mlp = attention, mlp
 
     def select(self, places: Tensor) -> "_Block":
-        """See `Stacks.select`."""
+        """Return a copy for other models, see `Stacks.select`."""
         attention: dict[str, Attended] = {
             name: cast(Updates, layer).select(places) for name, layer in self.attention.items()
         }
@@ -32,12 +32,12 @@ class _Block:
 
 
 class Stacks:
-    """The adapters of one or several models as one, what `Backbone.using` takes: consecutive rows,
-    equally many for each, belong to one model.
+    """The adapters of one or several models as one, for `Backbone.using`: consecutive rows, equally
+    many for each model, belong to one model.
 
     Args:
-        architecture: What all were made for.
-        blocks: From the input to the output.
+        architecture: The architecture that all adapters are for.
+        blocks: The blocks from the input to the output.
     """
 
     def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
@@ -48,11 +48,11 @@ class Stacks:
         """Stack adapters whose values no longer change, in the given order.
 
         Args:
-            adapters: On the backbone's device.
-            backbone: The base that they will be used with. Layers of it that have the same input
-                come to lie side by side in memory.
-            merged: Of one adapter: whether the attention's updates are added to a copy of the
-                base's weights, see `PersonalModel`.
+            adapters: The adapters, on the backbone's device.
+            backbone: The base of the adapters. Its layers with the same input are moved side by
+                side in memory.
+            merged: Whether the attention's updates are added to a copy of the base's weights, see
+                `PersonalModel`; for one adapter only.
         """
         blocks = []
         for slots, mlp, *adapter_blocks in zip(
@@ -72,7 +72,7 @@ class Stacks:
         return cls(adapters[0].architecture, blocks)
 
     def select(self, places: Tensor) -> "Stacks":
-        """Return copies for other models in another order, (groups,) int64, of several; they may
-        repeat.
+        """Return copies for a selection of several models, (groups,) int64, in any order and with
+        repetitions.
         """
         return Stacks(self.architecture, [block.select(places) for block in self.blocks])
