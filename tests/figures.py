@@ -5,10 +5,12 @@ from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
+from coterie.core.metrics import PERPLEXITY
 from coterie.core.result import Comparison, Evaluation, Machine, Result, Routing, Row, Versions
 from coterie.papers.reproduced import Cell, Reproduced, SeedFigures
 
 _ROW = {field.name for field in fields(Row)}
+METRIC = PERPLEXITY.about.to_json()
 
 
 def as_json(found: Any) -> Any:
@@ -33,7 +35,7 @@ def typed(found: Any) -> Any:
 
 
 def _result(found: dict) -> Result:
-    common = {"method": "m", "recipe": "r", "seed": 0}
+    common = {"method": "m", "recipe": "r", "seed": 0, "metric": METRIC}
     clients = {i: {"valid": own["test"]} | own for i, own in found["clients"].items()}
     for part in (found.get("evaluations", ()), (found.get("curve") or {}).get("points", ())):
         for entry in part:
@@ -48,7 +50,7 @@ def _row(found: dict) -> Row:
         for field in fields(Row)
         if field.type in ("int", "float", int, float) and field.name not in found
     }
-    return Row.from_json({"per_seed": [0.0], "clients": {}} | numbers | found)
+    return Row.from_json({"metric": METRIC, "per_seed": [0.0], "clients": {}} | numbers | found)
 
 
 def _cell(found: dict) -> Cell:

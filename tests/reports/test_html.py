@@ -293,8 +293,7 @@ def test_a_comparison_shows_weights_error_curves_and_collaboration(tmp_path: Pat
     assert "CoBo: 71.50 at 30 local iterations" in page
 
 
-def test_results_from_before_there_were_metrics_are_of_perplexity(routed: str) -> None:
-    assert "metric" not in ROWS[0]
+def test_results_of_language_models_are_of_perplexity(routed: str) -> None:
     assert "<h2>Test perplexity</h2>" in routed
     assert "lower is better" in routed
     assert "W error" not in routed
