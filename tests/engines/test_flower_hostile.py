@@ -399,19 +399,19 @@ def test_the_average_is_that_of_the_others(
     grid.nodes[1007].spoil = spoiled(change)
     started = execution(backend, recipe, tmp_path / "out")
     taken: list[dict[str, Tensors]] = []
-    answer = started._answer
+    answer = started.requests.answer
 
     def watched(ask: Ask, phase: int) -> Any:
         found = answer(ask, phase)
         taken.append({i: dict(reply) for i, reply in found.items()})
         return found
 
-    started._answer = watched  # type: ignore[method-assign]
+    started.requests.answer = watched  # type: ignore[method-assign]
     started.execute()
     others = taken[0]
     assert list(others) == ["c0-0", "c1-0"]
     total = sum(int(reply["samples"]) for reply in others.values())
-    for name, found in started.server.items():
+    for name, found in started.state.server.items():
         mean = (
             sum(reply[name].double() * int(reply["samples"]) for reply in others.values()) / total
         )
