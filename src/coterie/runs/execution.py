@@ -194,10 +194,9 @@ class Execution:
 
     def _due(self, every: int | None) -> bool:
         """Whether something that is done every so many rounds, and after the last, is due."""
-        state = self.state
-        return bool(every) and (
-            state.round % (every or 1) == 0 or state.round == state.method.rounds
-        )
+        if not every:
+            return False
+        return self.state.round % every == 0 or self.state.round == self.state.method.rounds
 
     def _evaluate(self) -> None:
         self.profile.enter("evaluation")
