@@ -327,10 +327,10 @@ def test_the_progress_line_says_that_the_machine_is_short_of_cores() -> None:
     with Terminal(Console(file=out, width=160), rows=1) as terminal:
         terminal.begin("Local", 3, 0, ["a"])
         terminal.cores(2)
-        terminal.said["round"] = -1e9
+        terminal.last_lines["round"] = -1e9
         terminal.round(1)
         terminal.cores(0)
-        terminal.said["round"] = -1e9
+        terminal.last_lines["round"] = -1e9
         terminal.round(2)
     said, with_lack, without = out.getvalue().splitlines()[-3:]
     assert said.strip() == "the machine is short of cores: 2 other processes compute"
