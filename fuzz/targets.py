@@ -36,8 +36,8 @@ from coterie.personal.api.requests import ChatRequest, CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
 from coterie.personal.model import PersonalModel
 from coterie.runs import recipes
+from coterie.runs.device import limits
 from coterie.runs.device.account import Account
-from coterie.runs.device.device import limits
 from coterie.runs.recipes import recipe as recipe_files
 
 TABLES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".csv.gz")

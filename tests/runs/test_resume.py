@@ -2,6 +2,7 @@
 meanwhile is named, and never taken.
 """
 
+import errno
 import gc
 import json
 import os
@@ -16,6 +17,7 @@ import pytest
 import reported
 import torch
 from figures import as_json
+from filelock import FileLock
 from typer.testing import CliRunner
 
 from coterie.cli.base import app
@@ -580,6 +582,21 @@ def test_a_folder_belongs_to_one_process(whole: Path, tmp_path: Path) -> None:
     assert "process" in (out / "lock").read_text()  # of one that was killed
     resumed(out)
     assert (out / "lock").read_text() == ""
+
+
+def test_a_folder_that_could_not_be_locked_is_not_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(lock: FileLock) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileLock, "_acquire", full)
+    with pytest.raises(Refused, match="cannot write in"), alone(tmp_path / "run"):
+        pass
+    assert not (tmp_path / "run").exists()  # an empty one would count as a run to resume
+    with pytest.raises(Refused, match="cannot write in"), alone(tmp_path):
+        pass
+    assert tmp_path.exists()  # it was there before
 
 
 def test_within_a_process_it_may_be_asked_for_twice(tmp_path: Path) -> None:

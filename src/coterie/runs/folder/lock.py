@@ -55,6 +55,7 @@ def alone(folder: Path) -> Iterator[None]:
     Raises:
         Refused: Somebody else does, who is named; or the folder cannot be written to.
     """
+    is_new = not folder.exists()
     make_folder(folder)
     path = folder / "lock"
     lock = FileLock(path, timeout=0, is_singleton=True)
@@ -70,6 +71,8 @@ def alone(folder: Path) -> Iterator[None]:
             "Wait until that process has ended, or choose another --out.",
         ) from None
     except OSError as error:
+        if is_new:  # an empty folder would look like a run that can be resumed
+            folder.rmdir()
         raise Refused(
             f"cannot write in {folder}: {error.strerror}",
             "Check its permissions, or choose another --out.",
