@@ -120,8 +120,7 @@ def _trust(allowed: bool) -> bool:
 Chat = Annotated[
     bool,
     typer.Option(
-        "--chat",
-        help="Answer a message, by the base's chat template or that of the run.",
+        "--chat", help="Answer a message, by the base's chat template or that of the run."
     ),
 ]
 Trust = Annotated[
@@ -135,8 +134,7 @@ Trust = Annotated[
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume",
-        help="Continue the run in --out, or the latest run of this recipe under runs/.",
+        "--resume", help="Continue the run in --out, or the latest run of this recipe under runs/."
     ),
 ]
 Changed = Annotated[

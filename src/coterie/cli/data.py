@@ -21,14 +21,12 @@ def data(
     ],
     set_: Set = None,
     client: Client = None,
-    examples: Annotated[
-        int, typer.Option("--examples", min=0, help="Training rows shown of each client.")
-    ] = 1,
+    examples: Annotated[int, typer.Option(min=0, help="Training rows shown of each client.")] = 1,
     files: Annotated[
         bool, typer.Option("--files", help="Name the splits of each file or row.")
     ] = False,
     page: Annotated[
-        Path | None, typer.Option("--page", metavar="FILE", help="Write a page (HTML), too.")
+        Path | None, typer.Option(metavar="FILE", help="Write a page (HTML), too.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     trust_remote_code: Trust = False,

@@ -32,8 +32,7 @@ Authority = Annotated[
     ),
 ]
 Insecure = Annotated[
-    bool,
-    typer.Option("--insecure", help="No encryption and no keys. For trying things out only."),
+    bool, typer.Option("--insecure", help="No encryption and no keys. For trying things out only.")
 ]
 Home = Annotated[Path | None, typer.Option("--home", help="Folder for state, logs and results.")]
 
@@ -47,8 +46,7 @@ def keys(
     host: Annotated[
         list[str] | None,
         typer.Option(
-            "--host",
-            help="Host name or IP address under which devices reach the server. Repeatable.",
+            help="Host name or IP address under which devices reach the server. Repeatable."
         ),
     ] = None,
     client: Clients = None,
@@ -69,20 +67,14 @@ def keys(
 
 @app.command()
 def server(
-    keys: Annotated[
-        Path | None, typer.Option("--keys", help="Folder that `coterie keys` created.")
-    ] = None,
+    keys: Annotated[Path | None, typer.Option(help="Folder that `coterie keys` created.")] = None,
     host: Annotated[
-        str,
-        typer.Option(
-            "--host", help="Address to listen on. 0.0.0.0: all addresses of this machine."
-        ),
+        str, typer.Option(help="Address to listen on. 0.0.0.0: all addresses of this machine.")
     ] = "0.0.0.0",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port for devices.")] = 9500,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port for devices.")] = 9500,
     runs_port: Annotated[
         int | None,
         typer.Option(
-            "--runs-port",
             min=1,
             max=65535,
             help="Port for `coterie submit`, open to this machine only. Default: --port plus 1.",
@@ -90,12 +82,7 @@ def server(
     ] = None,
     largest: Annotated[
         int,
-        typer.Option(
-            "--largest",
-            min=1,
-            metavar="MIB",
-            help="Largest message that a device may send, in MiB.",
-        ),
+        typer.Option(min=1, metavar="MIB", help="Largest message that a device may send, in MiB."),
     ] = 256,
     home: Home = None,
     trust_remote_code: Trust = False,
@@ -145,29 +132,23 @@ def client(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(
-            "--data", help="This client's data. Replaces data.path or data.root of the recipe."
-        ),
+        typer.Option(help="This client's data. Replaces data.path or data.root of the recipe."),
     ] = None,
     base: Base = None,
     ca: Authority = None,
     key: Annotated[
-        Path | None,
-        typer.Option("--key", help="This device's private key (clients/ID of `coterie keys`)."),
+        Path | None, typer.Option(help="This device's private key (clients/ID of `coterie keys`).")
     ] = None,
     home: Home = None,
     resident: Annotated[
         bool, typer.Option(help="Keep the base model loaded in a process between messages.")
     ] = True,
     secure: Annotated[
-        bool,
-        typer.Option("--secure", help="Send trained values by secure aggregation only."),
+        bool, typer.Option("--secure", help="Send trained values by secure aggregation only.")
     ] = False,
     limits: Annotated[
         Path | None,
-        typer.Option(
-            "--limits", help="YAML file with this device's limits, which no run can override."
-        ),
+        typer.Option(help="YAML file with this device's limits, which no run can override."),
     ] = None,
     accept_account: Annotated[
         bool,
@@ -243,25 +224,18 @@ def submit(
     set_: Set = None,
     seed: Seed = None,
     out: Annotated[
-        str,
-        typer.Option(
-            "--out", help="Folder for the run on the server's machine. Default: a new one."
-        ),
+        str, typer.Option(help="Folder for the run on the server's machine. Default: a new one.")
     ] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
     resume_changed: Changed = False,
     clients: Annotated[
-        int,
-        typer.Option(
-            "--clients", min=1, help="Number of connected clients to wait for before starting."
-        ),
+        int, typer.Option(min=1, help="Number of connected clients to wait for before starting.")
     ] = 2,
     track: Annotated[
         list[str] | None,
         typer.Option(
-            "--track",
             metavar="PROGRAM",
             help="Also send the figures to wandb, mlflow or trackio, as they are set up on the "
             "server's machine. Repeatable.",
@@ -312,15 +286,11 @@ def deploy_(
             "--demo", help="Start a server and devices on this machine, with encryption and keys."
         ),
     ] = False,
-    recipe: Annotated[
-        str, typer.Option("--recipe", help="A shipped recipe or a YAML file.")
-    ] = "quickstart",
+    recipe: Annotated[str, typer.Option(help="A shipped recipe or a YAML file.")] = "quickstart",
     clients: Annotated[
         int | None,
         typer.Option(
-            "--clients",
-            min=1,
-            help="Number of devices. Default: one for each client of the recipe's data.",
+            min=1, help="Number of devices. Default: one for each client of the recipe's data."
         ),
     ] = None,
     set_: Set = None,

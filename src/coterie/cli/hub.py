@@ -14,8 +14,7 @@ from coterie.core.printing import printable
 def push(
     run: Run,
     repo: Annotated[
-        str,
-        typer.Option("--repo", metavar="NAME", help="Repository of the Hub: name or owner/name."),
+        str, typer.Option(metavar="NAME", help="Repository of the Hub: name or owner/name.")
     ],
     client: Client = None,
     shared: Annotated[
@@ -55,14 +54,12 @@ def pull(
     repo: Annotated[
         str, typer.Argument(help="Repository of the Hub: owner/name.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
     revision: Annotated[
-        str | None,
-        typer.Option("--revision", help="A commit, branch or tag. Default: the newest commit."),
+        str | None, typer.Option(help="A commit, branch or tag. Default: the newest commit.")
     ] = None,
     most_gb: Annotated[
-        float,
-        typer.Option("--most-gb", min=0, help="Most GiB that a file of tensors may have."),
+        float, typer.Option(min=0, help="Most GiB that a file of tensors may have.")
     ] = 2.0,
 ) -> None:
     """Fetch a model that `coterie push` published, and verify it. It is data and runs no code."""

@@ -25,19 +25,14 @@ def reproduce(
     scale: Annotated[
         str,
         typer.Option(
-            "--scale",
-            help="small: the embedded base, on two cores. paper: the paper's base models and "
-            "sizes.",
+            help="small: the embedded base, on two cores. paper: the paper's base models and sizes."
         ),
     ] = "small",
     seeds: Annotated[
-        int | None,
-        typer.Option("--seeds", min=1, help="Runs per cell. Default: as many as in the paper."),
+        int | None, typer.Option(min=1, help="Runs per cell. Default: as many as in the paper.")
     ] = None,
-    columns: Annotated[
-        str, typer.Option("--columns", metavar="A,B", help="Only these columns.")
-    ] = "",
-    rows: Annotated[str, typer.Option("--rows", metavar="A,B", help="Only these rows.")] = "",
+    columns: Annotated[str, typer.Option(metavar="A,B", help="Only these columns.")] = "",
+    rows: Annotated[str, typer.Option(metavar="A,B", help="Only these rows.")] = "",
     tune: Annotated[
         bool,
         typer.Option(
@@ -49,8 +44,7 @@ def reproduce(
     trials: Trials = None,
     set_: Set = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="Folder for the runs. Default: runs/reproduce-PAPER-SCALE."),
+        Path | None, typer.Option(help="Folder for the runs. Default: runs/reproduce-PAPER-SCALE.")
     ] = None,
     resume_changed: Changed = False,
     trust_remote_code: Trust = False,

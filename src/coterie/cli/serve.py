@@ -24,7 +24,6 @@ def serve(
     port: Annotated[
         int,
         typer.Option(
-            "--port",
             min=1024,
             max=65535,
             help="Port of the page or interface. Only this machine can open it.",
@@ -41,7 +40,6 @@ def serve(
     token: Annotated[
         str | None,
         typer.Option(
-            "--token",
             envvar=TOKEN,
             show_envvar=True,
             help="With --api: what callers must send as API key. Default: a new one, which is "
@@ -51,15 +49,13 @@ def serve(
     host: Annotated[
         str | None,
         typer.Option(
-            "--host",
             help="With --api: the address to listen on. Default: 127.0.0.1, which only this "
-            "machine can reach. Nothing is encrypted.",
+            "machine can reach. Nothing is encrypted."
         ),
     ] = None,
     batch: Annotated[
         int | None,
         typer.Option(
-            "--batch",
             min=1,
             max=1024,
             help="With --api: number of texts that are written at once. Default: 16.",
@@ -67,14 +63,11 @@ def serve(
     ] = None,
     queue: Annotated[
         int | None,
-        typer.Option(
-            "--queue", min=0, help="With --api: number of texts that may wait. Default: 64."
-        ),
+        typer.Option(min=0, help="With --api: number of texts that may wait. Default: 64."),
     ] = None,
     context: Annotated[
         int | None,
         typer.Option(
-            "--context",
             min=2,
             help="With --api: most tokens of a prompt and its answer. Default: the base's "
             "context, at most 4096.",

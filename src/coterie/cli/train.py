@@ -124,13 +124,11 @@ def compare(
     recipe: Annotated[
         str,
         typer.Option(
-            "--recipe",
-            help="A shipped recipe or a YAML file: the data, base and budget of all rows.",
+            help="A shipped recipe or a YAML file: the data, base and budget of all rows."
         ),
     ],
     seeds: Annotated[
-        int,
-        typer.Option("--seeds", min=1, help="Number of runs per method, with consecutive seeds."),
+        int, typer.Option(min=1, help="Number of runs per method, with consecutive seeds.")
     ] = 3,
     tune: Annotated[
         bool,

@@ -35,7 +35,6 @@ def tune(
     recipe: Annotated[
         str | None,
         typer.Option(
-            "--recipe",
             help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
             show_default=False,
         ),
@@ -43,7 +42,7 @@ def tune(
     field: Fields = None,
     trials: Trials = None,
     seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="Runs of each setting, with consecutive seeds.")
+        int, typer.Option(min=1, help="Runs of each setting, with consecutive seeds.")
     ] = 1,
     set_: Set = None,
     seed: Seed = None,

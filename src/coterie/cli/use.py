@@ -22,23 +22,17 @@ def adapt(
     data: Annotated[
         Path,
         typer.Option(
-            "--data",
-            help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a '
-            "file.",
+            help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.'
         ),
     ],
     client: Annotated[
         str | None,
         typer.Option(
-            "--client",
-            metavar="ID",
-            callback=_normal,
-            help="Id of the new client. Default: from --data.",
+            metavar="ID", callback=_normal, help="Id of the new client. Default: from --data."
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", help="A new folder. Default: clients/ID in the run's folder."),
+        Path | None, typer.Option(help="A new folder. Default: clients/ID in the run's folder.")
     ] = None,
     train: Annotated[
         bool,
@@ -50,7 +44,6 @@ def adapt(
     iterations: Annotated[
         int | None,
         typer.Option(
-            "--iterations",
             min=1,
             help="Most local iterations with --train. Default: as many as a client of the run "
             "does.",
@@ -121,19 +114,13 @@ def audit(
     ],
     client: Clients = None,
     windows: Annotated[
-        int,
-        typer.Option(
-            "--windows", min=2, help="Training windows per client, and as many test windows."
-        ),
+        int, typer.Option(min=2, help="Training windows per client, and as many test windows.")
     ] = 100,
-    words: Annotated[int, typer.Option("--words", min=1, help="Rare words per client.")] = 20,
+    words: Annotated[int, typer.Option(min=1, help="Rare words per client.")] = 20,
     top: Annotated[
         int,
         typer.Option(
-            "--top",
-            min=1,
-            max=20,
-            help="Number of suggestions in which a rare word counts as found.",
+            min=1, max=20, help="Number of suggestions in which a rare word counts as found."
         ),
     ] = 3,
     secure: Annotated[
@@ -142,7 +129,7 @@ def audit(
             "--secure", help="Assume that the server sees only sums, as under secure aggregation."
         ),
     ] = False,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the random choices.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
 ) -> None:
     """Measure how much of a client's text the shared part of a run reveals to the server and to
     other clients.
@@ -187,15 +174,13 @@ def audit(
 def predict(
     run: Run,
     text: Annotated[
-        str | None,
-        typer.Option("--text", help="Text written so far, e.g. 'In my free time, I like to'."),
+        str | None, typer.Option(help="Text written so far, e.g. 'In my free time, I like to'.")
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option("--data", help="For classifiers: a file or folder of images or texts."),
+        Path | None, typer.Option(help="For classifiers: a file or folder of images or texts.")
     ] = None,
     client: Clients = None,
-    top: Annotated[int, typer.Option("--top", min=1, max=20, help="Number of words.")] = 3,
+    top: Annotated[int, typer.Option(min=1, max=20, help="Number of words.")] = 3,
     chat: Chat = False,
     base: Base = None,
     trust_remote_code: Trust = False,
@@ -245,17 +230,14 @@ def predict(
 @app.command()
 def generate(
     run: Run,
-    text: Annotated[str, typer.Option("--text", help="Text to continue, or a message to answer.")],
+    text: Annotated[str, typer.Option(help="Text to continue, or a message to answer.")],
     client: Client = None,
     chat: Chat = False,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens to generate.")] = 40,
+    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 40,
     temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature", min=0, help="Sampling temperature. 0: always the most likely token."
-        ),
+        float, typer.Option(min=0, help="Sampling temperature. 0: always the most likely token.")
     ] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -279,21 +261,17 @@ def generate(
 @app.command()
 def export(
     run: Run,
-    out: Annotated[Path, typer.Option("--out", help="A new folder.")],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
     client: Client = None,
     everyone: Annotated[
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str,
-        typer.Option(
-            "--format", metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch."
-        ),
+        str, typer.Option(metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch.")
     ] = "peft",
     part: Annotated[
         str | None,
         typer.Option(
-            "--part",
             metavar="PART",
             help="Of peft: fold (all experts in one, by the mean weights of the client's "
             "validation text) or generalist. Default: fold.",
@@ -302,15 +280,13 @@ def export(
     expert: Annotated[
         str | None,
         typer.Option(
-            "--expert",
             help="With --part generalist: G, G2, S1 ... Default: the first generalist, or the "
-            "only expert.",
+            "only expert."
         ),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
-            "--precision",
             metavar="PRECISION",
             help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too; of clients' "
             "files of onnx, web and executorch int8.",
@@ -319,7 +295,6 @@ def export(
     base_precision: Annotated[
         str | None,
         typer.Option(
-            "--base-precision",
             metavar="PRECISION",
             help="Of onnx and web: of the base, f32, int8, w8 or w4. Default: f32, of web int8.",
         ),
@@ -335,8 +310,7 @@ def export(
     data: Annotated[
         Path | None,
         typer.Option(
-            "--data",
-            help="The client's own text, a folder or a file, if the run's folder does not name it.",
+            help="The client's own text, a folder or a file, if the run's folder does not name it."
         ),
     ] = None,
     base: Base = None,

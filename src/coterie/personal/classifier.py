@@ -14,11 +14,7 @@ from coterie.core.files import load as load_tensors
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import MOST_OF_ONE, Named, prefixed, under
 from coterie.data.examples import Examples
-from coterie.models.artifact import (
-    CLASSIFIER_WEIGHTS,
-    fill,
-    verify,
-)
+from coterie.models.artifact import CLASSIFIER_WEIGHTS, fill, verify
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import COMMON, AboutClassifier, own_tensors, read_classifier
 from coterie.models.common import CommonExpert

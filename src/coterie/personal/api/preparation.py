@@ -120,13 +120,7 @@ class Preparation:
         self._fits(len(prompt), max(most, 1), "messages")
         self._check_biases(request.sampling().bias)
         continuation = Continuation(
-            client,
-            prompt,
-            most,
-            request.sampling(),
-            _seed(request.seed),
-            request.n,
-            self.chat_ends,
+            client, prompt, most, request.sampling(), _seed(request.seed), request.n, self.chat_ends
         )
         return Prepared(client, [continuation], request.stops, [""])
 
