@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from coterie.cli import health
+from coterie.cli import doctor
 from coterie.cli.base import app
+from coterie.core import metrics
 from coterie.core.extras import EXTRAS
 
 
@@ -27,8 +28,8 @@ def test_what_is_missing_is_named_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(health, "free_memory", lambda: 2**27)
-    monkeypatch.setattr(health, "CORE", ("torch", "no-such-package"))
+    monkeypatch.setattr(metrics, "free_memory", lambda: 2**27)
+    monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-package"))
     monkeypatch.setitem(sys.modules, "gradio", None)
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1

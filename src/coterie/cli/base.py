@@ -26,6 +26,8 @@ from coterie.core.threads import wait_briefly
 from coterie.core.version import __version__
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from coterie.runs.recipes.recipe import Recipe
 
 
@@ -145,8 +147,6 @@ Changed = Annotated[
         "metrics were lost.",
     ),
 ]
-
-
 Track = Annotated[
     list[str] | None,
     typer.Option(
@@ -180,6 +180,16 @@ def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe
     return recipes.load(
         recipe, [*(overrides or ()), *((f"seed={seed}",) if seed is not None else ())]
     )
+
+
+def _line(console: "Console", text: str, wrap: bool = True, style: str | None = None) -> None:
+    """Print a line as it is, without rich's markup and colours."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+
+
+def _say(line: str) -> None:
+    """Print a line about a step of a command, at once."""
+    print(f"  {printable(line)}", flush=True)
 
 
 def _folder(name: str, resume: bool) -> Path:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import Client, Run, _stopping, app
+from coterie.cli.base import Client, Run, _say, _stopping, app
 from coterie.core.printing import printable
 
 
@@ -43,7 +43,7 @@ def push(
             shared=shared,
             publish_personal=publish_personal,
             public=public,
-            say=lambda line: print(f"  {printable(line)}", flush=True),
+            say=_say,
         )
         seen = "private" if pushed.private else "public"
         print(f"{len(pushed.files)} files are in {printable(pushed.url)} ({seen}).")

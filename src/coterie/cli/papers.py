@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie.cli.base import Changed, Set, Trust, _stopping, app
-from coterie.cli.tune import Trials
+from coterie.cli.base import Changed, Set, Trust, _line, _stopping, app
+from coterie.cli.train import Trials
 from coterie.core.errors import Refused
 from coterie.core.extras import require
 
@@ -86,9 +86,7 @@ def reproduce(
                 )
             stem = folder / name.replace("/", "-")
             package.show(console, package.THEOREMS[name](0), stem)
-            console.print(
-                f"The picture is in {stem}.html.", markup=False, highlight=False, soft_wrap=True
-            )
+            _line(console, f"The picture is in {stem}.html.", wrap=False)
             return
         from coterie.papers import reproduce as reproduction
         from coterie.papers.job import Job
@@ -115,19 +113,18 @@ def reproduce(
             result = reproduction.reproduce(job, reporter)
         changed = f", with {', '.join(result.overrides)}" if result.overrides else ""
         heading = f"\n{result.title}, scale {scale}, seeds {result.seeds}{changed}"
-        console.print(heading, style="bold", markup=False, highlight=False)
+        _line(console, heading, style="bold")
         for table in terminal(result):
             console.print(table)
         if result.statements:
             console.print("what the paper says", style="italic")
             verdicts(console, said(result))
         for note in notes(result):
-            console.print(f"- {note}", markup=False, highlight=False)
-        console.print(
+            _line(console, f"- {note}")
+        _line(
+            console,
             f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            wrap=False,
         )
 
 

@@ -1,4 +1,4 @@
-"""Commands that train: run, compare."""
+"""Commands that train: run, compare, tune."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -15,11 +15,12 @@ from coterie.cli.base import (
     Track,
     Trust,
     _folder,
+    _line,
     _load,
     _stopping,
     app,
 )
-from coterie.cli.tune import Fields, Trials
+from coterie.core.errors import Refused
 from coterie.core.extras import available
 from coterie.core.importing import uncollected
 from coterie.core.printing import printable
@@ -29,6 +30,26 @@ if TYPE_CHECKING:
 
     from coterie.core.result import Row
     from coterie.runs.recipes.recipe import Recipe
+
+
+Fields = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="KEY=V1,V2",
+        help="Search this field of the recipe too, beside the learning rates: the values to begin "
+        "with. Methods that do not have it do without. Repeatable.",
+    ),
+]
+Trials = Annotated[
+    int | None,
+    typer.Option(
+        "--trials",
+        min=1,
+        help="How many settings to try for each method: all of them in short runs, the better "
+        "half again in longer ones, and so on. Default: 8.",
+    ),
+]
 
 
 @app.command()
@@ -89,12 +110,11 @@ def run(
         _show(console, done.rows, loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
-        console.print(
+        _line(
+            console,
             f"Everything is in {folder}: open {folder}/report.html"
             + (f", or `tensorboard --logdir {folder}`." if available("tensorboard") else "."),
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+            wrap=False,
         )
 
 
@@ -109,7 +129,7 @@ def _dry_run(recipe: "Recipe") -> None:
     console, seconds = Console(), list[float]()
     recipe, note = resolved(recipe)
     if note:
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        _line(console, note, wrap=False)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
@@ -172,12 +192,96 @@ def compare(
         folder, console = comparison.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
         _show(console, comparison.rows, title, loaded.method["name"], comparison.notes)
-        console.print(
-            f"Everything is in {folder}; open {folder}/report.html.",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
+        _line(console, f"Everything is in {folder}; open {folder}/report.html.", wrap=False)
+
+
+@app.command()
+def tune(
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
+            show_default=False,
+        ),
+    ] = None,
+    field: Fields = None,
+    trials: Trials = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each setting, with consecutive seeds.")
+    ] = 1,
+    set_: Set = None,
+    seed: Seed = None,
+    out: Out = None,
+    resume: Resume = False,
+    resume_changed: Changed = False,
+    track: Track = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Choose settings on validation data: learning rates, rounds and any field, with the same
+    effort for every method. For instance: coterie tune cobo local --recipe cobo-digits
+    """
+    with _stopping():
+        names, source = _methods_and_recipe(methods or [], recipe)
+        loaded = _load(source, set_, seed)
+        from rich.console import Console
+
+        from coterie import api
+        from coterie.reports import tuning as reports
+        from coterie.runs.tuning import spaces
+        from coterie.runs.tuning.tune import chosen_run
+
+        tuned = api.tune(
+            names or [loaded.method["name"]],
+            loaded,
+            fields=spaces.parse(field or ()),
+            trials=trials,
+            seeds=seeds,
+            out=out,
+            resume=resume,
+            resume_changed=resume_changed,
+            track=track or (),
+            progress=True,
         )
+        console, folder = Console(), tuned.folder
+        console.print()
+        console.print(reports.terminal(tuned))
+        for note in (*reports.READING, tuned.effort, *tuned.notes):
+            _line(console, f"- {note}")
+        first = next(row for row in tuned.rows if row.valid is not None)
+        kept = chosen_run(tuned, first.method)
+        _line(
+            console,
+            f"Open {folder}/tune.html for pictures of the search. The runs of what was chosen are "
+            f"there with their models, e.g. {kept}; to run it again, say with other seeds: "
+            f"`coterie run {tuned.path(first.method)}`.",
+            wrap=False,
+        )
+
+
+def _methods_and_recipe(names: list[str], recipe: str | None) -> tuple[list[str], str]:
+    """Return the methods and the recipe. Without --recipe the first name is the recipe's. Raises
+    Refused.
+    """
+    if recipe is not None and not names:
+        raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
+    if recipe is not None:
+        return names, recipe
+    if not names:
+        raise Refused(
+            "no methods to tune, and no recipe",
+            "For instance: coterie tune cobo local --recipe cobo-digits",
+        )
+    first, *others = names
+    from coterie.methods import METHODS
+
+    if first in METHODS:
+        raise Refused(
+            "--recipe: missing", f"For instance: coterie tune {' '.join(names)} --recipe quickstart"
+        )
+    return others, first
 
 
 def _show(
@@ -199,8 +303,8 @@ def _show(
     for table in beside:
         console.print(table)
     for note in comparability(rows, own_method) if notes is None else notes:
-        console.print(f"- {note}", markup=False, highlight=False)
-    console.print(f"\n{printable(title)}", style="bold", markup=False, highlight=False)
+        _line(console, f"- {note}")
+    _line(console, f"\n{printable(title)}", style="bold")
     console.print(scores)
     scored = (
         "Each client's model is scored right after its last local iteration; synced: after "
@@ -220,4 +324,4 @@ def _show(
         f"{direction(rows[0].metric).capitalize()}, best in bold. {scored}", highlight=False
     )
     if sentence := verdict(rows, own_method):
-        console.print(f"\n{sentence}", markup=False, highlight=False)
+        _line(console, f"\n{sentence}")

@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie.cli.base import Base, Chat, Client, Clients, Run, Trust, _normal, _stopping, app
+from coterie.cli.base import (
+    Base,
+    Chat,
+    Client,
+    Clients,
+    Run,
+    Trust,
+    _line,
+    _normal,
+    _say,
+    _stopping,
+    app,
+)
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
@@ -150,23 +162,19 @@ def audit(
         from coterie.reports import audit as audit_report
 
         console = Console()
-        console.print(
-            f"\n{audit_report.about(report)}: what the shared part reveals",
-            style="bold",
-            markup=False,
-            highlight=False,
+        _line(
+            console, f"\n{audit_report.about(report)}: what the shared part reveals", style="bold"
         )
         for table in audit_report.terminal(report):
             console.print()
             console.print(table)
         console.print()
         for sentence in audit_report.sentences(report):
-            console.print(f"- {sentence}", markup=False, highlight=False)
-        console.print(
+            _line(console, f"- {sentence}")
+        _line(
+            console,
             f"Intervals are 95 % confidence intervals. All figures are in {run}/audit.json, a "
             f"chart in {run}/report.html.",
-            markup=False,
-            highlight=False,
         )
 
 
@@ -329,7 +337,7 @@ def export(
             expert=expert,
             base_precision=base_precision,
             chat=chat,
-            say=lambda line: print(f"  {printable(line)}", flush=True),
+            say=_say,
         )
         for model in exported:
             print(f"{printable(model.client)}: {model.size}, in {model.folder}")
