@@ -31,8 +31,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import About, save
-from coterie.personal.api.errors import ApiError
-from coterie.personal.api.requests import ChatRequest, CompletionRequest
+from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
 from coterie.personal.model import PersonalModel
 from coterie.runs import recipes

@@ -27,8 +27,7 @@ from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, parsed
 from coterie.models.architecture import Architecture, locate
 from coterie.models.networks import NetworkShape
-from coterie.personal.api.errors import ApiError
-from coterie.personal.api.requests import CompletionRequest
+from coterie.personal.api.requests import ApiError, CompletionRequest
 from coterie.personal.api.requests import parsed as parsed_body
 from coterie.personal.samples import as_samples
 from coterie.runs.device import limits

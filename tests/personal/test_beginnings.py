@@ -20,9 +20,8 @@ from coterie.models.adapter import Layout
 from coterie.models.artifact import save
 from coterie.models.text import TextShape
 from coterie.personal import ManyModels, read_about
-from coterie.personal.api.errors import ApiError
 from coterie.personal.api.preparation import Preparation
-from coterie.personal.api.requests import ChatRequest, CompletionRequest
+from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest
 from coterie.personal.samples import of_texts
 
 TEXT = "the <s>er and </s>"

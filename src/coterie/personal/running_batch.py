@@ -31,50 +31,29 @@ Finish = Literal["stop", "length"]
 
 @dataclass(eq=False)
 class Continuation:
-    """A prompt that a client's model is to continue.
-
-    Args:
-        client: The client whose model continues the prompt.
-        prompt: The tokens of the prompt, at least one.
-        most: The most tokens to generate; 0: the prompt is only scored.
-        sampling: The settings of the choice of tokens.
-        seed: The seed of the random numbers, 64 bits.
-        choices: The number of texts to generate, each with its own random numbers.
-        ends: Tokens that end a text.
-        scores_prompt: Whether the prompt's own tokens get log-probabilities.
-
-    Attributes:
-        scored: The prompt's tokens with their log-probabilities, as far as they are computed.
-    """
+    """A prompt that a client's model is to continue."""
 
     client: str
-    prompt: Sequence[int]
-    most: int
+    prompt: Sequence[int]  # at least one token
+    most: int  # tokens to generate; 0: the prompt is only scored
     sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    choices: int = 1
-    ends: frozenset[int] = frozenset()
-    scores_prompt: bool = False
+    seed: int = 0  # 64 bits
+    choices: int = 1  # texts to generate, each with its own random numbers
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+    scores_prompt: bool = False  # whether the prompt's own tokens get log-probabilities
+    # the prompt's tokens with their log-probabilities, as far as they are computed
     scored: list[Token] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A new token of a text, or the end of a text without tokens.
-
-    Args:
-        of: The continuation.
-        choice: The number of the text among its choices.
-        token: The token; None if the prompt was only scored.
-        finish: "stop" after a token that ends texts, "length" after the last allowed token.
-        error: The reason why the text cannot go on.
-    """
+    """A new token of a text, or the end of a text without tokens."""
 
     of: Continuation
-    choice: int
-    token: Token | None
-    finish: Finish | None
-    error: ModelError | None = None
+    choice: int  # the number of the text among its choices
+    token: Token | None  # None if the prompt was only scored
+    finish: Finish | None  # "stop" after a token that ends texts, "length" after the last allowed
+    error: ModelError | None = None  # why the text cannot go on
 
 
 class _Row:
@@ -121,11 +100,7 @@ class _Prompts:
             one.scored = [Token(one.prompt[0])] if one.scores_prompt else []
 
     def advance(self, models: ManyModels) -> Tensor | None:
-        """Compute one more part.
-
-        Returns:
-            (B, V) the logits after the prompts; None before their last part.
-        """
+        """Compute one more part; after the last one, return (B, V) the logits after the prompts."""
         rows, width = self.ids.shape
         begin = self.done
         self.done = min(begin + max((SCORED_PART if self.scores else PART) // rows, 1), width)
@@ -161,12 +136,7 @@ class _Prompts:
 
 
 class RunningBatch:
-    """Texts of many models that are continued together, token by token.
-
-    Args:
-        models: The models of all clients.
-        rows: The number of texts that are continued at once.
-    """
+    """Texts of many models that are continued together, at most `rows` of them, token by token."""
 
     def __init__(self, models: ManyModels, rows: int = ROWS) -> None:
         self.models, self.most = models, rows
@@ -211,11 +181,8 @@ class RunningBatch:
         return generated
 
     def _join(self) -> tuple[list[tuple[_Row, int, DynamicCache]], list[Progress]]:
-        """Compute a part of the current prompts, or of the next waiting ones.
-
-        Returns:
-            The texts that go on after their first token, each with its row in a cache; and the
-            generated tokens.
+        """Compute a part of the current prompts, or of the next waiting ones. Return the texts that
+        go on after their first token, each with its row in a cache; and the generated tokens.
         """
         self._prompts = self._prompts or self._admitted()
         if self._prompts is None:

@@ -32,12 +32,7 @@ def _encoder(base: str) -> TextEncoder:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Inputs of a classifier, without labels.
-
-    Args:
-        names: (N,) the file or place of each sample.
-        inputs: (N, ...) in the format of `ExampleSplit`.
-    """
+    """Inputs of a classifier, (N, ...) as `ExampleSplit` has them, and their names; no labels."""
 
     names: tuple[str, ...]
     inputs: npt.NDArray[Any]
@@ -45,7 +40,7 @@ class Samples:
     def split(
         self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test"
     ) -> ExampleSplit:
-        """Return the samples as a client's split. A split needs labels: all are 0.
+        """Return the samples as a client's split, in which all labels are 0.
 
         Args:
             mean: The mean of each channel of images, which is subtracted.

@@ -20,12 +20,7 @@ from coterie.personal.words import Words, left_padded
 
 class TextInference:
     """Inference with a base and the adapters of one model, which computes all rows of a batch, or
-    of several models, each of which computes its own rows.
-
-    Args:
-        backbone: The base.
-        encoder: Returns the encoder of texts, if the base has a tokenizer.
-        whose: The name of the model in messages.
+    of several models, each of which computes its own rows. Messages name it by `whose`.
     """
 
     def __init__(
@@ -81,11 +76,8 @@ class TextInference:
     def generate_texts(
         self, adapter: Attachable, texts: Sequence[str], settings: Mapping[str, Any]
     ) -> list[str]:
-        """Continue several texts in one batch by transformers' `generate`.
-
-        Raises:
-            ModelError: A text would grow longer than the base's context, or several sequences are
-                asked for each.
+        """Continue several texts in one batch by transformers' `generate`. Raises ModelError as
+        `generate`, or if several sequences are asked for each.
         """
         if settings.get("num_return_sequences", 1) > 1:
             raise ModelError(

@@ -11,9 +11,6 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a token for a
 class Vocabulary:
     """A tokenizer's tokens as text. Tokenizers may drop the first space of a decoded text, so a
     letter is put before it.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -27,12 +24,7 @@ class Vocabulary:
         return max(map(len, self.tokenizer.get_vocab()))
 
     def decode(self, ids: Sequence[int], special: bool = True) -> str:
-        """Return the text of tokens that follow a letter.
-
-        Args:
-            ids: The ids of the tokens.
-            special: Whether special tokens, such as the end of a text, are written out.
-        """
+        """Return the text of tokens after a letter, `special` ones such as the end included."""
         text = self.tokenizer.decode([self.anchor, *ids], skip_special_tokens=not special)
         return str(text)[len(self.anchor_text) :]
 

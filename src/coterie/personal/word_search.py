@@ -35,38 +35,24 @@ class Word:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The first tokens after a prompt.
-
-    Args:
-        ids: The ids of the tokens.
-        p: The probability of the tokens.
-        left: The part of the text's end that the tokens do not spell yet, in the vocabulary's
-            characters.
-        letters: The text of the tokens, with any white space as one space.
-        begun: Whether a word has begun or been continued after the text.
-        tokens: The number of tokens of that word.
-        experts: (n,) the experts' weights, summed over the tokens of that word; None without a
-            router.
-        row: The row of all but the last token, in the previous pass.
-    """
+    """The first tokens after a prompt."""
 
     ids: tuple[int, ...] = ()
-    p: float = 1.0
+    p: float = 1.0  # the probability of the tokens
+    # the part of the text's end that the tokens do not spell yet, in the vocabulary's characters
     left: str = ""
-    letters: str = ""
-    begun: bool = False
-    tokens: int = 0
+    letters: str = ""  # the text of the tokens, with any white space as one space
+    begun: bool = False  # whether a word has begun or been continued after the text
+    tokens: int = 0  # of that word
+    # (n,) the experts' weights, summed over the tokens of that word; None without a router
     experts: Tensor | None = None
-    row: int = 0
+    row: int = 0  # of all but the last token, in the previous pass
 
 
 @dataclass
 class Found:
-    """A complete word that the search has reached.
-
-    Args:
-        inserts: The probability of each text to append for this word.
-        experts: (n,) the experts' weights of its first spelling, see `Word`.
+    """A complete word that the search has reached: the experts' weights of its first spelling, see
+    `Word`, and the probability of each text to append for it.
     """
 
     experts: tuple[float, ...]

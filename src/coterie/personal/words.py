@@ -35,13 +35,7 @@ LAST = chr(0x10FFFF)  # sorts after every name of a token
 
 
 class Words:
-    """The search for words in one vocabulary.
-
-    Args:
-        backbone: The base.
-        texts: The encoder of texts for the base.
-        whose: The name of the model in messages.
-    """
+    """The search for words in one vocabulary. Messages name the model by `whose`."""
 
     def __init__(self, backbone: Backbone, texts: TextEncoder, whose: str = "a model") -> None:
         self._whose = whose

@@ -13,13 +13,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Answers:
-    """The format of the answers to one completion request.
-
-    Args:
-        client: The client whose model answers.
-        vocabulary: The vocabulary of the model's tokens.
-        logprobs: Whether the answers contain log-probabilities.
-    """
+    """The format of the answers to one completion request, with log-probabilities or without."""
 
     prefix = "cmpl"
     whole, part = "text_completion", "text_completion"

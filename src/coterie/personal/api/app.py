@@ -15,12 +15,10 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from coterie.personal.api.answers import Answers, ChatAnswers, sse
-from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.api.guard import Limits, error_response
-from coterie.personal.api.jobs import Job
 from coterie.personal.api.preparation import Preparation, Prepared
-from coterie.personal.api.requests import ChatRequest, CompletionRequest, parsed
-from coterie.personal.api.scheduler import Scheduler
+from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, parsed, shown
+from coterie.personal.api.scheduler import Job, Scheduler
 from coterie.personal.api.texts import Piece
 
 # HTTP status for a caller who has closed the connection, who does not read it
@@ -31,14 +29,7 @@ _R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
 class Api:
-    """OpenAI's completions, chat completions and models, for the models of clients.
-
-    Args:
-        preparation: Turns requests into prompts.
-        scheduler: Continues the prompts.
-        limits: The limits of requests.
-        report: Called with one line about each internal error of the server.
-    """
+    """OpenAI's completions, chat completions and models, for the models of clients."""
 
     def __init__(
         self,

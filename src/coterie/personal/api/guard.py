@@ -1,24 +1,35 @@
-"""Protection of a server against requests to another host name, from foreign pages or without the
-token, and against slow or too many connections.
+"""The port and the thread of the API and of the web pages, and their protection against requests to
+another host name, from foreign pages or without the token, and slow or too many connections.
 """
 
+import errno
 import hmac
 import ipaddress
 import re
 import secrets
 import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import uvicorn
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from coterie.core.errors import Refused
 from coterie.core.strangers import Strangers
-from coterie.personal.api.errors import ApiError, shown
+from coterie.personal.api.requests import ApiError, shown
 
+_HEAD = 1 << 15  # most bytes of a request's head
+_WAITING = 1024  # connections that the system queues until they are accepted
+# connections accepted at a time, so that many new ones do not delay the requests of others
+_ACCEPTED = 1
 _PORT = re.compile(r":\d{1,5}$")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -32,25 +43,15 @@ _HEADERS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of requests.
+    """The limits of requests."""
 
-    Args:
-        body: The largest body of a request, in bytes.
-        head_s: Seconds to receive a request's head, from the connection or the last answer on.
-        body_s: Seconds to receive a request's body.
-        write_s: Seconds until a caller who does not read the answer is disconnected.
-        connections: The most open connections. Another one replaces the oldest whose caller has not
-            sent the token.
-        of_an_address: The most open connections from one address whose callers have not sent the
-            token.
-    """
-
-    body: int = 1 << 20
-    head_s: float = 10.0
-    body_s: float = 10.0
-    write_s: float = 30.0
+    body: int = 1 << 20  # the largest body of a request, in bytes
+    head_s: float = 10.0  # to receive a request's head, from the connection or the last answer on
+    body_s: float = 10.0  # to receive a request's body
+    write_s: float = 30.0  # until a caller who does not read the answer is disconnected
+    # open connections; another one replaces the oldest whose caller has not sent the token
     connections: int = 512
-    of_an_address: int = 64
+    of_an_address: int = 64  # those from one address whose callers have not sent the token
 
 
 def new_token() -> str:
@@ -68,11 +69,6 @@ def error_response(error: ApiError) -> JSONResponse:
 class Guard:
     """Middleware that accepts a request if it names this server, does not come from a foreign page,
     and has the token.
-
-    Args:
-        app: The application that answers accepted requests.
-        host: The address that the server listens on.
-        token: The token that callers must send.
     """
 
     # the Content-Security-Policy of every answer
@@ -216,3 +212,63 @@ def protocol(limits: Limits) -> type[H11Protocol]:
                 self.transport.abort()
 
     return Limited
+
+
+@contextmanager
+def running(guard: Guard, listener: socket.socket, limits: Limits) -> Iterator[None]:
+    """Answer requests, by an application behind its guard, while the block runs."""
+    # without any log of texts or callers
+    configuration = uvicorn.Config(
+        guard,
+        http=protocol(limits),
+        ws="none",
+        loop="asyncio",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=2,
+        h11_max_incomplete_event_size=_HEAD,
+        backlog=_ACCEPTED,
+    )
+    server = uvicorn.Server(configuration)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    thread.start()
+    while thread.is_alive() and not server.started:
+        time.sleep(0.01)
+    listener.listen(_WAITING)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a socket that listens while the block runs.
+
+    Args:
+        host: The address to listen on.
+        port: The port to listen on; 0: any free one.
+
+    Raises:
+        Refused: The port is taken, or the host is not an address of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family, backlog=_WAITING)
+    except socket.gaierror:
+        raise Refused(f"--host {host!r} is no address", "For example 127.0.0.1.") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise Refused(
+                f"port {port} is taken", f"Give another one, for example --port {port + 1}."
+            ) from None
+        raise Refused(
+            f"cannot listen on {host} port {port}: {error.strerror}",
+            "Give an address of this machine, for example --host 127.0.0.1.",
+        ) from None
+    with listener:
+        yield listener

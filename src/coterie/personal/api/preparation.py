@@ -1,7 +1,7 @@
 """Conversion of requests to prompts of tokens, within the server's limits."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,7 @@ from coterie.core.errors import DataError
 from coterie.data.chats import jinja_process
 from coterie.data.chats.messages import Mistake
 from coterie.data.chats.template import TooLong
-from coterie.personal.api.errors import ApiError, shown
-from coterie.personal.api.requests import ChatRequest, CompletionRequest
+from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, shown
 from coterie.personal.many import ManyModels
 from coterie.personal.running_batch import Continuation
 from coterie.personal.vocabulary import Vocabulary
@@ -19,19 +18,12 @@ from coterie.personal.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class Prepared:
-    """The prompts of a request.
+    """The prompts of a request."""
 
-    Args:
-        client: The client whose model answers.
-        continuations: One for each prompt.
-        stops: Texts that end an answer.
-        echoes: The text of each prompt if it is part of the answer; otherwise "".
-    """
-
-    client: str
-    continuations: list[Continuation]
-    stops: list[str]
-    echoes: list[str]
+    client: str  # whose model answers
+    continuations: list[Continuation]  # one for each prompt
+    stops: list[str]  # texts that end an answer
+    echoes: list[str]  # the text of each prompt if it is part of the answer; otherwise ""
 
     @property
     def prompt_tokens(self) -> int:
@@ -54,11 +46,10 @@ class Preparation:
         self.tokenizer = models.tokenizer
         self.vocabulary = Vocabulary(self.tokenizer)
         ends = models.backbone.model.generation_config.eos_token_id
-        tokenizer_end = self.tokenizer.eos_token_id
-        ends = [tokenizer_end] if ends is None else ends if isinstance(ends, list) else [ends]
+        ends = self.tokenizer.eos_token_id if ends is None else ends
+        ends = ends if isinstance(ends, list) else [ends]
         self.ends = frozenset(i for i in ends if i is not None)
         self.chats = models.chats
-        self._longest = self.vocabulary.longest
         self.chat_ends = self.ends | frozenset(self.chats.stops)
 
     def interrupt(self) -> None:
@@ -66,11 +57,7 @@ class Preparation:
         jinja_process.shared.end()
 
     def client(self, model: str) -> str:
-        """Return the client of the model that a request names.
-
-        Raises:
-            ApiError: There is no such client.
-        """
+        """Return the client of the model that a request names. Raises ApiError."""
         if (client := names.normal(model)) in self.models.models:
             return client
         known = shown(", ".join(self.models.models))
@@ -108,7 +95,7 @@ class Preparation:
             )
             for place, prompt in enumerate(prompts)
         ]
-        self._check_biases(request.sampling().bias)
+        self._check_ids(list(request.sampling().bias), "logit_bias")
         return Prepared(client, continuations, request.stops, echoes)
 
     def chat(self, request: ChatRequest) -> Prepared:
@@ -118,7 +105,7 @@ class Preparation:
         prompt = self._template(request)
         most = self.context - len(prompt) if request.most is None else request.most
         self._fits(len(prompt), max(most, 1), "messages")
-        self._check_biases(request.sampling().bias)
+        self._check_ids(list(request.sampling().bias), "logit_bias")
         continuation = Continuation(
             client, prompt, most, request.sampling(), _seed(request.seed), request.n, self.chat_ends
         )
@@ -164,7 +151,7 @@ class Preparation:
         tokenised.
         """
         characters = sum(map(_characters, contents))
-        self._fits(max(len(contents), characters // self._longest), 0, param)
+        self._fits(max(len(contents), characters // self.vocabulary.longest), 0, param)
 
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.models.backbone.architecture.vocabulary
@@ -175,9 +162,6 @@ class Preparation:
                 param,
                 "invalid_value",
             )
-
-    def _check_biases(self, bias: Mapping[int, float]) -> None:
-        self._check_ids(list(bias), "logit_bias")
 
     def _check(self, prompts: int, choices: int) -> None:
         """Refuse more texts than the server accepts at once."""

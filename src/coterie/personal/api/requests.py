@@ -1,4 +1,6 @@
-"""The requests of OpenAI's completions and chat completions: supported and refused fields."""
+"""The requests of OpenAI's completions and chat completions: supported and refused fields, and
+errors in the shape of OpenAI's.
+"""
 
 from typing import Annotated, Any, TypeVar
 
@@ -7,9 +9,9 @@ from pydantic_core import ErrorDetails
 
 from coterie.core.foreign import json_of
 from coterie.data.chats.messages import REASONING, ROLES
-from coterie.personal.api.errors import ApiError, shown
 from coterie.personal.sampling import Sampling
 
+SHOWN = 80  # most characters of a caller's input that an error repeats
 MOST_BIASES = 300  # as OpenAI allows
 DEFAULT_TOKENS = 16  # of OpenAI's completions
 # fields that have no effect on an answer here
@@ -56,6 +58,40 @@ _Texts = Annotated[list[str], Field(min_length=1)]
 _Ids = Annotated[list[_Id], Field(min_length=1)]
 _Lists = Annotated[list[_Ids], Field(min_length=1)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class ApiError(Exception):
+    """A refused or failed request; the message has the problem and the remedy, for the caller."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        kind: str = "invalid_request_error",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.kind = status, param, code, kind
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the response."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def shown(given: object) -> str:
+    """Return a caller's input, shortened so that an error can repeat it."""
+    text = str(given)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 class _Fields(BaseModel):
@@ -164,11 +200,7 @@ _R = TypeVar("_R", bound=_Request)
 
 
 def parsed(kind: type[_R], body: bytes) -> _R:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: The body is not JSON, or a field is missing, unknown, unsupported or out of range.
-    """
+    """Parse the body of a request. Raises ApiError."""
     try:
         body_fields = json_of(body)
     except ValueError as error:

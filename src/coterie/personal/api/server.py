@@ -13,8 +13,7 @@ from coterie.personal.running_batch import ROWS
 
 try:
     from coterie.personal.api.app import Api
-    from coterie.personal.api.guard import Guard, Limits, new_token
-    from coterie.personal.api.listener import listening, running
+    from coterie.personal.api.guard import Guard, Limits, listening, new_token, running
 except ImportError:
     raise Refused("--api needs uvicorn and starlette", extra("serve")) from None
 
@@ -29,24 +28,14 @@ _TOKEN = re.compile(r"[!-~]{8,200}")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a server.
-
-    Args:
-        port: The port to listen on.
-        host: The address to listen on.
-        token: The token that callers must send.
-        rows: The number of texts that are generated at once.
-        queue: The number of further texts that may wait.
-        context: Most tokens of a prompt and its answer; None: the base's context, at most
-            `CONTEXT`.
-        limits: The limits of requests.
-    """
+    """The settings of a server."""
 
     port: int
     host: str = "127.0.0.1"
-    token: str = field(default_factory=new_token, repr=False)
-    rows: int = ROWS
-    queue: int = QUEUE
+    token: str = field(default_factory=new_token, repr=False)  # what callers must send
+    rows: int = ROWS  # texts that are generated at once
+    queue: int = QUEUE  # further texts that may wait
+    # most tokens of a prompt and its answer; None: the base's context, at most `CONTEXT`
     context: int | None = None
     limits: Limits = field(default_factory=Limits)
 
@@ -84,9 +73,14 @@ def served(
         ModelError: The base has no tokenizer.
     """
     together = ManyModels(models)
-    preparation = Preparation(
-        together, _context(together, settings), settings.rows + settings.queue, settings.rows
-    )
+    limit = together.backbone.context_limit
+    if settings.context is not None and settings.context > limit:
+        raise Refused(
+            f"--context {settings.context} is longer than the base's, {limit} tokens",
+            f"Give at most {limit}.",
+        )
+    context = settings.context or min(limit, CONTEXT)
+    preparation = Preparation(together, context, settings.rows + settings.queue, settings.rows)
     with listening(settings.host, settings.port) as listener:
         scheduler = Scheduler(together, settings.rows, settings.queue, report)
         api = Api(preparation, scheduler, settings.limits, report)
@@ -98,13 +92,3 @@ def served(
             finally:
                 preparation.interrupt()
                 scheduler.close()
-
-
-def _context(models: ManyModels, settings: Settings) -> int:
-    limit = models.backbone.context_limit
-    if settings.context is not None and settings.context > limit:
-        raise Refused(
-            f"--context {settings.context} is longer than the base's, {limit} tokens",
-            f"Give at most {limit}.",
-        )
-    return settings.context or min(limit, CONTEXT)

@@ -13,12 +13,7 @@ LONGEST = 32  # most tokens that are held back
 
 @dataclass(frozen=True)
 class Spoken:
-    """A token at its place in a text.
-
-    Args:
-        token: The token with its log-probability.
-        offset: The number of characters before the token.
-    """
+    """A token with its log-probability, and the number of characters before it."""
 
     token: Token
     offset: int
@@ -26,17 +21,11 @@ class Spoken:
 
 @dataclass(frozen=True)
 class Piece:
-    """A new piece of a text.
-
-    Args:
-        text: The new characters.
-        tokens: The new tokens.
-        finish: Why the text ends here; None if it goes on.
-    """
+    """The new characters and tokens of a text."""
 
     text: str
     tokens: tuple[Spoken, ...] = ()
-    finish: Finish | None = None
+    finish: Finish | None = None  # why the text ends here; None if it goes on
 
 
 class Decoder:
@@ -111,7 +100,9 @@ class Answer:
             self._text += self._decoder.add(token.id)
         if finish is not None:
             self._text += self._decoder.rest()
-        if (end := self._stop(before)) is not None:
+        # the first stop text, of those that end after the earlier text
+        places = [self._text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        if (end := min((place for place in places if place >= 0), default=None)) is not None:
             self._text, finish = self._text[:end], "stop"
             self._tokens = [one for one in self._tokens if one.offset < self._begin + end]
         ready = len(self._text) if finish else len(self._text) - self._unsure()
@@ -119,11 +110,6 @@ class Answer:
         given = [one for one in self._tokens if finish or one.offset < self._begin + ready]
         self._tokens = self._tokens[len(given) :]
         return Piece(text, tuple(given), finish)
-
-    def _stop(self, before: int) -> int | None:
-        """Return where the first stop text begins, of those that end after `before`."""
-        places = [self._text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
-        return min((place for place in places if place >= 0), default=None)
 
     def _unsure(self) -> int:
         """Return the number of characters at the end that may begin a stop text."""

@@ -23,13 +23,15 @@ from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.routing import Routing, by_experts, top_k_weights
 from coterie.personal.inference.packing import (
     FEW,
+    add_product,
+    base_layer,
     experts_of,
     padded,
+    product,
     routers,
     side_by_side,
     unused_of,
 )
-from coterie.personal.inference.products import add_product, base_layer, product
 
 # tokens of a part on a CPU: more would not speed up the products, and allocating large tensors is
 # slow

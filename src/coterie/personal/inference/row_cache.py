@@ -32,14 +32,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
         self.columns = columns
 
     def resize(self, rows: int, columns: int, end: int, like: Tensor) -> None:
-        """Allocate new buffers, in which the used columns end at `end`.
-
-        Args:
-            rows: The number of rows, at least the present one.
-            columns: The number of columns, more than `end`.
-            end: The new end of the used columns, at least their number.
-            like: (heads, ..., d) keys of one row.
-        """
+        """Allocate buffers of rows and columns, in which the used columns end at `end`."""
         used = slice(self.columns.begin, self.columns.end)
         # zeros, since masked values must still be finite
         for name in ("keys", "values"):
@@ -65,11 +58,7 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
-    """The cache of a running batch. Each row is a text; rows are numbered from 0 without gaps.
-
-    Args:
-        blocks: The number of transformer blocks of the base.
-    """
+    """The cache of a running batch. Each row is a text; rows are numbered from 0 without gaps."""
 
     def __init__(self, blocks: int) -> None:
         self.columns = _Columns()
@@ -77,13 +66,8 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.lengths: list[int] = []  # tokens of each row
 
     def put(self, row: int, source: Cache, place: int, length: int) -> None:
-        """Copy a text of another cache into an existing row or the next one.
-
-        Args:
-            row: The row to write.
-            source: A cache of texts that all end in the last column.
-            place: The row of the text in `source`.
-            length: The number of tokens of the text.
+        """Copy a text of `length` tokens from a row of `source`, whose texts all end in the last
+        column, into an existing row or the next one.
         """
         lengths = [*self.lengths[:row], length, *self.lengths[row + 1 :]]
         self._fit(len(lengths), max(lengths), source.layers[0].keys[place])

@@ -1,20 +1,170 @@
 """Adapters prepared for inference: matrices are stacked, scaled and cast once; no backward pass.
 
 With several models each row of a batch is computed with the updates of its own model, as S-LoRA
-(Sheng et al. 2024) and Punica (Chen et al. 2024) do for single LoRAs.
+(Sheng et al. 2024) and Punica (Chen et al. 2024) do for single LoRAs. The time of a few tokens of
+one model depends on the number of operations, so its products are plain ones, and attention layers
+with the same input are computed as one.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import cast
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from coterie.core.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
 from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
 from coterie.models.lora import SingleLoRA
-from coterie.personal.inference.attention import Attended, Updates, attended
 from coterie.personal.inference.mixtures import Mixtures
+from coterie.personal.inference.packing import FEW, base_layer, padded, side_by_side
+
+# layers of an attention that are called in this order with the same tensor
+SAME_INPUT = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Updates:
+    """The updates of one layer, called like a `SingleLoRA`. The matrices of several models are read
+    in the order of memory.
+
+    Args:
+        A: (models, in, r).
+        B: (models, r, out), scaled by gamma.
+    """
+
+    A: Tensor
+    B: Tensor
+
+    @classmethod
+    def of(cls, loras: Sequence[SingleLoRA], dtype: torch.dtype) -> "Updates":
+        """Stack the updates of one layer in every model."""
+        A = [lora.A.detach()[0].T.to(dtype) for lora in loras]
+        B = [(lora.gamma * lora.B.detach()[0].T).to(dtype).contiguous() for lora in loras]
+        if len(loras) == 1:
+            return cls(A[0][None], B[0][None])
+        return cls(padded(A), padded(B))
+
+    def select(self, places: Tensor) -> "Updates":
+        """Return copies for other models in another order, (groups,) int64."""
+        return Updates(self.A.index_select(0, places), self.B.index_select(0, places))
+
+    @cached_property
+    def alone(self) -> tuple[Tensor, Tensor] | None:
+        """The matrices (r, in) and (r, out) of one model; None for several models."""
+        return (self.A[0].T, self.B[0]) if len(self.A) == 1 else None
+
+    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
+        """(..., in) -> (..., out)."""
+        tokens = x.reshape(-1, x.shape[-1])
+        y = base_layer(base, tokens)
+        if self.alone is None:
+            codes = torch.bmm(tokens.view(len(self.A), -1, x.shape[-1]), self.A)
+            y.view(*codes.shape[:2], -1).baddbmm_(codes, self.B)
+        else:
+            # the product of a few long rows is faster
+            y.addmm_((self.alone[0] @ tokens.T).T, self.alone[1])
+        return y.view(*x.shape[:-1], -1)
+
+
+class _Joined:
+    """Layers of one model that are called with the same input: the first call computes all."""
+
+    def __init__(
+        self, loras: Sequence[SingleLoRA], layer: tuple[Tensor, Tensor | None], merged: bool
+    ) -> None:
+        self.weight, self.bias = layer
+        dtype = self.weight.dtype
+        self.merged = merged
+        self.sizes = [lora.B.shape[1] for lora in loras]
+        self.A = torch.cat([lora.A.detach()[0] for lora in loras]).to(dtype)  # (layers r, in)
+        B = torch.block_diag(*(lora.gamma * lora.B.detach()[0].T for lora in loras))  # type: ignore[no-untyped-call]
+        self.B = B.to(dtype)  # (layers r, all out)
+        self.x: Tensor | None = None
+        self.parts: list[Tensor | None] = []
+
+    def part(self, index: int, alone: "Attended", x: Tensor, base: nn.Module) -> Tensor:
+        """Compute one of the layers, (..., in) -> (..., out)."""
+        # with many tokens the zeros in the joined updates would cost more than the calls
+        if x.numel() > FEW * x.shape[-1]:
+            return alone(x, base)
+        if self.x is not x or self.parts[index] is None:
+            tokens = x.reshape(-1, x.shape[-1])
+            y = functional.linear(tokens, self.weight, self.bias)
+            if not self.merged:
+                y.addmm_(functional.linear(tokens, self.A), self.B)
+            self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
+        output = cast(Tensor, self.parts[index])
+        self.parts[index] = None
+        # nothing is kept between passes
+        if index == len(self.sizes) - 1:
+            self.x, self.parts = None, []
+        return output
+
+
+# called like a `SingleLoRA`
+Attended = Callable[[Tensor, nn.Module], Tensor]
+
+
+def _merged_output(layer: nn.Module, x: Tensor, base: nn.Module) -> Tensor:
+    """Compute a layer with its update merged, (..., in) -> (..., out)."""
+    return base_layer(layer, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+
+
+def attended(
+    blocks: Sequence[Mapping[str, SingleLoRA]],
+    layers: Mapping[str, nn.Module],
+    dtype: torch.dtype,
+    merged: bool,
+) -> dict[str, Attended]:
+    """Return the computation of each layer of an attention, by its name. With `merged`, for one
+    model only, updates are merged into copies of the layers. Raises ModelError if one cannot be.
+    """
+    first = blocks[0]
+    if merged:
+        layers = {name: _merged(layer, first[name]) for name, layer in layers.items()}
+    by_layer: dict[str, Attended] = {
+        name: partial(_merged_output, layer)
+        if merged
+        else Updates.of([block[name] for block in blocks], dtype)
+        for name, layer in layers.items()
+    }
+    together = [name for name in first if name in SAME_INPUT]
+    layer = side_by_side([layers[name] for name in together]) if len(blocks) == 1 else None
+    if layer is not None:
+        joined = _Joined([first[name] for name in together], layer, merged)
+        by_layer |= {
+            name: partial(joined.part, i, by_layer[name]) for i, name in enumerate(together)
+        }
+    return by_layer
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Return whether a layer multiplies by its plain weight: some subclasses of Linear do not."""
+    if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
+        return isinstance(layer, nn.Linear)
+    weight = layer.weight
+    x = torch.linspace(-1, 1, layer.in_features, dtype=weight.dtype, device=weight.device)
+    with torch.no_grad():
+        return torch.allclose(layer(x), functional.linear(x, weight, layer.bias), 1e-2, 1e-2)
+
+
+def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
+    """Return a copy of a layer with its update added. Raises ModelError without plain weight."""
+    if not hasattr(layer, "nf") and not _is_plain(layer):
+        raise ModelError(
+            f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
+        )
+    merged = copy.deepcopy(layer)
+    weight = cast(nn.Parameter, merged.weight)
+    update = lora.gamma * lora.B.detach()[0] @ lora.A.detach()[0]  # (out, in)
+    weight.data = (weight.data + (update.T if hasattr(layer, "nf") else update)).to(weight.dtype)
+    return merged
 
 
 class _Block:
@@ -34,10 +184,6 @@ class _Block:
 class Stacks:
     """The adapters of one or several models as one, for `Backbone.using`: consecutive rows, equally
     many for each model, belong to one model.
-
-    Args:
-        architecture: The architecture that all adapters are for.
-        blocks: The blocks from the input to the output.
     """
 
     def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
@@ -72,7 +218,5 @@ class Stacks:
         return cls(adapters[0].architecture, blocks)
 
     def select(self, places: Tensor) -> "Stacks":
-        """Return copies for a selection of several models, (groups,) int64, in any order and with
-        repetitions.
-        """
+        """Return copies for several models, (groups,) int64, in any order, with repetitions."""
         return Stacks(self.architecture, [block.select(places) for block in self.blocks])

@@ -10,21 +10,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from coterie.personal.api.errors import ApiError
 from coterie.personal.api.guard import Guard
+from coterie.personal.api.requests import ApiError
 
 _INLINE = re.compile(rb"<script[^>]*>(.*?)</script>", re.DOTALL)  # a page's inline scripts
 
 
 class PageGuard(Guard):
-    """The guard of the API with the token in the page's link, and after that in a cookie.
-
-    Args:
-        page: Gradio's application.
-        host: The address that the server listens on.
-        port: The port that the server listens on.
-        token: The token that browsers must send.
-    """
+    """The guard of the API with the token in the page's link, and after that in a cookie."""
 
     # Gradio evaluates its own scripts from strings, and sets inline styles
     policy = (

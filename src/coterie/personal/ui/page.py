@@ -32,19 +32,11 @@ QUIET = {
 
 @contextmanager
 def served(page: Any, style: str, port: int) -> Iterator[str]:
-    """Serve a page on this machine only, while the block runs; yield its link, which contains the
-    token that the page requires.
-
-    Args:
-        page: A Gradio `Blocks` that is not started yet.
-        style: The page's own CSS.
-        port: A free port; 0: any.
-
-    Raises:
-        Refused: Gradio is not installed, or the port is taken.
+    """Serve a page, a Gradio `Blocks`, on this machine only, while the block runs; yield its link,
+    which contains the token that the page requires. Raises Refused without Gradio, or if the port
+    is taken; 0 is any free one.
     """
-    from coterie.personal.api.guard import Limits, new_token
-    from coterie.personal.api.listener import listening, running
+    from coterie.personal.api.guard import Limits, listening, new_token, running
     from coterie.personal.ui.guard import PageGuard
 
     with listening(HOST, port) as listener:

@@ -24,14 +24,8 @@ STYLE = """
 
 
 def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
-    """Return the page, a Gradio `Blocks` that is not started yet.
-
-    Args:
-        models: A classifier for each client, in the order of the rows, all of images or all of
-            texts.
-
-    Raises:
-        Refused: Gradio is not installed.
+    """Return the page of classifiers that are all of images or all of texts, a Gradio `Blocks` that
+    is not started yet. Raises Refused if Gradio is not installed.
     """
     gradio = page.gradio()
     shape = next(iter(models.values())).shape

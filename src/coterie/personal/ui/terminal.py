@@ -20,13 +20,7 @@ def show(
     text: str,
 ) -> None:
     """Print a table: a row for each client, with its words, most likely first, and their
-    probabilities and experts.
-
-    Args:
-        console: The console to print to.
-        models: The models by client.
-        words: The suggested words by client, best first.
-        text: The text that the words continue.
+    probabilities and experts, after the text that they continue.
     """
     console.print(Text(printable(f"{text.rstrip()} …", lines=True), style="italic"))
     table = Table(box=SIMPLE, pad_edge=False)
@@ -58,12 +52,7 @@ def show_classes(
     console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
 ) -> None:
     """Print a table: a row for each sample and client, with the class, its probability, and the
-    expert that the gate scores highest.
-
-    Args:
-        console: The console to print to.
-        names: The names of the samples.
-        predictions: The predictions by client, in the order of the samples.
+    expert that the gate scores highest. Predictions are in the order of the samples.
     """
     table = Table(box=SIMPLE, pad_edge=False)
     several = len(predictions) > 1
