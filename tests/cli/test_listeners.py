@@ -256,7 +256,7 @@ OPENED = {
     "deploy/server.py": ("SuperLink",),
     "deploy/supernode.py": ("SuperNode",),
     "export/gguf.py": ("llama.cpp",),
-    "personal/api/listener.py": ("keyboard", "page of classifiers", "interface for programs"),
+    "personal/api/guard.py": ("keyboard", "page of classifiers", "interface for programs"),
 }
 OPENING = re.compile(
     r"create_server|start_server|\.bind\(\(|\.listen\(|\bListener\(address|HTTPServer|uvicorn\.run|"

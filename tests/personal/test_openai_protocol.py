@@ -530,7 +530,7 @@ def test_a_batch_that_fails_is_told_and_the_server_goes_on(make_run, monkeypatch
 
 
 def test_an_answer_that_fails_harms_no_other(make_run, monkeypatch):
-    from coterie.personal.api.texts import Decoder
+    from coterie.personal.api.answers import Decoder
 
     add = Decoder.add
     monkeypatch.setattr(Decoder, "add", lambda self, token: add(self, token + 0 // (token - 7)))

@@ -10,6 +10,7 @@ import typer
 from coterie.cli.base import Base, Chat, Clients, Run, Trust, _stopping, app
 from coterie.cli.use import _personal
 from coterie.core.errors import Refused
+from coterie.core.extras import require
 from coterie.core.printing import printable
 
 # An environment variable, because the list of processes shows command lines.
@@ -114,6 +115,7 @@ def _serve_api(
     run: Path, clients: list[str] | None, base: str | None, port: int, given: dict[str, Any]
 ) -> None:
     """Serve OpenAI's protocol until a signal arrives."""
+    require("--api", "serve", "uvicorn", "starlette")
     from coterie.personal.api import server
 
     settings = server.Settings(port, **given)

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from coterie.core.errors import CoterieError
+from coterie.personal.api.answers import Answer, Piece, spoken
 from coterie.personal.api.preparation import Prepared
 from coterie.personal.api.requests import ApiError
-from coterie.personal.api.texts import Answer, Piece, spoken
 from coterie.personal.many import ManyModels
 from coterie.personal.running_batch import Continuation, Progress, RunningBatch
 from coterie.personal.vocabulary import Vocabulary

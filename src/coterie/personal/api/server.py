@@ -1,29 +1,41 @@
-"""The API server: one port, one thread for requests, and one for the batch."""
+"""The API server: its routes on one port, one thread for requests, and one for the batch."""
 
+import asyncio
 import ipaddress
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from coterie.core.errors import Refused, extra
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from coterie.core.errors import Refused
+from coterie.personal.api.answers import Answers, ChatAnswers, Piece, sse
+from coterie.personal.api.guard import Guard, Limits, error_response, listening, new_token, running
+from coterie.personal.api.preparation import Preparation, Prepared
+from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, parsed, shown
+from coterie.personal.api.scheduler import Job, Scheduler
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.running_batch import ROWS
-
-try:
-    from coterie.personal.api.app import Api
-    from coterie.personal.api.guard import Guard, Limits, listening, new_token, running
-except ImportError:
-    raise Refused("--api needs uvicorn and starlette", extra("serve")) from None
-
-from coterie.personal.api.preparation import Preparation
-from coterie.personal.api.scheduler import Scheduler
 
 CONTEXT = 4096  # most tokens of a prompt and its answer if the base's context is longer
 QUEUE = 64
 # printable ASCII, as a header allows, and not too short to resist guessing
 _TOKEN = re.compile(r"[!-~]{8,200}")
+# HTTP status for a caller who has closed the connection, who does not read it
+_CLOSED = 499
+# a body of up to so many times the largest size is read and discarded before the error is sent
+_DRAIN_FACTOR = 16
+_R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 
 @dataclass(frozen=True)
@@ -92,3 +104,215 @@ def served(
             finally:
                 preparation.interrupt()
                 scheduler.close()
+
+
+class Api:
+    """OpenAI's completions, chat completions and models, for the models of clients."""
+
+    def __init__(
+        self,
+        preparation: Preparation,
+        scheduler: Scheduler,
+        limits: Limits,
+        report: Callable[[str], None],
+    ) -> None:
+        self.preparation, self.scheduler, self.limits = preparation, scheduler, limits
+        self._report = report
+        self._begun = int(time.time())
+        # a thread of its own, so that a large prompt delays neither the event loop nor the batch
+        self._worker = ThreadPoolExecutor(1, "tokenizer")
+
+    def app(self) -> Starlette:
+        """Return the application with its routes and error handlers."""
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model}", self.model),
+        ]
+        handlers: dict[Any, Any] = {
+            ApiError: _error_answer,
+            HTTPException: _no_route,
+            ClientDisconnect: _no_answer,
+            Exception: self._unexpected,
+        }
+        return Starlette(routes=routes, exception_handlers=handlers)
+
+    async def models(self, request: Request) -> Response:
+        """List the clients."""
+        data = [self._about(client) for client in self.preparation.models.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """Describe a client's model."""
+        return JSONResponse(self._about(self.preparation.client(request.path_params["model"])))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        parameters = await self._parsed(request, CompletionRequest)
+        prepared = await self._prepared(request, self.preparation.completion, parameters)
+        return await self._answer(request, parameters, prepared, Answers)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer the last message of a chat."""
+        parameters = await self._parsed(request, ChatRequest)
+        prepared = await self._prepared(request, self.preparation.chat, parameters)
+        return await self._answer(request, parameters, prepared, ChatAnswers)
+
+    def _about(self, client: str) -> dict[str, Any]:
+        return {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
+
+    async def _parsed(self, request: Request, kind: type[_R]) -> _R:
+        """Return the parsed body of a request. Raises ApiError."""
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":
+            raise ApiError(
+                415,
+                f"The content type must be application/json, and is '{shown(content_type)}'. Send "
+                "the header Content-Type: application/json.",
+            )
+        return parsed(kind, await self._body(request))
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body. Raises ApiError if it is too large or too slow."""
+        most, body, size = self.limits.body, bytearray(), 0
+        length = request.headers.get("content-length", "")
+        drained = most * _DRAIN_FACTOR
+        try:
+            async with asyncio.timeout(self.limits.body_s):
+                if not (length.isdecimal() and int(length) > drained):
+                    async for chunk in request.stream():
+                        size += len(chunk)
+                        if size <= most:
+                            body += chunk
+                        elif size > drained:
+                            break
+        except TimeoutError:
+            raise ApiError(408, "The body of the request did not come in time.") from None
+        if size > most or (length.isdecimal() and int(length) > most):
+            raise ApiError(413, f"The body has more than {most:,} bytes. Send fewer prompts.")
+        return bytes(body)
+
+    async def _prepared(
+        self, request: Request, prepare: Callable[[_R], Prepared], parameters: _R
+    ) -> Prepared:
+        """Return the prompts of a request. Raises ClientDisconnect if the caller disconnects
+        first, and stops the preparation.
+        """
+        preparing = self._worker.submit(prepare, parameters)
+        work = asyncio.wrap_future(preparing)
+        if await _disconnects_before(request, work):
+            work.cancel()
+            # a preparation that already runs can only be interrupted
+            if not preparing.cancel():
+                self.preparation.interrupt()
+            raise ClientDisconnect
+        return work.result()
+
+    async def _answer(
+        self,
+        request: Request,
+        parameters: CompletionRequest | ChatRequest,
+        prepared: Prepared,
+        shapes: type[Answers],
+    ) -> Response:
+        """Generate the answer and return it, whole or as a stream. Stop if the caller
+        disconnects.
+        """
+        job = Job(prepared, self.preparation.vocabulary, self.scheduler)
+        with_logprobs = prepared.continuations[0].sampling.logprobs is not None
+        answers = shapes(prepared.client, self.preparation.vocabulary, with_logprobs)
+        job.start()
+        if parameters.stream:
+            return _Stream(job, _events(job, answers, parameters.stream_options.include_usage))
+        work = asyncio.ensure_future(_whole(job, answers))
+        try:
+            if await _disconnects_before(request, work):
+                return Response(status_code=_CLOSED)
+            return JSONResponse(work.result())
+        finally:
+            job.cancel()
+            work.cancel()
+
+    async def _unexpected(self, request: Request, error: Exception) -> Response:
+        """Report an internal error to the operator, and send the caller no details of it."""
+        self._report(f"a request failed: {type(error).__name__}: {error}")
+        return error_response(ApiError(500, "The server failed.", kind="server_error"))
+
+
+class _Stream(StreamingResponse):
+    """A stream whose job is cancelled when the caller stops reading."""
+
+    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
+        self.job = job
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.job.cancel()
+
+
+async def _disconnects_before(request: Request, work: "asyncio.Future[Any]") -> bool:
+    """Wait for some work, and return whether the caller disconnects before it is done."""
+    # the body has been read, so the next message can only be the disconnect
+    disconnect = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return not work.done()
+    finally:
+        disconnect.cancel()
+
+
+async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
+    """Return the whole response."""
+    pieces: dict[int, list[Piece]] = {}
+    generated = 0
+    async for update in job.pieces():
+        pieces.setdefault(update.index, []).append(update.piece)
+        generated += update.generated
+    return answers.response([pieces[index] for index in sorted(pieces)], _usage(job, generated))
+
+
+async def _events(job: Job, answers: Answers, with_usage: bool) -> AsyncIterator[bytes]:
+    """Yield the events of a stream."""
+    generated = 0
+    try:
+        for event in answers.begin(job.count):
+            yield event
+        async with aclosing(job.pieces()) as pieces:
+            async for update in pieces:
+                generated += update.generated
+                if encoded := answers.event(update.index, update.piece):
+                    yield encoded
+        yield answers.end(_usage(job, generated) if with_usage else None)
+    except ApiError as error:
+        yield sse(error.body())
+
+
+def _usage(job: Job, generated: int) -> dict[str, int]:
+    prompt = job.prepared.prompt_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
+
+
+async def _error_answer(request: Request, error: ApiError) -> Response:
+    return error_response(error)
+
+
+async def _no_answer(request: Request, error: ClientDisconnect) -> Response:
+    return Response(status_code=_CLOSED)
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    where = f"{request.method} {shown(request.url.path)}"
+    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+    return error_response(
+        ApiError(error.status_code, f"There is no {where} here. There are: {known}.")
+    )
