@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.deploy import command as commands
-from coterie.deploy import keys, server, submit, supernode
+from coterie.deploy import keys, server, supernode
 from coterie.deploy import process as processes
 from coterie.deploy.link import Link, free_port
 from coterie.deploy.supernode import Node, Supervisor
@@ -82,7 +82,7 @@ def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> 
 def test_the_project_is_the_app_that_is_submitted() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(
-        submit.APP
+        commands.APP
     )["tool"]["flwr"]["app"]
 
 
@@ -207,8 +207,8 @@ def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(
         "supernode",
         lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"],
     )
-    monkeypatch.setattr(server, "_AGAIN_S", 0.05)
-    monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(server, "AGAIN_S", 0.05)
+    monkeypatch.setattr(supernode, "AGAIN_S", 0.05)
     said: list[str] = []
 
     class Enough(Exception):
@@ -302,9 +302,8 @@ def test_what_a_run_prints_is_shown_without_flowers_own_lines(
     log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
     log.chmod(0o755)
     monkeypatch.setattr(commands, "program", lambda name: str(log))
-    monkeypatch.setattr(submit, "program", lambda name: str(log))
     said: list[str] = []
-    submit._follow("1", tmp_path, said.append)
+    commands._follow("1", tmp_path, said.append)
     last = (
         problem.splitlines()
         if failed

@@ -54,18 +54,11 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
     monkeypatch.setattr(
         superlink,
         "_superlink",
-        lambda ca, certificate, key, home, port: [
-            sys.executable,
-            "-c",
-            STUB,
-            str(port),
-            str(certificate),
-            str(key),
-        ],
+        lambda tls, home, port: [sys.executable, "-c", STUB, str(port), *map(str, tls[:2])],
     )
     monkeypatch.setattr(superlink, "_LOOK_S", 0.1)
-    monkeypatch.setattr(superlink, "_AGAIN_S", 0.2)
-    monkeypatch.setattr(supernode, "_AGAIN_S", 0.2)
+    monkeypatch.setattr(superlink, "AGAIN_S", 0.2)
+    monkeypatch.setattr(supernode, "AGAIN_S", 0.2)
     said: list[str] = []
     stop = threading.Event()
 
@@ -82,7 +75,8 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
         watching.start()
         yield found, said
         stop.set()
-        monkeypatch.setattr(Server, "_outlived", lambda server: [f"end {time.monotonic()}"])
+        assert found.proxy is not None
+        found.proxy.problems.append("end")
         watching.join(10)
 
 
@@ -283,8 +277,8 @@ def test_a_device_outlives_a_program_that_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "exit 1"])
-    monkeypatch.setattr(superlink, "_AGAIN_S", 0.05)
-    monkeypatch.setattr(supernode, "_AGAIN_S", 0.05)
+    monkeypatch.setattr(superlink, "AGAIN_S", 0.05)
+    monkeypatch.setattr(supernode, "AGAIN_S", 0.05)
     said: list[str] = []
     with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
         look, calls = supervisor.look, [0]

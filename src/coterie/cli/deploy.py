@@ -247,7 +247,7 @@ def submit(
 ) -> None:
     """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
     with _stopping("disconnected. The run continues on the server."):
-        from coterie.deploy import submit as submission
+        from coterie.deploy.command import submit as submit_run
         from coterie.deploy.link import Link
         from coterie.reports import trackers
 
@@ -270,7 +270,7 @@ def submit(
             "clients": clients,
             "track": ";".join(trackers.check(track or ())),
         }
-        submission.submit(
+        submit_run(
             Link(server, ca),
             home or Path("coterie-server"),
             config,

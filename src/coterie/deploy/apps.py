@@ -51,18 +51,16 @@ def device(node: Mapping[str, Any]) -> "Device":
     client, data, base = (
         None if node.get(key) is None else str(node[key]) for key in ("client", "data", "base")
     )
-    client = None if client is None else names.normal(client)
     home = Path(str(node["home"])) if "home" in node else default_home()
     if client is None and "partition-id" in node:
         return Device(home, index=int(node["partition-id"]))
-    allowed = limits.read(Path(str(node["limits"]))) if "limits" in node else limits.Limits()
     return Device(
         home,
-        client,
+        client and names.normal(client),
         None if data is None else Path(data),
         base,
         secure=bool(node.get("secure")),
-        limits=allowed,
+        limits=limits.read(Path(str(node["limits"]))) if "limits" in node else limits.Limits(),
     )
 
 
@@ -92,27 +90,21 @@ def serve(grid: Grid, config: Mapping[str, Any]) -> None:
     try:
         recipe = _recipe(config)
         folder = Path(str(config["out"]) or f"runs/{recipe.name}-{datetime.now():%Y%m%d-%H%M%S}")
+        console = Console(force_terminal=False, width=160)
         with (
             tracked(_parts(config.get("track", "")), folder) as trackers,
-            Terminal(
-                Console(force_terminal=False, width=160), 1 + len(recipe.compare_with)
-            ) as terminal,
+            Terminal(console, 1 + len(recipe.compare_with)) as terminal,
         ):
             reporter = Callbacks([terminal, *trackers])
-            backend = DeviceBackend.connect(
-                grid,
-                recipe,
-                int(config["clients"]),
-                float(config["patience"]),
-                run.JoinWarnings(reporter),
-            )
+            clients, patience = int(config["clients"]), float(config["patience"])
+            warnings = run.JoinWarnings(reporter)
+            backend = DeviceBackend.connect(grid, recipe, clients, patience, warnings)
             resume, changed = bool(config["resume"]), bool(config.get("changed", False))
             results = run.run(
                 recipe, folder, resume=resume, changed=changed, reporter=reporter, backend=backend
             )
             write_report(folder, results, recipe.description)
-        last = results[-1]
-        where = f"everything is in {folder.resolve()}"
+        last, where = results[-1], f"everything is in {folder.resolve()}"
         print(f"{last.metric.name} {last.mean:.2f}; {where}", flush=True)
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr, flush=True)

@@ -4,13 +4,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from coterie.core.errors import Refused, extra
-from coterie.core.strangers import Strangers
+from cryptography.hazmat.primitives.asymmetric import ec
 
-try:
-    from cryptography.hazmat.primitives.asymmetric import ec
-except ImportError:  # pragma: no cover - it comes with Flower
-    raise Refused("Flower is not installed", extra("flower")) from None
+from coterie.core.strangers import Strangers
 
 Keys = Mapping[bytes, ec.EllipticCurvePublicKey]  # by their PEM, as devices show them
 # Devices behind one address, if there are no keys to tell them apart.

@@ -1,39 +1,125 @@
-"""One connection to the proxy: whose it is, and which requests are passed on. HTTP is parsed and
-written by h11.
+"""One connection to the proxy: whose it is, which requests are passed on to the SuperLink, and the
+questions for messages that wait there. HTTP is parsed and written by h11.
 """
 
 import asyncio
 import base64
 import re
-from collections.abc import AsyncIterator, Awaitable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 
-from coterie.core.errors import Refused, extra
+import h11
+import httpx
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from coterie.deploy.callers import Callers, Keys, Rejected
-from coterie.deploy.upstream import HOP, Upstream
-
-try:
-    import h11
-    import httpx
-    from cryptography.exceptions import InvalidSignature
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-except ImportError:  # pragma: no cover - they come with Flower
-    raise Refused("Flower is not installed", extra("flower")) from None
-
 
 _MAY = re.compile(rb"/v1/fleet/[a-z-]+")  # Flower's Fleet API
 _MESSAGES = b"/v1/fleet/pull-messages"  # by which a device asks whether there is one for it
-_KEY, _SIGNATURE, _TIMESTAMP = (
-    b"flwr-public-key",
-    b"flwr-signature",
-    b"flwr-timestamp",
-)  # by which Flower knows a device
+# the headers by which Flower knows a device: its key, a signature, and the time that is signed
+_CREDENTIALS = (b"flwr-public-key", b"flwr-signature", b"flwr-timestamp")
+# headers of one connection only: RFC 9110, 7.6.1
+_HOP = frozenset(b"connection expect host keep-alive te trailer transfer-encoding upgrade".split())
 # seconds for which a signature is taken: a little longer than by the SuperLink, which decides
 _FRESH_S = 330.0
 _CHUNK = 1 << 18
 _ONLY = "Devices may use the Fleet API only"
+_LOOK_S = 0.05  # seconds between looks whether messages have been sent
+# Seconds until the SuperLink is asked again for a held question, if nobody said that there are
+# messages: as often as devices ask by themselves.
+_ASK_S = 3.0
+
+
+class Upstream:
+    """A client of the SuperLink, which forwards the requests of devices.
+
+    Args:
+        url: Where the SuperLink listens.
+        tls: TLS settings; None: no TLS.
+        idle: Seconds without a byte until a request is given up.
+        wait: Seconds for which a question for messages is held.
+        posted: A file that is touched once messages are there; None: no question is held.
+    """
+
+    def __init__(
+        self, url: str, tls: ssl.SSLContext | None, idle: float, wait: float, posted: Path | None
+    ) -> None:
+        self._url, self._wait_s, self._posted = url, wait, posted
+        self._sent = asyncio.Event()
+        # The SuperLink closes connections that were idle for five seconds, so idle ones are
+        # dropped earlier.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2.0)
+        self._client = httpx.AsyncClient(
+            verify=tls or False, timeout=idle, limits=limits, trust_env=False
+        )
+
+    async def close(self) -> None:
+        """Close the connections to the SuperLink."""
+        await self._client.aclose()
+
+    async def forward(
+        self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
+    ) -> httpx.Response:
+        """Forward a request, rewritten so that nothing can hide in it; return the response, whose
+        body is not read yet.
+        """
+        dropped = _HOP | {b"content-length"}
+        headers = [(name, value) for name, value in request.headers if name not in dropped]
+        headers.append((b"content-length", b"%d" % length))
+        url = self._url + request.target.decode()
+        return await self._client.send(
+            httpx.Request("POST", url, headers=headers, content=content), stream=True
+        )
+
+    async def held(
+        self, request: h11.Request, content: bytes, has_left: Callable[[], bool]
+    ) -> httpx.Response:
+        """Forward a device's question for messages; where there is none, wait for one.
+
+        Args:
+            request: The question.
+            content: Its body.
+            has_left: Whether the device has hung up: it would not get the message.
+
+        Raises:
+            ConnectionAbortedError: It has.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (0.0 if self._posted is None else self._wait_s)
+        while not has_left():
+            sent = self._sent  # of what is sent from now on
+            response = await self.forward(request, content, len(content))
+            nothing = response.is_success and response.headers.get("content-length") == "0"
+            left = end - loop.time()
+            if not nothing or left <= 0:
+                return response
+            await response.aclose()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, _ASK_S)):
+                    await sent.wait()
+        raise ConnectionAbortedError
+
+    async def look(self) -> None:
+        """Tell those whose questions are held whenever messages have been sent."""
+        seen = _changed(self._posted)
+        while self._posted is not None:
+            await asyncio.sleep(_LOOK_S)
+            if (now := _changed(self._posted)) != seen:
+                seen, sent, self._sent = now, self._sent, asyncio.Event()
+                sent.set()
+
+
+def _changed(file: Path | None) -> int | None:
+    """Return when a file was last changed, ns; None where there is none."""
+    try:
+        return None if file is None else file.stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 class Connection:
@@ -66,11 +152,13 @@ class Connection:
 
     async def _one(self) -> bool:
         """Answer one request; return whether another may follow."""
-        async with asyncio.timeout(
-            self.limits.idle if self.device is not None else self.limits.request
-        ):
-            request = await self._request()
-        if request is None:
+        strange = self.device is None
+        try:
+            async with asyncio.timeout(self.limits.request if strange else self.limits.idle):
+                request = await self._event()
+        except h11.RemoteProtocolError:
+            raise Rejected(403, _ONLY) from None
+        if not isinstance(request, h11.Request):
             return False
         length = _length(request)
         self._recognise(request)
@@ -82,30 +170,20 @@ class Connection:
             async with asyncio.timeout(self.limits.request):
                 body = b"".join([part async for part in self._body()])
             async with self.callers.strangers_at_once:
-                await self._pass_on(request, body, length)
+                await self._answer(self.upstream.forward(request, body, length))
         elif request.target == _MESSAGES and length <= self.limits.strange_body:
             body = b"".join([part async for part in self._body()])
             await self._answer(self.upstream.held(request, body, self._has_left))
         elif length > self.limits.large:
             async with self.callers.device(self.device).large:
-                await self._pass_on(request, self._body(length), length)
+                await self._answer(self.upstream.forward(request, self._body(length), length))
         else:
-            await self._pass_on(request, self._body(length), length)
+            await self._answer(self.upstream.forward(request, self._body(length), length))
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     def _has_left(self) -> bool:
         """Return whether the caller has hung up."""
         return self.reader.at_eof() or self.reader.exception() is not None
-
-    async def _request(self) -> h11.Request | None:
-        """Return the header of the next request; None when there is none. Raises Rejected for
-        something else.
-        """
-        try:
-            event = await self._event()
-        except h11.RemoteProtocolError:
-            raise Rejected(403, _ONLY) from None
-        return event if isinstance(event, h11.Request) else None
 
     async def _event(self) -> h11.Event | None:
         """Return the next part of a request; None if no more is read on this connection."""
@@ -141,11 +219,6 @@ class Connection:
                 raise ConnectionAbortedError
             yield bytes(event.data)
 
-    async def _pass_on(
-        self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
-    ) -> None:
-        await self._answer(self.upstream.forward(request, content, length))
-
     async def _answer(self, forwarded: Awaitable[httpx.Response]) -> None:
         """Answer with the SuperLink's response."""
         try:
@@ -153,16 +226,9 @@ class Connection:
         except httpx.TransportError:
             raise Rejected(503, "The SuperLink does not answer") from None
         try:
-            headers = [
-                (name, value) for name, value in response.headers.raw if name.lower() not in HOP
-            ]
-            await self._send(
-                h11.Response(
-                    status_code=response.status_code,
-                    headers=headers,
-                    reason=response.reason_phrase.encode(),
-                )
-            )
+            headers = [pair for pair in response.headers.raw if pair[0].lower() not in _HOP]
+            status, reason = response.status_code, response.reason_phrase.encode()
+            await self._send(h11.Response(status_code=status, headers=headers, reason=reason))
             async for part in response.aiter_raw(_CHUNK):
                 await self._send(h11.Data(data=part))
             await self._send(h11.EndOfMessage())
@@ -170,8 +236,7 @@ class Connection:
             await response.aclose()
 
     async def _send(self, event: h11.Event) -> None:
-        data = self.http.send(event)
-        if data:
+        if data := self.http.send(event):
             self.writer.write(data)
             async with asyncio.timeout(self.limits.idle):
                 await self.writer.drain()
@@ -179,12 +244,9 @@ class Connection:
     async def _reject(self, rejected: Rejected) -> None:
         """Say why a request is not passed on, and discard the rest of it."""
         text = rejected.reason.encode()
-        headers = [
-            ("Content-Length", str(len(text))),
-            ("Connection", "close"),
-            ("Content-Type", "text/plain"),
-        ]
-        await self._send(h11.Response(status_code=rejected.status, headers=headers, reason=text))
+        headers = {"Content-Length": len(text), "Connection": "close", "Content-Type": "text/plain"}
+        pairs = [(name, str(value)) for name, value in headers.items()]
+        await self._send(h11.Response(status_code=rejected.status, headers=pairs, reason=text))
         await self._send(h11.Data(data=text))
         await self._send(h11.EndOfMessage())
         with suppress(TimeoutError):
@@ -199,13 +261,8 @@ def _length(request: h11.Request) -> int:
     """
     lengths = [value for name, value in request.headers if name == b"content-length"]
     odd = any(name in (b"transfer-encoding", b"origin") for name, _ in request.headers)
-    if (
-        request.method != b"POST"
-        or not _MAY.fullmatch(request.target)
-        or odd
-        or len(lengths) != 1
-        or not lengths[0].isdigit()
-    ):
+    allowed = request.method == b"POST" and _MAY.fullmatch(request.target) is not None
+    if odd or not allowed or len(lengths) != 1 or not lengths[0].isdigit():
         raise Rejected(403, _ONLY)
     return int(lengths[0])
 
@@ -215,8 +272,7 @@ def _signer(request: h11.Request, keys: Keys) -> bytes | None:
     devices sign the current time.
     """
     credentials = [
-        [value for name, value in request.headers if name == header]
-        for header in (_KEY, _SIGNATURE, _TIMESTAMP)
+        [value for name, value in request.headers if name == header] for header in _CREDENTIALS
     ]
     if any(len(values) != 1 for values in credentials):
         return None
@@ -225,11 +281,9 @@ def _signer(request: h11.Request, keys: Keys) -> bytes | None:
         pem = base64.b64decode(shown, validate=True)
         key = keys.get(pem)
         signed = datetime.fromisoformat(timestamp.decode())
-        if (
-            key is None
-            or signed.tzinfo is None
-            or abs((datetime.now(UTC) - signed).total_seconds()) > _FRESH_S
-        ):
+        if key is None or signed.tzinfo is None:
+            return None
+        if abs((datetime.now(UTC) - signed).total_seconds()) > _FRESH_S:
             return None
         key.verify(base64.b64decode(signature, validate=True), timestamp, ec.ECDSA(hashes.SHA256()))
     except (ValueError, OverflowError, InvalidSignature):

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from coterie.core import names
 from coterie.core.printing import printable
+from coterie.deploy.command import submit
 from coterie.deploy.link import free_port
 from coterie.deploy.server import server
-from coterie.deploy.submit import submit
 from coterie.deploy.supernode import Node, device
 
 if TYPE_CHECKING:
@@ -53,14 +53,8 @@ def demo(
             say(printable(line))
         for client in clients:
             home, key = folder / "devices" / names.encoded(client), keys.private(key_folder, client)
-            node = Node(
-                superlink.devices,
-                home,
-                client,
-                _data(recipe, client, home),
-                key=key,
-                resident=resident,
-            )
+            data = _data(recipe, client, home)
+            node = Node(superlink.devices, home, client, data, key=key, resident=resident)
             stack.enter_context(device(node))
         say(
             f"{len(clients)} SuperNodes are starting"

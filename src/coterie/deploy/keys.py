@@ -9,25 +9,23 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 
-from coterie.core import names
-from coterie.core.errors import Refused, extra
-from coterie.core.foreign import opened, read_bytes
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_ssh_public_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-try:
-    from cryptography import x509
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-        PublicFormat,
-        load_ssh_public_key,
-    )
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-except ImportError:  # pragma: no cover - it comes with Flower
-    raise Refused("Flower is not installed", extra("flower")) from None
+from coterie.core import names
+from coterie.core.errors import Refused
+from coterie.core.foreign import opened, read_bytes
+from coterie.deploy.resident import write_private
 
 CA, CA_KEY, CERTIFICATE, KEY, CLIENTS = "ca.crt", "ca.key", "server.crt", "server.key", "clients"
 PUBLIC = ".pub"
@@ -41,9 +39,8 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
     """Create the files missing from a folder: a certificate authority, the server's certificate,
     and a key pair for each client.
 
-    Only `ca.crt` and a client's own private key go to its device, after which the latter is not
-    needed here: a client whose public key is there has its pair. `ca.key` and `server.key` never
-    leave the server.
+    Only `ca.crt` and a client's private key go to its device. Then the private key is not needed
+    here: a client with a public key has its pair. `ca.key` and `server.key` never leave the server.
 
     Args:
         folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client
@@ -69,9 +66,8 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
             f"cannot write keys to {folder}: {error.strerror}", "Choose another folder."
         ) from None
     if missing := sorted(set(hosts) - set(_hosts(folder / CERTIFICATE))):
-        problem = f"{folder / CERTIFICATE} already exists, and is not for {', '.join(missing)}"
         raise Refused(
-            problem,
+            f"{folder / CERTIFICATE} already exists, and is not for {', '.join(missing)}",
             "Choose another folder, or delete its certificates: devices then need the new ca.crt.",
         )
 
@@ -112,18 +108,14 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
         Refused: The folder cannot be read.
     """
     try:
-        paths = sorted(
-            folder / CLIENTS / name
-            for name in os.listdir(folder / CLIENTS)
-            if name.endswith(PUBLIC)
-        )
+        names_in_folder = sorted(os.listdir(folder / CLIENTS))
     except OSError as error:
         raise Refused(
             f"cannot read {folder / CLIENTS}: {error.strerror}",
             "Until it can be read, the list of known devices stays as it is.",
         ) from None
     key_files, problems = dict[str, Path](), dict[Path, str]()
-    for path in paths:
+    for path in (folder / CLIENTS / name for name in names_in_folder if name.endswith(PUBLIC)):
         try:
             text = _read(path)
             public_key(text)
@@ -190,20 +182,18 @@ def _make_certificates(folder: Path, hosts: Sequence[str]) -> None:
         .add_extension(x509.SubjectAlternativeName(list(map(_name, hosts))), critical=False)
     )
     for key, name in ((authority, CA_KEY), (server_key, KEY)):
-        _write_private(
-            folder / name, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        )
+        content = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        write_private(folder / name, content)
     for builder, name in ((root, CA), (leaf, CERTIFICATE)):
-        (folder / name).write_bytes(
-            builder.sign(authority, hashes.SHA384()).public_bytes(Encoding.PEM)
-        )
+        certificate = builder.sign(authority, hashes.SHA384())
+        (folder / name).write_bytes(certificate.public_bytes(Encoding.PEM))
 
 
 def _certificate(
     name: str, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePublicKey
 ) -> x509.CertificateBuilder:
     """Return a certificate with the key identifiers that RFC 5280 and Python 3.13 demand."""
-    now = datetime.now(UTC)
+    now, issuer = datetime.now(UTC), x509.AuthorityKeyIdentifier.from_issuer_public_key(authority)
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
@@ -213,25 +203,14 @@ def _certificate(
         .not_valid_before(now - timedelta(hours=1))  # clocks differ
         .not_valid_after(now + timedelta(days=_DAYS))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority), critical=False
-        )
+        .add_extension(issuer, critical=False)
     )
 
 
 def _usage(signs: bool) -> x509.KeyUsage:
     """Return the usage of a key: signing certificates, or the server's side of TLS."""
-    no = dict.fromkeys(
-        (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        ),
-        False,
-    )
+    others = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+    no = dict.fromkeys((*others, "encipher_only", "decipher_only"), False)
     return x509.KeyUsage(digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, **no)
 
 
@@ -255,14 +234,8 @@ def _make_pair(path: Path, public: Path) -> None:
     """Make a key pair as `ssh-keygen -t ecdsa -b 384` makes it: Flower knows no other kind."""
     key = ec.generate_private_key(ec.SECP384R1())
     path.unlink(missing_ok=True)  # of a former pair, whose public key was deleted
-    _write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
     # A running server looks for *.pub all the time, and must not read half of one.
     new = public.with_name(f"{public.name}.new")
     new.write_bytes(key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH) + b"\n")
     new.replace(public)
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner may read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)

@@ -9,7 +9,7 @@ from pathlib import Path
 from coterie.core.errors import Refused
 
 _ANSWER_S = 10.0  # seconds for a server to show that it is there
-_LAST_PORT = (1 << 16) - 1
+LAST_PORT = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,8 @@ class Link:
 
     @property
     def flags(self) -> list[str]:
-        return [
-            "--superlink",
-            self.address,
-            *(("--root-certificates", str(self.ca)) if self.ca else ("--insecure",)),
-        ]
+        tls = ["--insecure"] if self.ca is None else ["--root-certificates", str(self.ca)]
+        return ["--superlink", self.address, *tls]
 
     def check(self) -> None:
         """Refuse an invalid address or certificate. Raises Refused."""
@@ -41,11 +38,8 @@ class Link:
                 "The form is HOST:PORT, for instance example.org:9500.",
             )
         if self.ca is not None:
-            _there(
-                self.ca,
-                "the certificate of the server's authority",
-                "Copy ca.crt from the server's keys, or use --insecure.",
-            )
+            remedy = "Copy ca.crt from the server's keys, or use --insecure."
+            there(self.ca, "the certificate of the server's authority", remedy)
 
     def answers(self, api: str) -> bool:
         """Return whether a server answers.
@@ -61,13 +55,10 @@ class Link:
             connection.request("POST", f"/v1/{api}/hello", b"")
             status = connection.getresponse().status
         except ssl.SSLCertVerificationError as error:
-            remedy = (
-                f"Check that ca.crt is from this server's keys, and that they were made with "
-                f"--host {host}."
-            )
             raise Refused(
                 f"{self.address} has no certificate signed by {self.ca}: {error.verify_message}",
-                remedy,
+                f"Check that ca.crt is from this server's keys, and that they were made with "
+                f"--host {host}.",
             ) from None
         except ssl.SSLError:
             raise Refused(
@@ -88,8 +79,7 @@ class Link:
         if status == http.HTTPStatus.FORBIDDEN:
             raise Refused(
                 f"{self.address} is the port for devices",
-                "Submit runs to the server's --runs-port, from its own machine or through a "
-                "tunnel.",
+                "Submit runs to the server's --runs-port, from its machine or through a tunnel.",
             )
         return status != http.HTTPStatus.SERVICE_UNAVAILABLE
 
@@ -106,7 +96,8 @@ class Link:
         return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
 
 
-def _there(path: Path, what: str, remedy: str) -> None:
+def there(path: Path, what: str, remedy: str) -> None:
+    """Raise Refused if a file is missing."""
     if not path.is_file():
         raise Refused(f"{path}: {what} does not exist", remedy)
 

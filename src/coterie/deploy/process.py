@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
-from coterie.core.errors import ClientError, Refused, extra
+from coterie.core.errors import ClientError, CoterieError, Refused, extra
 from coterie.core.printing import printable
 from coterie.engines.flower import POSTED
 
@@ -34,16 +34,15 @@ _QUIET = {
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
 _UP_S = 60.0  # seconds for a program to come up
-_AGAIN_S = 5.0  # seconds before a program that ended is started again
+AGAIN_S = 5.0  # seconds before a program that ended is started again
 _IN_USE = "COTERIE_HOME_IN_USE"  # in the environment of the programs that work in a folder
-_COMMAND_LINE = 200  # characters of a command line that are shown
 _EXECUTOR = "flower-superexec"  # a program of a SuperLink or SuperNode that starts its tasks
 _TAIL = 1 << 16  # bytes at the end of a log that are read
-_TELL_AGAIN_S = 600.0  # seconds until the same message is passed again
-_PR_SET_PDEATHSIG = 1
+TELL_AGAIN_S = 600.0  # seconds until the same message is passed again
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _ENDING_S = 10.0  # seconds for ending programs to end
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def posted(home: Path) -> Path:
@@ -55,14 +54,13 @@ def environment(home: Path) -> dict[str, str]:
     """Return the environment of Flower's programs, which keep their files below `home`. A guard
     ends them once this process has ended.
     """
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     variables = {
         "FLWR_HOME": str((home / "flwr").resolve()),
-        "PATH": path,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         POSTED: str(posted(home)),
+        guard.MARK: _guarded(),
     }
-    variables[guard.MARK] = _guarded()
-    return os.environ | variables | {k: os.environ.get(k, v) for k, v in _QUIET.items()}
+    return _QUIET | os.environ | variables
 
 
 def program(name: str) -> str:
@@ -126,11 +124,8 @@ class Program(subprocess.Popen[bytes]):
         """Return whether it has ended, or the process by which it starts tasks, which Flower does
         not restart.
         """
-        has_executor = any(
-            _EXECUTOR in word
-            for process in guard.processes(guard.MARK, self._mark)
-            for word in _words(process)
-        )
+        started = guard.processes(guard.MARK, self._mark)
+        has_executor = any(_EXECUTOR in " ".join(_words(process)) for process in started)
         self._had_executor |= has_executor
         return self.poll() is not None or (self._had_executor and not has_executor)
 
@@ -192,51 +187,56 @@ def _described(process: psutil.Process) -> str:
     """Return the id, start and command line of a process, printable."""
     with suppress(psutil.Error):
         started = datetime.fromtimestamp(process.create_time())
-        words = printable(" ".join(_words(process)))[:_COMMAND_LINE]
+        words = printable(" ".join(_words(process)))[:200]
         return f"process {process.pid} since {started:%Y-%m-%d %H:%M:%S} ({words})"
     return f"process {process.pid}"
 
 
-class _RateLimit:
-    """A filter that passes each message once in ten minutes, since some come every few seconds."""
+def watched(look: Callable[[], Iterable[str]], pause: float, keeps_running: str) -> Iterator[str]:
+    """Look again and again, whatever happens; yield messages for the user, printable, and each once
+    in ten minutes, since some come every few seconds.
 
-    def __init__(self) -> None:
-        self._when: dict[str, float] = {}
-
-    def new(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yield the lines that were not passed recently, made printable."""
-        for line in lines:
+    Args:
+        look: Does what is due, and returns messages.
+        pause: Seconds between looks.
+        keeps_running: Begins the message about an error of `look`.
+    """
+    when: dict[str, float] = {}
+    while True:
+        for message in _outlived(look, keeps_running):
             now = time.monotonic()
-            if now - self._when.get(line, -_TELL_AGAIN_S) >= _TELL_AGAIN_S:
-                self._when = {
-                    message: when
-                    for message, when in self._when.items()
-                    if now - when < _TELL_AGAIN_S
-                } | {line: now}
-                yield printable(line)
+            when = {old: then for old, then in when.items() if now - then < TELL_AGAIN_S}
+            if message not in when:
+                when[message] = now
+                yield printable(message)
+        time.sleep(pause)
 
 
-def _wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
+def _outlived(look: Callable[[], Iterable[str]], keeps_running: str) -> Iterator[str]:
+    """Yield the messages of a look; an error becomes a message."""
+    try:
+        yield from look()
+    except (OSError, CoterieError) as error:
+        yield f"{keeps_running}, but: {error}"
+
+
+def wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
     """Wait until a program is ready. Raises ClientError with the end of its log if it ends
     before, or takes too long.
     """
     end = time.monotonic() + _UP_S
     while not ready():
         if process.poll() is not None or time.monotonic() > end:
-            raise _ended(log)
+            tail = "\n".join(last_lines(log))
+            raise ClientError(
+                f"{log.stem} is not running; its log ends:\n{tail}", f"The whole log is {log}."
+            )
         time.sleep(0.2)
 
 
-def _last_lines(log: Path) -> list[str]:
+def last_lines(log: Path) -> list[str]:
     """Return the last lines of a log, printable."""
     with open(log, "rb") as file:
         file.seek(max(os.fstat(file.fileno()).st_size - _TAIL, 0))
         text = file.read(_TAIL).decode(errors="replace")
-    return [printable(line) for line in _COLOUR.sub("", text).splitlines()[-15:]]
-
-
-def _ended(log: Path) -> ClientError:
-    tail = "\n".join(_last_lines(log))
-    return ClientError(
-        f"{log.stem} is not running; its log ends:\n{tail}", f"The whole log is {log}."
-    )
+    return [printable(line) for line in COLOUR.sub("", text).splitlines()[-15:]]

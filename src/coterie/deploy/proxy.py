@@ -23,17 +23,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from coterie.core.errors import Refused, extra
+import h11
+import httpx
+
 from coterie.deploy.callers import Callers, Keys, Limits
-from coterie.deploy.connection import Connection
-from coterie.deploy.upstream import Upstream
-
-try:
-    import h11
-    import httpx
-except ImportError:  # pragma: no cover - they come with Flower
-    raise Refused("Flower is not installed", extra("flower")) from None
-
+from coterie.deploy.connection import Connection, Upstream
 
 _AGAIN_S = 1.0  # seconds until what failed is tried again
 _PROBLEMS = 10  # that are kept until they are reported
@@ -96,9 +90,8 @@ class Proxy:
                 loop.call_soon_threadsafe(task.cancel)
 
     async def _live(self) -> None:
-        task = asyncio.current_task()
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        loop = asyncio.get_running_loop()
         self._callers = Callers(self.limits, lambda: self.keys)
         self._main = loop, task
         if self._closing.is_set():

@@ -43,8 +43,9 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
             f"{home} is already served by another process",
             "Each client needs a separate folder: choose another --home, or stop that process.",
         )
-    (home / SOCKET).unlink(missing_ok=True)
-    key = _new_key(home / _KEY)
+    for name in (SOCKET, _KEY):
+        (home / name).unlink(missing_ok=True)
+    write_private(home / _KEY, key := os.urandom(32))
     with _address(home) as address, Listener(address, "AF_UNIX", authkey=key) as listener:
         (home / SOCKET).chmod(stat.S_IRUSR | stat.S_IWUSR)
         ready()
@@ -75,9 +76,14 @@ def private(home: Path) -> None:
             home.chmod(stat.S_IRWXU)
     except OSError as error:
         raise Refused(
-            f"{home} cannot be made private: {error.strerror}",
-            "Choose another --home.",
+            f"{home} cannot be made private: {error.strerror}", "Choose another --home."
         ) from None
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a new file that only its owner may read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
 
 
 def _serve_one(connection: Connection, answer: Answer) -> None:
@@ -130,11 +136,3 @@ def _alive(home: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _new_key(path: Path) -> bytes:
-    key = os.urandom(32)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(key)
-    return key

@@ -10,29 +10,29 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from coterie.core.errors import ClientError, CoterieError, Refused
+from coterie.core.errors import ClientError, Refused
 from coterie.core.foreign import json_of, read_bytes
+from coterie.deploy import keys as key_files
+from coterie.deploy.callers import Limits
 from coterie.deploy.command import NAME, configure, flwr, register
-from coterie.deploy.link import _LAST_PORT, Link, _there, listening
+from coterie.deploy.link import LAST_PORT, Link, listening, there
 from coterie.deploy.process import (
-    _AGAIN_S,
-    _TELL_AGAIN_S,
+    AGAIN_S,
+    TELL_AGAIN_S,
     Program,
-    _RateLimit,
-    _wait_for,
     check_unused,
     holder,
     local_program,
     posted,
+    wait_for,
+    watched,
 )
+from coterie.deploy.proxy import Proxy, open_proxy
 from coterie.deploy.resident import private
-
-if TYPE_CHECKING:
-    from coterie.deploy.proxy import Proxy
-
 
 LOG, DATABASE, NODES = "superlink.log", "flwr.db", "nodes.json"
 _LOOK_S = 2.0  # seconds between looks at what runs
@@ -62,7 +62,7 @@ class Server:
     process: Program
     nodes: dict[str, tuple[str, str]]
     command: Sequence[str] = ()
-    proxy: "Proxy | None" = None
+    proxy: Proxy | None = None
     _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
     _starting: bool = False
     _ends: int = 0  # of the SuperLink, one soon after the other
@@ -74,22 +74,20 @@ class Server:
         """
         if self.keys is None:
             return
-        from coterie.deploy import keys
-
         try:
-            key_files, problems = keys.public_keys(self.keys)
+            files, problems = key_files.public_keys(self.keys)
         except Refused as error:
             yield f"{error.problem}. {error.remedy}"
             return
         yield from (f"{path} was refused. {problem}" for path, problem in problems.items())
-        for key, path in key_files.items():
+        for key, path in files.items():
             if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
                 yield self._register(key, path)
-        unclear = {keys.owner(path) for path in problems}  # whose file is there all the same
+        unclear = {key_files.owner(path) for path in problems}  # whose file is there all the same
         removed = [
             key
             for key, (client, _) in self.nodes.items()
-            if key not in key_files and client not in unclear
+            if key not in files and client not in unclear
         ]
         self._open(removed)
         for key in removed:
@@ -97,13 +95,11 @@ class Server:
 
     def _register(self, key: str, path: Path) -> str:
         """Register a device; return a message."""
-        from coterie.deploy import keys
-
-        client = keys.owner(path)
+        client = key_files.owner(path)
         try:
             self.nodes[key] = (client, register(path, self.home))
         except ClientError as error:
-            self._refused[key] = time.monotonic() + _TELL_AGAIN_S
+            self._refused[key] = time.monotonic() + TELL_AGAIN_S
             return f"{path} was refused. {error.problem}"
         self._write()
         return f"The device of {client} is registered."
@@ -123,10 +119,8 @@ class Server:
         """Give the proxy the keys of the known devices, without those in `removed`."""
         if self.proxy is None or self.keys is None:
             return
-        from coterie.deploy import keys
-
-        known = [keys.public_key(key) for key in self.nodes if key not in removed]
-        self.proxy.keys = {keys.shown(key): key for key in known}
+        known = [key_files.public_key(key) for key in self.nodes if key not in removed]
+        self.proxy.keys = {key_files.shown(key): key for key in known}
 
     def _write(self) -> None:
         new = self.home / f"{NODES}.new"
@@ -141,41 +135,31 @@ class Server:
         """Look again and again, and restart the SuperLink whenever it ends; yield messages for the
         user.
         """
-        new_messages = _RateLimit()
-        while True:
-            yield from new_messages.new(self._outlived())
-            time.sleep(_LOOK_S)
+        return watched(self.check, _LOOK_S, "The server keeps running")
 
-    def _outlived(self) -> Iterator[str]:
-        """Check everything once; errors become messages."""
-        try:
-            yield from self._proxy_problems()
-            if self.process.ended():
-                yield from self._start_again()
-            elif not self._starting or listening(self.runs.address):
-                self._starting = False
-                yield from self.look()
-        except (OSError, CoterieError) as error:
-            yield f"The server keeps running, but: {error}"
-
-    def _proxy_problems(self) -> Iterator[str]:
+    def check(self) -> Iterator[str]:
+        """Check everything once, and yield messages."""
         while self.proxy is not None and self.proxy.problems:
             yield self.proxy.problems.popleft()
+        if self.process.ended():
+            yield from self._start_again()
+        elif not self._starting or listening(self.runs.address):
+            self._starting = False
+            yield from self.look()
 
     def _start_again(self) -> Iterator[str]:
         """Start the SuperLink again if it is time to."""
         now = time.monotonic()
         if now - self._started > 2 * _AGAIN_MOST_S:
             self._ends = 0
-        if now - self._started < min(_AGAIN_S * self._ends, _AGAIN_MOST_S):
+        if now - self._started < min(AGAIN_S * self._ends, _AGAIN_MOST_S):
             return
         self._started, self._ends, self._starting = now, self._ends + 1, True
         self.process.stop()  # what it had started itself
         self.process = Program(self.command, self.home, self.home / LOG)
         yield (
             f"The SuperLink ended and is started again; {self.home / LOG} says why. A run that "
-            f"was in progress has ended: "
-            "submit it again, with --resume and its --out."
+            f"was in progress has ended: submit it again, with --resume and its --out."
         )
 
 
@@ -199,25 +183,14 @@ def server(
         Refused: Keys are missing, a port is taken, or `home` cannot be had.
         ClientError: It did not come up.
     """
-    from coterie.deploy.callers import Limits
-    from coterie.deploy.keys import CA, CERTIFICATE, KEY
-    from coterie.deploy.proxy import open_proxy
-
-    ca, certificate, key = (
-        (None, None, None) if keys is None else (keys / CA, keys / CERTIFICATE, keys / KEY)
-    )
-    for path in (ca, certificate, key):
-        if path is not None:
-            _there(
-                path,
-                "a key of the server",
-                "Make the keys first: coterie keys DIR --host HOST --client ID ...",
-            )
-    devices, runs = (
-        Link(f"{'127.0.0.1' if where == '0.0.0.0' else where}:{p}", ca)
-        for where, p in ((host, port), ("127.0.0.1", runs_port))
-    )
-    if port == runs_port or runs_port > _LAST_PORT:
+    tls = [keys and keys / name for name in (key_files.CERTIFICATE, key_files.KEY, key_files.CA)]
+    remedy = "Make the keys first: coterie keys DIR --host HOST --client ID ..."
+    for path in filter(None, tls):
+        there(path, "a key of the server", remedy)
+    certificate, key, ca = tls
+    reached = "127.0.0.1" if host == "0.0.0.0" else host
+    devices, runs = Link(f"{reached}:{port}", ca), Link(f"127.0.0.1:{runs_port}", ca)
+    if port == runs_port or runs_port > LAST_PORT:
         raise Refused(
             f"port {runs_port} cannot be used for runs",
             "Give different values to --port and --runs-port.",
@@ -227,16 +200,15 @@ def server(
     for link, number, option in ((devices, port, "--port"), (runs, runs_port, "--runs-port")):
         if listening(link.address):
             raise Refused(f"port {number} is in use", f"Choose another {option}.{holder(number)}")
-    command, log = _superlink(ca, certificate, key, home, runs_port), home / LOG
+    command, log = _superlink(tls, home, runs_port), home / LOG
     superlink = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
     with ExitStack() as stack:
         stack.callback(superlink.stop)
         superlink.nodes = {} if keys is None else _nodes(home)
-        _wait_for(lambda: listening(runs.address), superlink.process, log)
+        wait_for(lambda: listening(runs.address), superlink.process, log)
         configure(runs, home)
         try:
-            limits = Limits(body=largest)
-            behind = "127.0.0.1", runs_port
+            behind, limits = ("127.0.0.1", runs_port), Limits(body=largest)
             superlink.proxy = stack.enter_context(
                 open_proxy((host, port), behind, certificate, key, ca, limits, posted(home))
             )
@@ -251,8 +223,6 @@ def server(
 
 def _nodes(home: Path) -> dict[str, tuple[str, str]]:
     """Return the devices that a server knew when it ended. Raises Refused for a damaged file."""
-    from coterie.deploy import keys
-
     path = home / NODES
     if not path.exists() or not (home / DATABASE).exists():
         return {}
@@ -262,34 +232,19 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
             for key, (client, node) in json_of(read_bytes(path)).items()
         }
         for key in nodes:
-            keys.public_key(key)
+            key_files.public_key(key)
     except (OSError, ValueError, AttributeError, TypeError, Refused) as error:
-        remedy = (
-            f"Delete it and {home / DATABASE}: the devices, whose keys are there, become known "
-            f"again."
-        )
-        raise Refused(f"{path} is damaged: {error}", remedy) from None
+        raise Refused(
+            f"{path} is damaged: {error}",
+            f"Delete it and {home / DATABASE}: devices whose keys are there become known again.",
+        ) from None
     return nodes
 
 
-def _superlink(
-    ca: Path | None, certificate: Path | None, key: Path | None, home: Path, port: int
-) -> list[str]:
-    """Return the command line of a SuperLink."""
-    listen = [
-        *local_program("flower-superlink"),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--database",
-        str(home / DATABASE),
-    ]
-    if ca is None:
-        return [*listen, "--insecure"]
-    files = ("--ssl-ca-certfile", ca), ("--ssl-certfile", certificate), ("--ssl-keyfile", key)
-    return (
-        listen
-        + [part for flag, path in files for part in (flag, str(path))]
-        + ["--enable-supernode-auth"]
-    )
+def _superlink(tls: Sequence[Path | None], home: Path, port: int) -> list[str]:
+    """Return the command line of a SuperLink, with its certificate, key and authority."""
+    options: dict[str, Any] = {"--host": "127.0.0.1", "--port": port, "--database": home / DATABASE}
+    if None not in tls:
+        options |= zip(("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile"), tls, strict=True)
+    switch = "--insecure" if None in tls else "--enable-supernode-auth"
+    return [*local_program("flower-superlink"), *map(str, chain(*options.items())), switch]

@@ -2,24 +2,24 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from coterie.core import names
-from coterie.core.errors import CoterieError, Refused
-from coterie.deploy.command import _toml
-from coterie.deploy.link import Link, _there, free_port
+from coterie.core.errors import Refused
+from coterie.deploy.command import toml
+from coterie.deploy.link import Link, free_port, there
 from coterie.deploy.process import (
-    _AGAIN_S,
+    AGAIN_S,
     Program,
-    _last_lines,
-    _RateLimit,
     check_unused,
+    last_lines,
     local_program,
+    watched,
 )
 from coterie.deploy.resident import private
 from coterie.runs.device import limits
@@ -62,7 +62,7 @@ class Node:
         if self.limits is not None:
             limits.read(self.limits).check_installed()
         if self.key is not None:
-            _there(
+            there(
                 self.key, "the device's private key", "Copy it from the server's keys (clients/ID)."
             )
         elif self.link.ca is not None:
@@ -79,11 +79,10 @@ class Node:
         settings = {key: path and str(path.resolve()) for key, path in places.items()} | {
             "client": self.client,
             "base": self.base,
+            "resident": self.resident or None,
+            "secure": self.secure or None,
         }
-        switches = {"resident": self.resident, "secure": self.secure}
-        return {k: v for k, v in settings.items() if v is not None} | {
-            k: True for k, on in switches.items() if on
-        }
+        return {key: value for key, value in settings.items() if value is not None}
 
     def resident_command(self) -> list[str]:
         """Return the command line of its resident process."""
@@ -91,20 +90,11 @@ class Node:
 
     def supernode(self) -> list[str]:
         """Return the command line of its SuperNode."""
-        config = " ".join(line.replace(" = ", "=", 1) for line in _toml(self.configuration))
-        port = free_port()
-        keys = ["--auth-supernode-private-key", str(self.key)] if self.key is not None else []
-        return [
-            *local_program("flower-supernode"),
-            *self.link.flags,
-            *keys,
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--node-config",
-            config,
-        ]
+        config = " ".join(line.replace(" = ", "=", 1) for line in toml(self.configuration))
+        options = {"--host": "127.0.0.1", "--port": str(free_port()), "--node-config": config}
+        if self.key is not None:
+            options["--auth-supernode-private-key"] = str(self.key)
+        return [*local_program("flower-supernode"), *self.link.flags, *chain(*options.items())]
 
 
 @contextmanager
@@ -113,7 +103,7 @@ def device(node: Node) -> Iterator["Supervisor"]:
     node.check()
     private(node.home)
     check_unused(node.home)
-    supervisor = Supervisor(node, {})
+    supervisor = Supervisor(node)
     try:
         supervisor.look()
         yield supervisor
@@ -127,54 +117,33 @@ class Supervisor:
     """A supervisor that starts the programs of a device, and restarts each that ends."""
 
     node: Node
-    processes: dict[str, Program]
+    processes: dict[str, Program] = field(default_factory=dict)
 
     def look(self) -> list[str]:
         """Start the programs that do not run; return their names."""
-        ended = [
-            name
-            for name in self._names
-            if name not in self.processes or self.processes[name].ended()
-        ]
+        commands = {"supernode": self.node.supernode}
+        if self.node.resident:
+            commands = {"resident": self.node.resident_command} | commands
+        running = self.processes
+        ended = [name for name in commands if name not in running or running[name].ended()]
         for name in ended:
-            if name in self.processes:
-                self.processes[name].stop()  # what it had started itself
-            command = self.node.resident_command() if name == "resident" else self.node.supernode()
-            self.processes[name] = Program(command, self.node.home, self.node.home / f"{name}.log")
+            if name in running:
+                running[name].stop()  # what it had started itself
+            home = self.node.home
+            running[name] = Program(commands[name](), home, home / f"{name}.log")
         return ended
-
-    @property
-    def _names(self) -> list[str]:
-        return ["resident", "supernode"] if self.node.resident else ["supernode"]
 
     def watch(self) -> Iterator[str]:
         """Look again and again, whatever happens; yield messages for the user."""
-        new_messages = _RateLimit()
-        while True:
-            time.sleep(_AGAIN_S)
-            yield from new_messages.new(self._outlived())
-
-    def _outlived(self) -> Iterator[str]:
-        """Check everything once; errors become messages."""
-        try:
-            yield from map(self._why, self.look())
-        except (OSError, CoterieError) as error:
-            yield f"The device keeps running, but: {error}"
+        return watched(lambda: map(self._why, self.look()), AGAIN_S, "The device keeps running")
 
     def _why(self, name: str) -> str:
         log = self.node.home / f"{name}.log"
-        reason = next(
-            (
-                line
-                for line in reversed(_last_lines(log))
-                if line.startswith(("[code", "coterie: "))
-            ),
-            "",
-        )
+        reasons = [line for line in last_lines(log) if line.startswith(("[code", "coterie: "))]
+        reason = reasons[-1] if reasons else ""
         if reason.startswith("[code: 2004]"):
             reason += (
                 " The server does not know its key, or still counts its previous process as "
-                "connected, for a "
-                "minute at most."
+                "connected, for a minute at most."
             )
         return f"The {name} ended and is started again. {reason or f'Its log is {log}.'}"
