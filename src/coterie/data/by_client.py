@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -30,28 +30,22 @@ OTHERS = "others"  # the client that those with too little are merged into
 class ByClient(ChatFields):
     """A section of rows, each with the name of its client in a column."""
 
-    text_column: Annotated[str, Field(min_length=1, description="column with the text")] = "text"
-    client_column: Annotated[
-        str, Field(min_length=1, description="column that names the row's client")
-    ]
-    clients: Annotated[
-        Names | None,
-        Field(description="values of the client column; null: those with the most documents"),
-    ] = None
-    max_clients: Annotated[
-        int | None, Field(ge=1, description="most clients, if `clients` is null; null: all")
-    ] = None
-    small_clients: Annotated[
-        Literal["refuse", "leave-out", "merge"],
-        Field(
-            description="what is done with clients that have less than a window of text, or no "
-            f"conversation, for one of their splits: merge makes them one client, `{OTHERS}`"
-        ),
-    ] = "refuse"
-    least_tokens: Annotated[
-        Bound | None,
-        Field(description="training tokens below which a client counts as small, too; null: none"),
-    ] = None
+    text_column: str = Field("text", min_length=1, description="column with the text")
+    client_column: str = Field(min_length=1, description="column that names the row's client")
+    clients: Names | None = Field(
+        None, description="values of the client column; null: those with the most documents"
+    )
+    max_clients: int | None = Field(
+        None, ge=1, description="most clients, if `clients` is null; null: all"
+    )
+    small_clients: Literal["refuse", "leave-out", "merge"] = Field(
+        "refuse",
+        description="what is done with clients that have less than a window of text, or no "
+        f"conversation, for one of their splits: merge makes them one client, `{OTHERS}`",
+    )
+    least_tokens: Bound | None = Field(
+        None, description="training tokens below which a client counts as small, too; null: none"
+    )
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @model_validator(mode="after")

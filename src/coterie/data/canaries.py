@@ -7,7 +7,7 @@ Networks", USENIX Security 2019.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,43 +30,36 @@ class Audit(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    canaries: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="candidates per client, each a fixed prefix and random tokens; a coin "
-            "flip plants it or leaves it out",
-        ),
-    ] = 32
-    repeats: Annotated[
-        int,
-        Field(ge=1, description="how often a planted canary occurs in its client's training text"),
-    ] = 4
-    prefix: Annotated[
-        int, Field(ge=0, description="length in tokens of the prefix that all canaries begin with")
-    ] = 4
-    length: Annotated[
-        int, Field(ge=1, description="random tokens per canary, uniform over the vocabulary")
-    ] = 8
-    references: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="reference sequences of the same distribution that no client has; "
-            "exposure is the rank among them",
-        ),
-    ] = 256
-    exchanges: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="number of last training exchanges whose updates are kept in the run's "
-            "folder; null: all",
-        ),
-    ] = 5
-    seed: Annotated[
-        int, Field(ge=0, description="seed of canaries and coin flips, used with the run's seed")
-    ] = 0
+    canaries: int = Field(
+        32,
+        ge=0,
+        description="candidates per client, each a fixed prefix and random tokens; a coin "
+        "flip plants it or leaves it out",
+    )
+    repeats: int = Field(
+        4, ge=1, description="how often a planted canary occurs in its client's training text"
+    )
+    prefix: int = Field(
+        4, ge=0, description="length in tokens of the prefix that all canaries begin with"
+    )
+    length: int = Field(
+        8, ge=1, description="random tokens per canary, uniform over the vocabulary"
+    )
+    references: int = Field(
+        256,
+        ge=1,
+        description="reference sequences of the same distribution that no client has; "
+        "exposure is the rank among them",
+    )
+    exchanges: int | None = Field(
+        5,
+        ge=1,
+        description="number of last training exchanges whose updates are kept in the run's "
+        "folder; null: all",
+    )
+    seed: int = Field(
+        0, ge=0, description="seed of canaries and coin flips, used with the run's seed"
+    )
 
 
 @dataclass(frozen=True)

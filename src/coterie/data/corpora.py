@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -26,9 +26,9 @@ class Corpus(Section):
     """
 
     root: Root = None
-    exclude_pretraining: Annotated[
-        bool, Field(description="leave out what earlier embedded bases were pretrained on")
-    ] = False
+    exclude_pretraining: bool = Field(
+        False, description="leave out what earlier embedded bases were pretrained on"
+    )
 
     files: ClassVar[tuple[str, ...]]  # below the root
 
@@ -52,13 +52,12 @@ class AgNews(Corpus):
     """
 
     kind: Literal["agnews"] = "agnews"
-    distribution: Annotated[
-        Literal["out", "in"],
-        Field(description="out: valid and test mix all categories; in: one category each"),
-    ] = "out"
-    valid_fraction: Annotated[
-        Share, Field(description="share of the training articles used for validation")
-    ] = 0.1
+    distribution: Literal["out", "in"] = Field(
+        "out", description="out: valid and test mix all categories; in: one category each"
+    )
+    valid_fraction: Share = Field(
+        0.1, description="share of the training articles used for validation"
+    )
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
     # by label
@@ -127,13 +126,11 @@ class _OneFile(Corpus):
     """
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
-    root: Annotated[
-        Path | None,
-        Field(
-            description="folder of data; null: the environment variable COTERIE_DATA, or the "
-            "part that a checkout has"
-        ),
-    ] = None
+    root: Path | None = Field(
+        None,
+        description="folder of data; null: the environment variable COTERIE_DATA, or the "
+        "part that a checkout has",
+    )
 
     # the first says whose a row is, and its plural is the recipe's field
     columns: ClassVar[tuple[str, ...]]
@@ -206,29 +203,23 @@ class Multilingual(_OneFile):
     """
 
     kind: Literal["multilingual"] = "multilingual"
-    languages: Annotated[Names, Field(description="one client for each")] = ("de", "fr", "it", "nl")
-    topics: Annotated[
-        dict[str, dict[str, str]],
-        Field(
-            description="by topic and language, a regular expression of its words; client "
-            "`<language>-<topic>` has the sentences that match"
-        ),
-    ] = {}  # noqa: RUF012 - pydantic copies it
-    users: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="clients per language, or per language and topic; they share its documents",
-        ),
-    ] = 1
-    unseen: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="number of these clients, the last ones, that never train; only they are "
-            "scored",
-        ),
-    ] = 0
+    languages: Names = Field(("de", "fr", "it", "nl"), description="one client for each")
+    topics: dict[str, dict[str, str]] = Field(
+        {},
+        description="by topic and language, a regular expression of its words; client "
+        "`<language>-<topic>` has the sentences that match",
+    )
+    users: int = Field(
+        1,
+        ge=1,
+        description="clients per language, or per language and topic; they share its documents",
+    )
+    unseen: int = Field(
+        0,
+        ge=0,
+        description="number of these clients, the last ones, that never train; only they are "
+        "scored",
+    )
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
@@ -302,11 +293,14 @@ class Topics(_OneFile):
     """
 
     kind: Literal["topics"] = "topics"
-    topics: Annotated[Names, Field(description="one client for each")] = (
-        "books",
-        "arxiv",
-        "stackexchange",
-        "code",
+    topics: Names = Field(
+        (
+            "books",
+            "arxiv",
+            "stackexchange",
+            "code",
+        ),
+        description="one client for each",
     )
 
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -57,16 +57,14 @@ class Folders(ChatFields):
     """
 
     kind: Literal["folders"] = "folders"
-    path: Annotated[
-        Path | None, Field(description="folder with one folder per client; required")
-    ] = None
-    text_column: Annotated[
-        str, Field(min_length=1, description="column of JSON lines that has the text")
-    ] = "text"
-    fractions: Annotated[
-        Fractions,
-        Field(description="shares of train, valid and test if a folder has no splits of its own"),
-    ] = (0.8, 0.1, 0.1)
+    path: Path | None = Field(None, description="folder with one folder per client; required")
+    text_column: str = Field(
+        "text", min_length=1, description="column of JSON lines that has the text"
+    )
+    fractions: Fractions = Field(
+        (0.8, 0.1, 0.1),
+        description="shares of train, valid and test if a folder has no splits of its own",
+    )
 
     @property
     def title(self) -> str:

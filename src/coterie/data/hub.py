@@ -41,18 +41,15 @@ class Hub(ByClient):
     """
 
     kind: Literal["hub"] = "hub"
-    dataset: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)",
-        ),
-    ]
+    dataset: str = Field(
+        min_length=1,
+        description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)",
+    )
     subset: Subset = None
     split: SplitName = "train"
-    max_clients: Annotated[
-        int | None, Field(ge=1, description="most clients, if `clients` is null; null: all")
-    ] = 16
+    max_clients: int | None = Field(
+        16, ge=1, description="most clients, if `clients` is null; null: all"
+    )
 
     @property
     def title(self) -> str:
@@ -84,44 +81,34 @@ class HubClient(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dataset: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="id on the Hub, or a local folder or file, or one file of the Hub "
-            "(`hf://datasets/...`)",
-        ),
-    ]
+    dataset: str = Field(
+        min_length=1,
+        description="id on the Hub, or a local folder or file, or one file of the Hub "
+        "(`hf://datasets/...`)",
+    )
     subset: Subset = None
     split: SplitName = "train"
-    revision: Annotated[
-        str | None,
-        Field(description="commit or tag on the Hub; null: the newest at the first read"),
-    ] = None
-    format: Annotated[
-        Format | None,
-        Field(
-            description="format of a single file whose ending does not tell it (an archive of "
-            "JSON, say)"
-        ),
-    ] = None
-    text_column: Annotated[
-        str, Field(min_length=1, description="column with the text; dots lead into nested columns")
-    ] = "text"
-    where: Annotated[
-        dict[str, str | int | float | bool],
-        Field(
-            description="only rows whose columns have these values; dots lead into nested "
-            "columns (`meta.redpajama_set_name`)"
-        ),
-    ] = {}
-    streaming: Annotated[
-        bool,
-        Field(
-            description="read only what is needed of parquet and JSON; false: download everything "
-            "first (archives need that)"
-        ),
-    ] = True
+    revision: str | None = Field(
+        None, description="commit or tag on the Hub; null: the newest at the first read"
+    )
+    format: Format | None = Field(
+        None,
+        description="format of a single file whose ending does not tell it (an archive of "
+        "JSON, say)",
+    )
+    text_column: str = Field(
+        "text", min_length=1, description="column with the text; dots lead into nested columns"
+    )
+    where: dict[str, str | int | float | bool] = Field(
+        {},
+        description="only rows whose columns have these values; dots lead into nested "
+        "columns (`meta.redpajama_set_name`)",
+    )
+    streaming: bool = Field(
+        True,
+        description="read only what is needed of parquet and JSON; false: download everything "
+        "first (archives need that)",
+    )
 
 
 class HubClients(Section):
@@ -135,16 +122,14 @@ class HubClients(Section):
     """
 
     kind: Literal["hub-clients"] = "hub-clients"
-    clients: Annotated[
-        dict[Annotated[str, AfterValidator(names.normal)], HubClient],
-        Field(min_length=1, description="source of each client's text, by client id"),
-    ]
-    documents: Annotated[int, Field(ge=3, description="most documents per client")] = 20_000
-    characters: Annotated[
-        int,
-        Field(ge=1, description="stop reading a client's documents after so many characters"),
-    ] = 20_000_000
-    rows: Annotated[int, Field(ge=1, description="most rows to search per client")] = 1_000_000
+    clients: dict[Annotated[str, AfterValidator(names.normal)], HubClient] = Field(
+        min_length=1, description="source of each client's text, by client id"
+    )
+    documents: int = Field(20_000, ge=3, description="most documents per client")
+    characters: int = Field(
+        20_000_000, ge=1, description="stop reading a client's documents after so many characters"
+    )
+    rows: int = Field(1_000_000, ge=1, description="most rows to search per client")
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property

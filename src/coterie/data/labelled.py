@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,14 +36,12 @@ class LabelledTexts(Partitioner, ABC):
     """
 
     root: Root = None
-    examples: Annotated[
-        Positive | None,
-        Field(description="training texts to draw, the same number for each class; null: all"),
-    ] = None
-    tests: Annotated[
-        Positive | None,
-        Field(description="test texts to draw, the same number for each class; null: all"),
-    ] = None
+    examples: Positive | None = Field(
+        None, description="training texts to draw, the same number for each class; null: all"
+    )
+    tests: Positive | None = Field(
+        None, description="test texts to draw, the same number for each class; null: all"
+    )
 
     things: ClassVar[str] = "texts"
     folder: ClassVar[str]  # below the root

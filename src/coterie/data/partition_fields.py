@@ -18,121 +18,85 @@ class PartitionFields(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: Annotated[
-        int,
-        Field(
-            ge=0, description="seed of the partition among clients; independent of the run's seed"
-        ),
-    ] = 0
-    partition: Annotated[Scheme, Field(description="how examples are divided among clients")] = (
-        "permuted-clusters"
+    seed: int = Field(
+        0, ge=0, description="seed of the partition among clients; independent of the run's seed"
     )
-    clusters: Annotated[
-        int,
-        Field(ge=1, description="for permuted-clusters and disjoint-classes: number of clusters"),
-    ] = 4
-    clients_per_cluster: Annotated[
-        int, Field(ge=1, description="clients per cluster, without anchors")
-    ] = 2
-    cluster_sizes: Annotated[
-        tuple[Positive, ...] | None,
-        Field(
-            min_length=1, description="clients of each cluster, in place of the two numbers above"
-        ),
-    ] = None
-    clients: Annotated[
-        int,
-        Field(
-            ge=1, description="for iid, dirichlet and quantity: number of clients, without anchors"
-        ),
-    ] = 10
-    alpha: Annotated[
-        float,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="for dirichlet: alpha; the smaller, the more the clients differ",
-        ),
-    ] = 0.5
-    classes_per_client: Annotated[
-        int,
-        Field(
-            ge=1, description="classes of each client of quantity, and of each random unseen client"
-        ),
-    ] = 2
-    replacement: Annotated[
-        bool,
-        Field(
-            description="for quantity: clients draw `per_client` examples of their classes "
-            "independently, so that two clients may have the same example"
-        ),
-    ] = False
-    fraction: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="share of the cluster's training examples that each client gets; null: "
-            "equal shares",
-        ),
-    ] = None
-    per_client: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="training examples per client, without those for validation; null: all of "
-            "its share",
-        ),
-    ] = None
-    valid_fraction: Annotated[
-        Share,
-        Field(description="share of a client's examples used for validation (at least one)"),
-    ] = 0.1
-    test_examples: Annotated[
-        int | None,
-        Field(ge=1, description="most test examples per client; null: all"),
-    ] = None
-    anchors: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
-            "the clients",
-        ),
-    ] = 0
-    anchor_classes: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="classes per anchor, which no other anchor has; null: as many as possible",
-        ),
-    ] = None
-    unseen: Annotated[
-        dict[Unseen, Positive],
-        Field(
-            description="number of clients that never train and are only scored: `aligned`, each "
-            "with the classes of some anchors,"
-            " a label set that is kept free for them; `random`, each with `classes_per_client` "
-            "classes"
-        ),
-    ] = {}
-    unseen_valid: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="most validation examples of an unseen client, on which nobody trains; "
-            "null: by `valid_fraction`, some of which others may train on",
-        ),
-    ] = None
-    unseen_anchors: Annotated[
-        int, Field(ge=2, description="number of anchors whose classes an aligned unseen client has")
-    ] = 2
-    public: Annotated[
-        int,
-        Field(
-            ge=0, description="training examples that no client gets, in proportion to the classes"
-        ),
-    ] = 0
+    partition: Scheme = Field(
+        "permuted-clusters", description="how examples are divided among clients"
+    )
+    clusters: int = Field(
+        4, ge=1, description="for permuted-clusters and disjoint-classes: number of clusters"
+    )
+    clients_per_cluster: int = Field(2, ge=1, description="clients per cluster, without anchors")
+    cluster_sizes: tuple[Positive, ...] | None = Field(
+        None, min_length=1, description="clients of each cluster, in place of the two numbers above"
+    )
+    clients: int = Field(
+        10, ge=1, description="for iid, dirichlet and quantity: number of clients, without anchors"
+    )
+    alpha: float = Field(
+        0.5,
+        gt=0,
+        allow_inf_nan=False,
+        description="for dirichlet: alpha; the smaller, the more the clients differ",
+    )
+    classes_per_client: int = Field(
+        2, ge=1, description="classes of each client of quantity, and of each random unseen client"
+    )
+    replacement: bool = Field(
+        False,
+        description="for quantity: clients draw `per_client` examples of their classes "
+        "independently, so that two clients may have the same example",
+    )
+    fraction: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of the cluster's training examples that each client gets; null: "
+        "equal shares",
+    )
+    per_client: int | None = Field(
+        None,
+        ge=1,
+        description="training examples per client, without those for validation; null: all of "
+        "its share",
+    )
+    valid_fraction: Share = Field(
+        0.1, description="share of a client's examples used for validation (at least one)"
+    )
+    test_examples: int | None = Field(
+        None, ge=1, description="most test examples per client; null: all"
+    )
+    anchors: int = Field(
+        0,
+        ge=0,
+        description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
+        "the clients",
+    )
+    anchor_classes: int | None = Field(
+        None,
+        ge=1,
+        description="classes per anchor, which no other anchor has; null: as many as possible",
+    )
+    unseen: dict[Unseen, Positive] = Field(
+        {},
+        description="number of clients that never train and are only scored: `aligned`, each "
+        "with the classes of some anchors,"
+        " a label set that is kept free for them; `random`, each with `classes_per_client` "
+        "classes",
+    )
+    unseen_valid: int | None = Field(
+        None,
+        ge=1,
+        description="most validation examples of an unseen client, on which nobody trains; "
+        "null: by `valid_fraction`, some of which others may train on",
+    )
+    unseen_anchors: int = Field(
+        2, ge=2, description="number of anchors whose classes an aligned unseen client has"
+    )
+    public: int = Field(
+        0, ge=0, description="training examples that no client gets, in proportion to the classes"
+    )
 
     name: ClassVar[str]
     things: ClassVar[str]  # the plural noun for examples in messages

@@ -100,31 +100,20 @@ class Section(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="seed of the split into train, valid and test; independent of the run's "
-            "seed",
-        ),
-    ] = 0
-    train_tokens: Annotated[
-        Bounds, Field(description=f"most tokens of training text {_PER_CLIENT}")
-    ] = None
-    valid_tokens: Annotated[
-        Bounds, Field(description=f"most tokens of validation text {_PER_CLIENT}")
-    ] = None
-    test_tokens: Annotated[Bounds, Field(description=f"most tokens of test text {_PER_CLIENT}")] = (
-        None
+    seed: int = Field(
+        0,
+        ge=0,
+        description="seed of the split into train, valid and test; independent of the run's seed",
     )
+    train_tokens: Bounds = Field(None, description=f"most tokens of training text {_PER_CLIENT}")
+    valid_tokens: Bounds = Field(None, description=f"most tokens of validation text {_PER_CLIENT}")
+    test_tokens: Bounds = Field(None, description=f"most tokens of test text {_PER_CLIENT}")
 
-    control_tokens: Annotated[
-        ControlTokens,
-        Field(
-            description="what is done with control tokens in people's text (`</s>` typed by "
-            "somebody): they stay text, become tokens, or are refused"
-        ),
-    ] = "text"
+    control_tokens: ControlTokens = Field(
+        "text",
+        description="what is done with control tokens in people's text (`</s>` typed by "
+        "somebody): they stay text, become tokens, or are refused",
+    )
 
     @abstractmethod
     def source(self) -> Source:

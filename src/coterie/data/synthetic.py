@@ -18,7 +18,7 @@ _NEXT = 1 / 1.5  # probability that the next word of the order follows, otherwis
 
 # Words that common tokenizers, the embedded base's among them, keep whole behind a space: one token
 # each.
-_SHARED = "the and for with that this from are was were which have has had not but".split()
+_SHARED = "the and for with that this from are was were which have has had not but"
 _CONTENT = """able access action added addition address afternoon air answer approximately area art
 ask author available back balance band bank base become bed best big bit black block body book born
 building business call called camp capital car care case century certain change character child
@@ -91,7 +91,7 @@ class Synthetic(Section):
     @property
     def shared_words(self) -> list[str]:
         """The words with the same successors for all clients, in their order."""
-        return self._shuffled(_SHARED, "shared")
+        return self._shuffled(_SHARED.split(), "shared")
 
     def private_words(self, client: int) -> list[str]:
         """Return the words with other successors for each client, in the order of this one."""

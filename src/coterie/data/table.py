@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,10 +34,10 @@ class Table(ByClient):
     """
 
     kind: Literal["table"] = "table"
-    path: Annotated[Path | None, Field(description="file with the table; required")] = None
-    client_column: Annotated[
-        str, Field(min_length=1, description="column that names the row's client")
-    ] = "client"
+    path: Path | None = Field(None, description="file with the table; required")
+    client_column: str = Field(
+        "client", min_length=1, description="column that names the row's client"
+    )
 
     @property
     def title(self) -> str:

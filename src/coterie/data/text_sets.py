@@ -3,7 +3,7 @@ Answers.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -79,9 +79,9 @@ class Clinc150(LabelledTexts):
     """
 
     kind: Literal["clinc150"] = "clinc150"
-    labels: Annotated[
-        Literal["domain", "intent"], Field(description="the classes: ten domains, or 150 intents")
-    ] = "domain"
+    labels: Literal["domain", "intent"] = Field(
+        "domain", description="the classes: ten domains, or 150 intents"
+    )
 
     name: ClassVar[str] = "CLINC150"
     folder: ClassVar[str] = "clinc150"
@@ -156,14 +156,12 @@ class YahooAnswers(LabelledTexts):
     """
 
     kind: Literal["yahoo-answers"] = "yahoo-answers"
-    examples: Annotated[
-        Positive | None,
-        Field(description="training texts to draw, the same number for each class; null: all"),
-    ] = 50_000
-    tests: Annotated[
-        Positive | None,
-        Field(description="test texts to draw, the same number for each class; null: all"),
-    ] = 10_000
+    examples: Positive | None = Field(
+        50_000, description="training texts to draw, the same number for each class; null: all"
+    )
+    tests: Positive | None = Field(
+        10_000, description="test texts to draw, the same number for each class; null: all"
+    )
 
     name: ClassVar[str] = "Yahoo! Answers"
     folder: ClassVar[str] = "yahoo_answers"

@@ -29,54 +29,40 @@ def _listed(me: Any) -> Any:
 class ChatFields(Section):
     """A section whose rows are texts or conversations."""
 
-    content: Annotated[
-        Literal["text", "chats"],
-        Field(
-            description="what rows hold: text, or conversations (`messages`, ShareGPT's "
-            "`conversations`, or `prompt` and `completion`)"
-        ),
-    ] = "text"
-    loss: Annotated[
-        Loss,
-        Field(
-            description="of conversations, what is trained and scored: the assistant's answers "
-            "with the token that ends them, or all tokens"
-        ),
-    ] = "answers"
-    chat_template: Annotated[
-        Annotated[str, AfterValidator(template_text)] | None,
-        Field(description="file with a chat template (Jinja), or its text; null: the base's own"),
-    ] = None
-    chat_column: Annotated[
-        str | None,
-        Field(min_length=1, description="column that has the conversation; null: the usual ones"),
-    ] = None
-    packing: Annotated[
-        bool,
-        Field(
-            description="whether a window may hold several conversations, none of which sees "
-            "another"
-        ),
-    ] = True
-    unanswered: Annotated[
-        Literal["refuse", "leave-out"],
-        Field(description="what is done with conversations that have no answer to train on"),
-    ] = "refuse"
-    near_duplicates: Annotated[
-        Literal["keep", "together"],
-        Field(
-            description="what is done with documents that are nearly equal: keep leaves them where "
-            "they fall, together puts them into one split"
-        ),
-    ] = "keep"
-    me: Annotated[
-        Annotated[Names | dict[str, Names], BeforeValidator(_listed)] | None,
-        Field(
-            description="whose messages in people's own archives (ChatGPT, Telegram, WhatsApp, "
-            "Slack, mail) are the assistant's: names or mail addresses, the same for all clients "
-            "or by client; null: an archive is refused with the names in it"
-        ),
-    ] = None
+    content: Literal["text", "chats"] = Field(
+        "text",
+        description="what rows hold: text, or conversations (`messages`, ShareGPT's "
+        "`conversations`, or `prompt` and `completion`)",
+    )
+    loss: Loss = Field(
+        "answers",
+        description="of conversations, what is trained and scored: the assistant's answers "
+        "with the token that ends them, or all tokens",
+    )
+    chat_template: Annotated[str, AfterValidator(template_text)] | None = Field(
+        None, description="file with a chat template (Jinja), or its text; null: the base's own"
+    )
+    chat_column: str | None = Field(
+        None, min_length=1, description="column that has the conversation; null: the usual ones"
+    )
+    packing: bool = Field(
+        True,
+        description="whether a window may hold several conversations, none of which sees another",
+    )
+    unanswered: Literal["refuse", "leave-out"] = Field(
+        "refuse", description="what is done with conversations that have no answer to train on"
+    )
+    near_duplicates: Literal["keep", "together"] = Field(
+        "keep",
+        description="what is done with documents that are nearly equal: keep leaves them where "
+        "they fall, together puts them into one split",
+    )
+    me: Annotated[Names | dict[str, Names], BeforeValidator(_listed)] | None = Field(
+        None,
+        description="whose messages in people's own archives (ChatGPT, Telegram, WhatsApp, "
+        "Slack, mail) are the assistant's: names or mail addresses, the same for all clients "
+        "or by client; null: an archive is refused with the names in it",
+    )
 
     @model_validator(mode="after")
     def _only_of_chats(self) -> Self:
