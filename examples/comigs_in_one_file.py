@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from coterie.data.stdlib import Stdlib
+from coterie.data.corpora import Stdlib
 
 BASE = str(files("coterie.models") / "mini")  # a Llama of 4 blocks, 6 M parameters
 ROUNDS, LOCAL_STEPS = 10, 5  # T and L

@@ -16,8 +16,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from coterie.data.corpora import MODULES
 from coterie.data.pretraining import STDLIB_TOPICS
-from coterie.data.stdlib import MODULES
 
 
 def modules(lib: Path) -> Iterator[dict[str, str]]:

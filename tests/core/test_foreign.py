@@ -21,7 +21,7 @@ from coterie.core.files import load, nbytes_of_file, read_json, save
 from coterie.core.packs import Entry
 from coterie.core.tensors import MOST_OF_ONE, from_bytes, to_bytes
 from coterie.data.archives import archives_in
-from coterie.data.chats.jinja import template_text
+from coterie.data.chats.fields import template_text
 from coterie.data.plain_text import read_text
 from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, parsed

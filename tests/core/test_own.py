@@ -10,7 +10,7 @@ import coterie
 from coterie.cli.base import app
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.own import installed
-from coterie.data.own import kind_of
+from coterie.data import kind_of
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.runs.device.device import Device
 

@@ -11,7 +11,7 @@ import pytest
 from coterie.core.errors import DataError
 from coterie.data.federation import Federation
 from coterie.data.folders import Folders
-from coterie.data.left_out import outward_links
+from coterie.data.refusals import outward_links
 from coterie.data.table import Table
 from coterie.models.architecture import tokenizer
 

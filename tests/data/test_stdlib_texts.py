@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from coterie.data.corpora import MODULES
 from coterie.data.pretraining import STDLIB_TOPICS
-from coterie.data.stdlib import MODULES
 
 SCRIPT = Path(__file__).parents[2] / "scripts/stdlib_texts.py"
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from coterie.data.tokenizer_digest import TokenizerDigest
+from coterie.data.text_encoding import TokenizerDigest
 
 
 def changed(change: Any) -> Any:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig
 
 import coterie
 from coterie.core.errors import CheckpointError, ModelError
-from coterie.data.tokenizer_digest import TokenizerDigest
+from coterie.data.text_encoding import TokenizerDigest
 from coterie.models.adapter import Layout
 from coterie.models.artifact import save
 from coterie.models.text import TextShape

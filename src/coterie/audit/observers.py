@@ -16,7 +16,7 @@ from coterie.core.errors import Refused, TensorError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors
-from coterie.data.chats.batches import ChatBatch
+from coterie.data.chats.splits import ChatBatch
 from coterie.data.examples import Examples as Batch
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel

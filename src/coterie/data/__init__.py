@@ -1,21 +1,99 @@
-"""Texts and images as federations: clients with train, valid and test splits of their own."""
+"""Texts and images as federations: clients with train, valid and test splits of their own.
 
-from typing import Annotated
+`data.kind` names a section of this package; or a user's, as `my_package.my_file:MySection`, a class
+of texts, images or labelled texts in any module; or an entry point of the group `coterie.data`.
+"""
 
-from pydantic import Discriminator, WrapSerializer, WrapValidator
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from coterie.data.corpora import AgNews, Multilingual, Topics
+from pydantic import (
+    BaseModel,
+    Discriminator,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    WrapValidator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from coterie.core.own import imported, installed, is_own, own_name
+from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
 from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
-from coterie.data.own import kind_of, validated, written
 from coterie.data.section import Section, Source
-from coterie.data.stdlib import Stdlib
 from coterie.data.synthetic import Synthetic
 from coterie.data.table import Table
 from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
+
+GROUP = "coterie.data"  # of the entry points
+BASES = (Section, Images, LabelledTexts)
+
+
+def kind_of(section: BaseModel) -> str:
+    """Return the name of a section's class in recipes."""
+    return str(getattr(section, "kind", None) or own_name(type(section)))
+
+
+def _validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
+    """Return the section of a mapping, of the class that `kind` names: a user's, one shipped with
+    coterie, or one of an installed package.
+
+    Raises:
+        ValueError: `kind` names no such class.
+        pydantic.ValidationError: A field is wrong.
+    """
+    if isinstance(value, BASES) and "kind" not in type(value).model_fields:
+        return value
+    kind = value.get("kind") if isinstance(value, Mapping) else None
+    if not is_own(kind):
+        try:
+            return shipped(value)
+        except ValidationError as error:
+            if error.errors()[0]["type"] != "union_tag_invalid" or kind not in installed(GROUP):
+                raise
+        kind = installed(GROUP)[str(kind)].value
+    try:
+        section = imported(str(kind))
+    except ImportError as error:
+        raise ValueError(f"kind {kind!r} cannot be imported: {error}") from None
+    if not (isinstance(section, type) and issubclass(section, BASES)):
+        bases = ", ".join(base.__name__ for base in BASES)
+        raise ValueError(f"kind {kind!r} is not a subclass of coterie.data's {bases}")
+    try:
+        return section.model_validate({key: field for key, field in value.items() if key != "kind"})
+    except ValidationError as error:
+        raise _located(error, str(kind)) from None
+
+
+def _written(
+    section: BaseModel, shipped: SerializerFunctionWrapHandler, info: SerializationInfo
+) -> Any:
+    """Return the mapping of a section, with its `kind`."""
+    if "kind" in type(section).model_fields:
+        return shipped(section)
+    return {"kind": kind_of(section)} | section.model_dump(mode=info.mode)
+
+
+def _located(error: ValidationError, kind: str) -> ValidationError:
+    """Return an error whose locations begin with the kind, as those of shipped sections do."""
+    return ValidationError.from_exception_data(
+        error.title,
+        [
+            InitErrorDetails(
+                type=PydanticCustomError(e["type"], "{message}", {"message": e["msg"]}),
+                loc=(kind, *e["loc"]),
+                input=e["input"],
+            )
+            for e in error.errors()
+        ],
+    )
+
 
 Data = Annotated[
     Stdlib
@@ -36,8 +114,8 @@ Data = Annotated[
     | DBpedia14
     | YahooAnswers,
     Discriminator("kind"),
-    WrapValidator(validated),
-    WrapSerializer(written),
+    WrapValidator(_validated),
+    WrapSerializer(_written),
 ]
 
 __all__ = [

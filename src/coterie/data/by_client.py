@@ -14,8 +14,7 @@ from coterie.core.protocol import ClientId
 from coterie.data.chats.encoding import few, merged_notes
 from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.reading import BESIDE, COLUMNS
-from coterie.data.left_out import LeftOut
-from coterie.data.refusals import SHOWN, Refusals
+from coterie.data.refusals import SHOWN, LeftOut, Refusals
 from coterie.data.rows import Row
 from coterie.data.section import Bound, Names, TextFractions, Texts, choose
 from coterie.data.splits import SPLITS, Tokens

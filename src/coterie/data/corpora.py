@@ -1,4 +1,4 @@
-"""The corpora of the papers' tables."""
+"""The corpora of the papers' tables, and the standard library of Python."""
 
 import re
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
-from coterie.data.documents import Row, read_rows
+from coterie.data.documents import Row, cut, read_rows
 from coterie.data.fetching import OFFLINE, Root, fetch, located
 from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
 from coterie.data.pretraining import seen_in_pretraining
@@ -317,3 +317,31 @@ class Topics(_OneFile):
 
     def document(self, row: Row) -> tuple[str, Document]:
         return f"topics/{row['topic']}", Document(row["text"], row["id"])
+
+
+MODULES = Path(__file__).parent / "python/modules.jsonl.gz"  # by scripts/stdlib_texts.py
+
+
+class Stdlib(Section):
+    """Four topics of the standard library of Python 3.11.7: real text that comes with the package,
+    and that the embedded base has not seen.
+    """
+
+    kind: Literal["stdlib"] = "stdlib"
+    fractions: TextFractions = (0.8, 0.1, 0.1)
+
+    @property
+    def title(self) -> str:
+        return "Python's standard library"
+
+    def source(self) -> Source:
+        return Source(stamps([MODULES]), self._read)
+
+    def _read(self) -> Texts:
+        chunks: dict[ClientId, list[str]] = {}
+        for row in read_rows(MODULES, {"client": str, "text": str}):
+            chunks.setdefault(row["client"], []).extend(cut(row["text"]))
+        return {
+            topic: split(keyed_by_text(texts), self.fractions, self.seed)
+            for topic, texts in chunks.items()
+        }

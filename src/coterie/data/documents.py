@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import DataError
-from coterie.data.left_out import LeftOut
 from coterie.data.plain_text import read_text
-from coterie.data.refusals import SHOWN, Refusals
+from coterie.data.refusals import SHOWN, LeftOut, Refusals
 from coterie.data.rows import CHATS, LIKE_CHATS, ending_of, json_lines, rows_of
 from coterie.data.splitting import LocatedText
 from coterie.data.values import text_of

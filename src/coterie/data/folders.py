@@ -14,8 +14,7 @@ from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
 from coterie.data.documents import cut, read_many
 from coterie.data.federation import check_id
-from coterie.data.left_out import LeftOut, outward_links
-from coterie.data.refusals import Refusals
+from coterie.data.refusals import LeftOut, Refusals, outward_links
 from coterie.data.rows import ENDINGS as TABLES
 from coterie.data.rows import ending_of, rows_of
 from coterie.data.section import Fractions, Source, Texts, choose, stamps

@@ -11,8 +11,7 @@ from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.by_client import ByClient
 from coterie.data.fetching import Format, fetch, files_of, local, tables
-from coterie.data.left_out import LeftOut, outward_links
-from coterie.data.refusals import Refusals
+from coterie.data.refusals import LeftOut, Refusals, outward_links
 from coterie.data.rows import Row, rows_of
 from coterie.data.section import Section, Source, TextFractions, Texts, stamps
 from coterie.data.splitting import keyed_by_text, split_clients

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from coterie.core.errors import DataError
 from coterie.core.extras import require
-from coterie.data.compressed import decompressed
 from coterie.data.fetching import download
 from coterie.data.images import Images, StoredImages
 from coterie.data.partition import Labelled
+from coterie.data.plain_text import decompressed
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
 

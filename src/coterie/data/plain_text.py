@@ -1,16 +1,63 @@
-"""Files of text, plain or gzipped, decoded by their mark."""
+"""Files of text, plain or gzipped: decoded by their mark, or diagnosed if they are not UTF-8."""
 
+import codecs
 import gzip
 import io
+import os
+import re
+import shlex
+import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from coterie.core.errors import DataError
-from coterie.data.compressed import binary
-from coterie.data.encodings import SAMPLE, encoding_of, not_utf8
+from coterie.core.foreign import opened as opened_binary
+
+_PLAIN = 64 << 20  # bytes that any gzip file may expand to
+_RATIO = 100  # times its size that a larger one may expand to; text compresses to a tenth or more
+
+
+def binary(path: Path) -> io.BufferedReader:
+    """Open the content of a file, decompressed if its name ends in .gz. Raises OSError."""
+    if path.suffix.lower() == ".gz":
+        return cast(io.BufferedReader, _Bounded(path))
+    return opened_binary(path)
+
+
+class _Bounded(gzip.GzipFile):
+    """A gzip file that is refused once it expands beyond a limit: a few kilobytes can expand to
+    gigabytes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = opened_binary(path)
+        super().__init__(fileobj=file)
+        self.myfileobj = cast(Any, file)  # which `close` closes
+        self.path, self.size = path, os.fstat(file.fileno()).st_size
+        self.most = max(_PLAIN, _RATIO * self.size)
+
+    def read1(self, size: int = -1) -> bytes:
+        data = super().read1(size)
+        if self.tell() > self.most:
+            raise DataError(
+                f"{self.path}: its {self.size:,} bytes would expand to more than {self.most:,}",
+                "Text does not compress like that: leave the file out.",
+            )
+        return data
+
+
+def decompressed(path: Path) -> bytes:
+    """Return the content of a gzip file.
+
+    Raises:
+        DataError: It would expand too much.
+        OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
+    """
+    with _Bounded(path) as file:
+        return b"".join(iter(lambda: file.read1(1 << 20), b""))
 
 
 def read_text(path: Path) -> str:
@@ -75,3 +122,160 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(
             f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
         ) from None
+
+
+SAMPLE = 1 << 16  # bytes to examine
+
+MARKS = (  # those of UTF-32 begin with those of UTF-16
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_KINDS = (
+    (b"PK\x03\x04", "a zip archive, as Word, Excel and LibreOffice documents are"),
+    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
+    (rb"{\rtf", "a document in Rich Text Format"),
+    (b"%PDF-", "a PDF document"),
+    (b"SQLite format 3\0", "a SQLite database"),
+    (b"PAR1", "a Parquet file"),
+    (b"\x1f\x8b", "a gzip file, whose name must end in .gz"),
+    (b"\x28\xb5\x2f\xfd", "a Zstandard file"),
+    (b"\x89PNG\r\n", "a PNG picture"),
+    (b"\xff\xd8\xff", "a JPEG picture"),
+)
+_CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
+_MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
+_C1 = re.compile("[\x80-\x9f]")
+_BESIDE_LATIN = re.compile(r"(?<=[A-Za-z])[^\W\d_A-Za-z]|[^\W\d_A-Za-z](?=[A-Za-z])")
+_UNLIKE_LATIN = ("CYRILLIC", "GREEK")
+_USUAL = "cp1252"  # of those that are as likely as each other, by far the most frequent
+_LEAST_CONFIDENCE = 0.1  # of the detector: that of one French sentence is 0.11, of one word 0.02
+# what iconv calls encodings where that is not Python's name in capitals
+_ICONV = {
+    "mac-roman": "MACINTOSH",
+    "mac-latin2": "MAC-CENTRALEUROPE",
+    "big5hkscs": "BIG5-HKSCS",
+    "utf-16-le": "UTF-16LE",
+    "utf-16-be": "UTF-16BE",
+    "utf-32-le": "UTF-32LE",
+    "utf-32-be": "UTF-32BE",
+}
+_CANDIDATES = (
+    *(f"cp{number}" for number in (*range(1250, 1259), 437, 850, 852, 866, 874, 932, 949)),
+    *(f"iso8859-{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 13, 15)),
+    *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "mac-latin2"),
+    *("euc_jis_2004", "iso2022_jp_2", "gb18030", "big5hkscs", "johab"),
+)
+_TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
+
+
+def encoding_of(path: Path, beginning: bytes) -> str:
+    """Return the encoding that the first bytes of a file mark; UTF-8 without a mark.
+
+    Raises:
+        DataError: The file is not text, or is UTF-16 without a mark.
+    """
+    if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
+        raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
+    if marked := next((name for mark, name in MARKS if beginning.startswith(mark)), None):
+        return marked
+    if b"\0" in beginning:
+        import chardet
+
+        if (wide := _ICONV.get(str(chardet.detect(beginning)["encoding"]).lower())) is not None:
+            problem = f"{path}: {wide} text without a mark that says so"
+            raise DataError(problem, f"Convert it: {_command(wide, path)}.")
+        raise DataError(f"{path}: not text: it has NUL characters", _TEXT_FILE)
+    if len(_CONTROL.findall(beginning)) > _MOST_CONTROL * len(beginning):
+        raise DataError(f"{path}: not text: mostly control characters", _TEXT_FILE)
+    return "utf-8"
+
+
+def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
+    """Return the refusal of a file that is not UTF-8.
+
+    Args:
+        path: The file.
+        lines: Its bytes, line by line.
+    """
+    remaining, utf8_before, number = iter(lines), False, 0
+    for line in remaining:
+        number += 1
+        try:
+            utf8_before |= len(line.decode()) < len(line)
+        except UnicodeDecodeError as error:
+            number += line.count(b"\r", 0, error.start)
+            break
+    sample = line
+    while len(sample) < SAMPLE and (more := next(remaining, b"")):
+        sample += more
+    sample = sample[:SAMPLE]
+    if utf8_before or _mostly_utf8(sample):
+        return DataError(
+            f"{path}:{number}: damaged UTF-8 text",
+            "Repair this line; the rest of the file is UTF-8, which converting would damage.",
+        )
+    if encoding := _detected(path, sample):
+        problem = f"{path}:{number}: not UTF-8 text but {encoding}"
+        return DataError(problem, f"Convert it: {_command(encoding, path)}.")
+    return DataError(
+        f"{path}:{number}: not UTF-8 text, and its encoding cannot be told for sure",
+        "Save it as UTF-8 in the program that it is from.",
+    )
+
+
+def _mostly_utf8(sample: bytes) -> bool:
+    """Whether more characters beyond ASCII are valid UTF-8 than not."""
+    beyond = [c for c in sample.decode("utf-8", "surrogateescape") if not c.isascii()]
+    return 2 * sum("\udc80" <= c <= "\udcff" for c in beyond) < len(beyond)
+
+
+def _detected(path: Path, sample: bytes) -> str:
+    """Return iconv's name of a file's encoding; "" if it is uncertain.
+
+    Args:
+        path: The file, all of which must be in that encoding.
+        sample: A part of it that is not ASCII.
+    """
+    import chardet
+
+    guesses = chardet.detect_all(sample, include_encodings=_CANDIDATES)
+    likely = [
+        guess for guess in guesses if guess["encoding"] and guess["confidence"] >= _LEAST_CONFIDENCE
+    ]
+    names = [
+        codecs.lookup(str(guess["encoding"])).name
+        for guess in likely
+        if guess["confidence"] > 0.99 * likely[0]["confidence"]
+    ]
+    if not names:
+        return ""
+    name = _USUAL if _USUAL in names else names[0]
+    if _mixed(sample.decode(name, "ignore")):
+        return ""
+    try:
+        with binary(path) as file, io.TextIOWrapper(file, name) as text:
+            while text.read(SAMPLE):
+                pass
+    except UnicodeDecodeError:
+        return ""
+    return _ICONV.get(name, name.replace("_", "-").upper())
+
+
+def _mixed(text: str) -> bool:
+    """Whether words mix Latin with Cyrillic or Greek letters, or have control characters: signs of
+    a wrong encoding.
+    """
+    beside = _BESIDE_LATIN.findall(text)
+    foreign = [c for c in "".join(beside) if unicodedata.name(c, "").startswith(_UNLIKE_LATIN)]
+    return 10 * len(foreign) > sum(not c.isascii() for c in text) or bool(_C1.search(text))
+
+
+def _command(encoding: str, path: Path) -> str:
+    """Return the shell command that converts a file to UTF-8."""
+    old, convert = shlex.quote(str(path)), f"iconv -f {encoding} -t UTF-8"
+    if path.suffix.lower() == ".gz":
+        return f"gunzip -c {old} | {convert} | gzip > NEW && mv NEW {old}"
+    return f"{convert} {old} > NEW && mv NEW {old}"

@@ -1,7 +1,10 @@
-"""Collect several errors in data and report them together."""
+"""Errors in data, reported together, and sentences about data that are not read or left out."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from types import TracebackType
 
 from coterie.core.errors import DataError
@@ -56,3 +59,67 @@ def _joined(errors: list[DataError], most: int | None) -> DataError:
         problems[most:] = [f"... and {len(problems) - most:,} more"]
     remedies = list(dict.fromkeys(error.remedy for error in errors if error.remedy))
     return DataError("\n".join(problems), "\n  ".join(remedies))
+
+
+class LeftOut:
+    """Counts the rows that are left out."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[str]()
+        self._first: dict[str, list[str]] = {}
+
+    def add(self, missing: str, where: str) -> None:
+        """Count a row by what it is missing.
+
+        Args:
+            missing: The missing part.
+            where: The row's file and number.
+        """
+        self._counts[missing] += 1
+        if len(first := self._first.setdefault(missing, [])) < SHOWN:
+            first.append(where)
+
+    def sentences(self, whose: str = "") -> list[str]:
+        """Return a sentence for each kind of row that was left out."""
+        return [
+            f"{whose}{count:,} {_plural('row', count)} without {missing} left out: "
+            f"{', '.join(self._first[missing])}{', ...' if count > SHOWN else ''}"
+            for missing, count in self._counts.items()
+        ]
+
+
+def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
+    """Return a sentence for each client with files that are not read.
+
+    Args:
+        skipped: The files by client; those beside the clients' folders under "".
+    """
+    return [
+        f"{client or 'beside the folders of clients'}: {len(files):,} "
+        f"{_plural('file', len(files))} not read ({_kinds(files)})"
+        for client, files in skipped.items()
+        if files
+    ]
+
+
+def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
+    """Return a sentence about the files in a folder that are links to files outside it, if any."""
+    inside = root.resolve()
+    outside = {p: target for p in paths if not (target := p.resolve()).is_relative_to(inside)}
+    if not outside:
+        return []
+    shown = [f"{path.relative_to(root)} is {to}" for path, to in islice(outside.items(), SHOWN)]
+    more = ", ..." if len(outside) > SHOWN else ""
+    files = _plural("file", len(outside))
+    return [f"{len(outside):,} {files} outside {root}, by links: {', '.join(shown)}{more}"]
+
+
+def _kinds(files: Iterable[Path]) -> str:
+    """Return the number of files with each ending, the most frequent first."""
+    counts = Counter(file.suffix.lower() or "without an ending" for file in files)
+    by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{count:,} {kind}" for kind, count in by_count)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"

@@ -17,10 +17,9 @@ from coterie.core.files import digest_of
 from coterie.core.own import own_name
 from coterie.core.protocol import ClientId
 from coterie.data.federation import ClientInfo, Federation, check_id, federate
-from coterie.data.left_out import not_read
 from coterie.data.origins import PART
 from coterie.data.overlaps import Overlaps
-from coterie.data.refusals import Refusals
+from coterie.data.refusals import Refusals, not_read
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, key_of, stored
 from coterie.data.text_encoding import ControlTokens, TextEncoder

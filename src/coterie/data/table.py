@@ -13,7 +13,7 @@ from pydantic import Field
 
 from coterie.core.errors import DataError, SaveError
 from coterie.data.by_client import ByClient
-from coterie.data.left_out import outward_links
+from coterie.data.refusals import outward_links
 from coterie.data.rows import ENDINGS, rows_of
 from coterie.data.section import Source, stamps
 from coterie.data.store import NO_SPACE, default_cache

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from coterie.data.chats.batches import ChatBatch
+from coterie.data.chats.splits import ChatBatch
 from coterie.models.windows import TextBatch
 
 

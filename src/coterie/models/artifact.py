@@ -17,8 +17,7 @@ from coterie.core.files import read_json, write_json
 from coterie.core.files import save as save_tensors
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, all_finite, check_alike
-from coterie.data.text_encoding import ControlTokens
-from coterie.data.tokenizer_digest import TokenizerDigest
+from coterie.data.text_encoding import ControlTokens, TokenizerDigest
 from coterie.models.adapter import Adapter, Architecture, Layout
 from coterie.models.quantised import Quantisation
 

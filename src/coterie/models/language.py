@@ -14,7 +14,7 @@ from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensors import Tensors
-from coterie.data.chats.batches import ChatBatch
+from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Attachable, Backbone
 from coterie.models.layout import Layout

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from coterie.data.chats.batches import ChatBatch
+from coterie.data.chats.splits import ChatBatch
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
 

@@ -24,7 +24,7 @@ from invented_archives import (
 
 from coterie.core.errors import DataError
 from coterie.data.archives import kind_of, rows_of
-from coterie.data.archives.mail_text import written_here
+from coterie.data.archives.mail import written_here
 from coterie.data.chats.reading import read_conversations
 from coterie.data.folders import Folders
 

@@ -12,10 +12,10 @@ import numpy as np
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
 from coterie.data.chats.answers import Loss, Rendered
+from coterie.data.chats.jinja_process import NO_TEMPLATE
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.chats.template import ChatTemplate
-from coterie.data.chats.writing import NO_TEMPLATE
 from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens

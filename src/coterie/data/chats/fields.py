@@ -1,14 +1,15 @@
 """The fields of a `data` section whose rows may be conversations."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from coterie.core import names
+from coterie.core.foreign import read_text
 from coterie.data.chats.answers import Loss
 from coterie.data.chats.encoding import Encoder
-from coterie.data.chats.jinja import template_text
 from coterie.data.chats.reading import Conversation, read_conversations
 from coterie.data.chats.template import ChatTemplate
 from coterie.data.section import Names, Section
@@ -17,6 +18,29 @@ from coterie.data.store import Tokenizer
 from coterie.data.text_streams import StreamEncoder
 
 _OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
+
+
+def template_text(value: str) -> str:
+    """Return a template, given as Jinja or as the path of a file with it.
+
+    Raises:
+        ValueError: There is no such file, or it holds no template.
+    """
+    if is_template(value):
+        return value
+    path = Path(value).expanduser()
+    try:
+        template = read_text(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a chat template ({error})") from None
+    if not is_template(template):
+        raise ValueError(f"{path} is no chat template: it has no Jinja in it")
+    return template
+
+
+def is_template(value: str) -> bool:
+    """Whether a value is Jinja and not a path."""
+    return "{%" in value or "{{" in value
 
 
 def _listed(me: Any) -> Any:

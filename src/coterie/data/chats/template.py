@@ -25,6 +25,7 @@ from coterie.data.chats.answers import (
     tokens,
     within,
 )
+from coterie.data.chats.jinja_process import Writer
 from coterie.data.chats.messages import (
     ASSISTANT,
     WEIGHT,
@@ -32,7 +33,7 @@ from coterie.data.chats.messages import (
     normal_messages,
     normal_tools,
 )
-from coterie.data.chats.reading import Conversation
+from coterie.data.chats.reading import Conversation, answers_apart, longest_that, without_greeting
 from coterie.data.chats.rendering import (
     TOOLS,
     Renders,
@@ -42,8 +43,6 @@ from coterie.data.chats.rendering import (
     spans_of,
     with_marks,
 )
-from coterie.data.chats.shortening import answers_apart, longest_that, without_greeting
-from coterie.data.chats.writing import Writer
 from coterie.data.text_encoding import ControlTokens, TextEncoder
 
 GENERATION = "its {% generation %} marks"

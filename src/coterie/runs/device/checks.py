@@ -14,7 +14,7 @@ from coterie.client.outbound import Outbound
 from coterie.core.errors import Refused
 from coterie.core.own import installed, is_own
 from coterie.core.protocol import Sends, declared, find_task
-from coterie.data.own import GROUP as DATA_GROUP
+from coterie.data import GROUP as DATA_GROUP
 from coterie.engines.messages import Request
 from coterie.methods import GROUP as METHODS_GROUP
 from coterie.runs.device.account import Account, OutgoingReply

@@ -21,7 +21,7 @@ from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.foreign import json_of
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
-from coterie.data.chats.jinja import is_template
+from coterie.data.chats.fields import is_template
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
 from coterie.models import artifact
 from coterie.runs.device.account import ACCOUNT, Account

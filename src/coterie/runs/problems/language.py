@@ -15,8 +15,7 @@ from coterie.core.protocol import ClientId
 from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
-from coterie.data.text_encoding import ControlTokens
-from coterie.data.tokenizer_digest import TokenizerDigest
+from coterie.data.text_encoding import ControlTokens, TokenizerDigest
 from coterie.models import artifact
 from coterie.models.adapter import Adapter
 from coterie.models.artifact import Content
