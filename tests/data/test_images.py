@@ -504,7 +504,7 @@ def test_the_pool_is_the_union_under_each_clients_names() -> None:
     assert sorted(found) == sorted(
         (x.numpy().tobytes(), int(y)) for x, y in zip(walked.x, walked.y, strict=True)
     )
-    assert federation.sizes()["c0-0"]["train"].windows == 5
+    assert federation.clients["c0-0"].train.windows == 5
 
 
 # Refusals

@@ -111,11 +111,9 @@ def test_stdlib_has_its_topics(tokenizer) -> None:
     federation = section.load(tokenizer, 64)
     assert list(federation.clients) == list(STDLIB_TOPICS)
     assert federation.description == "Python's standard library: 4 clients"
-    sizes = federation.sizes()
-    assert [sizes[id]["test"].tokens for id in sizes] == [500, 600, 700, 800]
-    assert all(
-        size["train"].tokens == 3000 and size["valid"].tokens == 1000 for size in sizes.values()
-    )
+    clients = federation.clients.values()
+    assert [len(data.test) for data in clients] == [500, 600, 700, 800]
+    assert all(len(data.train) == 3000 and len(data.valid) == 1000 for data in clients)
 
 
 def test_stdlib_documents_are_chunks_in_one_split_each() -> None:
@@ -441,7 +439,7 @@ def test_changed_local_files_are_noticed(tmp_path, tokenizer) -> None:
     section.load(tokenizer, 4)
     write_rows(tmp_path / "people/train.jsonl", people(90))
     assert sum(map(len, texts(section)["x-1"])) == 30
-    assert section.load(tokenizer, 4).sizes()["x-1"]["train"].tokens > 0
+    assert len(section.load(tokenizer, 4).clients["x-1"].train) > 0
     assert len(list((tmp_path / "cache").iterdir())) == 2
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import DataError
-from coterie.data.federation import CENTRALIZED, ClientData, Federation, Size, federate
+from coterie.data.federation import CENTRALIZED, ClientData, Federation, federate
 from coterie.data.splits import Split, TokenSplit, UnionSplit
 
 contexts = st.integers(1, 7)
@@ -113,9 +113,9 @@ def small_federation() -> Federation:
 
 
 def test_sizes() -> None:
-    sizes = small_federation().sizes()
-    assert list(sizes) == ["b", "a"]  # the recipe's order, not the alphabet's
-    assert sizes["a"] == dict.fromkeys(("train", "valid", "test"), Size(12, 2))
+    clients = small_federation().clients
+    assert list(clients) == ["b", "a"]  # the recipe's order, not the alphabet's
+    assert all((len(split), split.windows) == (12, 2) for split in clients["a"].splits)
 
 
 def test_pooled_data_are_the_union() -> None:

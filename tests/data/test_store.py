@@ -9,6 +9,7 @@ import pytest
 
 from coterie.core.errors import DataError, SaveError
 from coterie.data import Folders
+from coterie.data.federation import Federation
 from coterie.data.store import default_cache, dtype_for, key_of
 
 WORDS = "the cat and the dog and the bird "
@@ -26,6 +27,10 @@ def folders(tmp_path: Path) -> Folders:
 
 def entries() -> list[Path]:
     return list(default_cache().iterdir())
+
+
+def sizes(federation: Federation) -> list[int]:
+    return [len(split) for data in federation.clients.values() for split in data.splits]
 
 
 def test_the_second_load_encodes_nothing_whatever_the_context(folders, tokenizer) -> None:
@@ -55,7 +60,7 @@ def test_what_the_tokens_depend_on_makes_an_entry_of_its_own(
     "damage", ["cut", "no tokens", "no manifest", "bad manifest", "empty manifest"]
 )
 def test_a_damaged_entry_is_built_again(folders, tokenizer, damage: str) -> None:
-    first = folders.load(tokenizer, 8).sizes()
+    first = sizes(folders.load(tokenizer, 8))
     [entry] = entries()
     tokens, manifest = entry / "tokens.bin", entry / "manifest.json"
     {
@@ -65,7 +70,7 @@ def test_a_damaged_entry_is_built_again(folders, tokenizer, damage: str) -> None
         "bad manifest": lambda: manifest.write_text("{"),
         "empty manifest": lambda: manifest.write_text(json.dumps({})),
     }[damage]()
-    assert folders.load(tokenizer, 8).sizes() == first
+    assert sizes(folders.load(tokenizer, 8)) == first
     assert len(tokenizer.texts) == 80
     assert len(entries()) == 1  # nothing is left behind
 

@@ -107,10 +107,9 @@ def test_every_word_is_a_token(embedded: Backbone) -> None:
 def test_sizes_are_exact(embedded: Backbone) -> None:
     section = Synthetic(clients=2, train_tokens=(3000, 1000), valid_tokens=700, test_tokens=333)
     federation = section.load(embedded.tokenizer, 64)
-    assert [size["train"].tokens for size in federation.sizes().values()] == [3000, 1000]
-    assert {
-        (size["valid"].tokens, size["test"].tokens) for size in federation.sizes().values()
-    } == {(700, 333)}
+    clients = federation.clients.values()
+    assert [len(data.train) for data in clients] == [3000, 1000]
+    assert {(len(data.valid), len(data.test)) for data in clients} == {(700, 333)}
     assert federation.description == "a synthetic language: 2 clients"
 
 

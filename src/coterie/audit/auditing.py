@@ -31,7 +31,6 @@ from coterie.core.result import (
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
 from coterie.data.canaries import PlantedCanaries
-from coterie.data.splits import SplitBase
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.words import Words
@@ -190,8 +189,6 @@ class _Auditor:
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
         """As many rows that a client was trained on as of its test split."""
         data = self.prepared.site.data[client]
-        assert isinstance(data.train, SplitBase)
-        assert isinstance(data.test, SplitBase)
         rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "rows", client))
         state = self.execution.engine.states().get(client, {})
         method, batch = self.prepared.method, self.recipe.training.batch_size

@@ -12,7 +12,7 @@ from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
 from coterie.core.result import MembershipResult, TruePositiveRate
 from coterie.data.chats import ChatBatch
-from coterie.data.splits import Numbers, SplitBase
+from coterie.data.splits import Numbers, Split
 
 RATE = 0.01  # of false alarms
 
@@ -39,7 +39,7 @@ class MembershipScores:
 
 
 def drawn(
-    train: SplitBase, cursor: int, without: Numbers, most: int, rng: np.random.Generator
+    train: Split, cursor: int, without: Numbers, most: int, rng: np.random.Generator
 ) -> Numbers:
     """Return the numbers of some training rows that a client has trained on, in rising order.
 

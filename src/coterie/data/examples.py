@@ -3,11 +3,11 @@ share.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import DataError
-from coterie.data.splits import Numbers, SplitBase
+from coterie.data.splits import Numbers, Split
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,16 @@ _DIMENSIONS = {"uint8": 4, "float32": 4, "int64": 2}  # of inputs, by their kind
 
 
 @dataclass(frozen=True, eq=False)
-class ExampleSplit(SplitBase):
+class ExampleSplit(Split):
     """One split of a client's examples; a row is one example.
 
     Args:
-        name: "train", "valid" or "test", also the key of the client's cursor; or "public".
+        name: See `Split`; or "public".
         inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, scaled by 1 / 255, or
             float32. Texts: (N, T) int64 token ids, -1 behind the end.
         labels: (N,) int64, one for each of `inputs`, as this client calls them.
         rows: (n,) int64, the client's rows of `inputs`.
-        seed: Fixes the order of the endless walk.
+        seed: See `Split`.
         mean: The mean of each channel of images.
         std: The standard deviation of each channel of images.
         classes: The number of classes; labels are below it.
@@ -73,8 +73,6 @@ class ExampleSplit(SplitBase):
             or has no tokens.
     """
 
-    context: ClassVar[int] = 1  # predictions per row
-
     name: str
     inputs: npt.NDArray[Any]
     labels: Numbers
@@ -84,6 +82,7 @@ class ExampleSplit(SplitBase):
     std: tuple[float, ...]
     classes: int
     embeddings: Tensor | None = None
+    context: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
         if not len(self.rows):
@@ -136,12 +135,10 @@ class ExampleSplit(SplitBase):
 
     @property
     def windows(self) -> int:
-        """Examples of one epoch."""
         return len(self.rows)
 
     @property
     def predictions(self) -> int:
-        """Predictions of one epoch: one for each example."""
         return len(self.rows)
 
     def __len__(self) -> int:
@@ -181,7 +178,6 @@ class ExampleSplit(SplitBase):
         return sha256.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:
-        """Return the rows of concatenated batches in another order."""
         embeddings = [batch.embedding for batch in batches if batch.embedding is not None]
         behind = Examples(
             torch.cat([batch.x for batch in batches]),
@@ -214,8 +210,3 @@ class ExampleSplit(SplitBase):
         twin = copy(self)  # not `replace`, which would check the data again
         object.__setattr__(twin, "embeddings", embeddings)
         return twin
-
-    def scoring(self, rows: int) -> Iterator[Examples]:
-        """Yield every example once, in order, at most `rows` at a time."""
-        for start in range(0, len(self), rows):
-            yield self.take(np.arange(start, min(start + rows, len(self))))

@@ -54,14 +54,6 @@ class ClientInfo:
 
 
 @dataclass(frozen=True)
-class Size:
-    """The size of one split."""
-
-    tokens: int
-    windows: int
-
-
-@dataclass(frozen=True)
 class Federation:
     """Clients with their data.
 
@@ -147,13 +139,6 @@ class Federation:
                 for name in SPLITS
             ),
         )
-
-    def sizes(self) -> dict[ClientId, dict[str, Size]]:
-        """Tokens and windows by client and split, for a summary."""
-        return {
-            id: {split.name: Size(len(split), split.windows) for split in data.splits}
-            for id, data in self.clients.items()
-        }
 
 
 def token_split(name: str, arrays: Mapping[str, Tokens], context: int, seed: int) -> Split:

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn, Protocol, Self
 
@@ -30,51 +30,6 @@ class Batch(Protocol):
     def split(self, rows: int) -> "Sequence[Batch]": ...
 
 
-class Split(Protocol):
-    """The interface of a split: batches for a client, whatever the data are."""
-
-    @property
-    def name(self) -> str:
-        """`train`, `valid` or `test`: also the key of the client's cursor."""
-
-    @property
-    def seed(self) -> int:
-        """Fixes the order of the endless walk."""
-
-    @property
-    def context(self) -> int:
-        """Predictions per row of a batch: the window length C in tokens."""
-
-    @property
-    def windows(self) -> int:
-        """Rows of one epoch."""
-
-    @property
-    def predictions(self) -> int:
-        """Predictions of one epoch that count."""
-
-    def __len__(self) -> int:
-        """Tokens or examples held."""
-
-    def take(self, numbers: Numbers) -> Any:
-        """Return the rows of these numbers, each in [0, windows): a Batch."""
-
-    def join(self, batches: Sequence[Any], order: Numbers) -> Any:
-        """Return one batch, whose row i is row order[i] of the concatenated batches."""
-
-    def batch(self, start: int, size: int) -> Any:
-        """Return rows start..start+size-1 of the endless walk: a Batch."""
-
-    def reordered(self, name: str) -> "Split":
-        """Return the same rows under another name, and so in another order."""
-
-    def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of the data; "" if they are not here."""
-
-    def scoring(self, rows: int) -> Iterator[Any]:
-        """Yield all rows once, in order, at most `rows` at a time."""
-
-
 # Bounded: the permutations of thousands of clients would outgrow the data.
 @lru_cache(maxsize=256)
 def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
@@ -83,20 +38,45 @@ def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
     return order
 
 
-class SplitBase(ABC):
-    """The common part of splits: an endless walk, in which every epoch has each row once, in a
-    random order.
+class Split(ABC):
+    """One split of a client's data, whatever the data are: batches for training, along an endless
+    walk in which every epoch has each row once, in a random order; and all rows for scoring.
     """
 
-    name: str
-    seed: int
+    name: str  # "train", "valid" or "test": also the key of the client's cursor
+    seed: int  # fixes the order of the endless walk
+    context: int  # predictions per row of a batch: the window length C in tokens
 
     @property
     @abstractmethod
-    def windows(self) -> int: ...
+    def windows(self) -> int:
+        """Rows of one epoch."""
+
+    @property
+    @abstractmethod
+    def predictions(self) -> int:
+        """Predictions of one epoch that count."""
 
     @abstractmethod
-    def take(self, numbers: Numbers) -> Any: ...
+    def __len__(self) -> int:
+        """Tokens or examples held."""
+
+    @abstractmethod
+    def take(self, numbers: Numbers) -> Any:
+        """Return the rows of these numbers, each in [0, windows): a Batch."""
+
+    @abstractmethod
+    def join(self, batches: Sequence[Any], order: Numbers) -> Any:
+        """Return one batch, whose row i is row order[i] of the concatenated batches."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Return the hexadecimal SHA-256 of the data; "" if they are not here."""
+
+    def scoring(self, rows: int) -> Iterator[Any]:
+        """Yield all rows once, in order, at most `rows` at a time."""
+        for start in range(0, self.windows, rows):
+            yield self.take(np.arange(start, min(start + rows, self.windows)))
 
     def reordered(self, name: str) -> Self:
         """Return the same rows under another name, and so in another order."""
@@ -124,15 +104,15 @@ class SplitBase(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class TokenSplit(SplitBase):
+class TokenSplit(Split):
     """One split of a client's text: token ids in a memory-mapped array, in windows.
 
     Args:
-        name: "train", "valid" or "test": also the key of the client's cursor.
+        name: See `Split`.
         tokens: (tokens,) uint16 or uint32, read-only.
         context: Window length C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets
             `row[1:]`.
-        seed: Fixes the order of the endless walk.
+        seed: See `Split`.
 
     Raises:
         DataError: There are fewer than C + 1 tokens.
@@ -161,7 +141,6 @@ class TokenSplit(SplitBase):
 
     @property
     def predictions(self) -> int:
-        """Targets of the full windows."""
         return self.windows * self.context
 
     def __len__(self) -> int:
@@ -173,41 +152,38 @@ class TokenSplit(SplitBase):
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the tokens."""
         return hashlib.sha256(np.ascontiguousarray(self.tokens, dtype=np.uint32)).hexdigest()
 
     def join(self, batches: Sequence[Tensor], order: Numbers) -> Tensor:
-        """Return the windows of concatenated batches in another order."""
         return torch.cat(list(batches))[torch.from_numpy(order)]
 
     def scoring(self, rows: int) -> Iterator[Tensor]:
         """Yield all windows in order, (<= rows, C + 1) int64 each, then the last, shorter one,
         (1, m + 1). Every token but the first is a target exactly once.
         """
-        for start in range(0, self.windows, rows):
-            yield self.take(np.arange(start, min(start + rows, self.windows)))
+        yield from super().scoring(rows)
         rest = self.tokens[self.windows * self.context :]
         if len(rest) > 1:
             yield torch.from_numpy(rest.astype(np.int64))[None]
 
 
 @dataclass(frozen=True, eq=False)
-class UnionSplit(SplitBase):
+class UnionSplit(Split):
     """The union of several clients' splits of one name: one walk over all of their rows.
 
     Args:
-        name: "train", "valid" or "test".
+        name: See `Split`.
         parts: The clients' splits, of one kind and context length.
-        seed: Fixes the order of the endless walk.
+        seed: See `Split`.
     """
 
     name: str
     parts: Sequence[Split]
     seed: int
+    context: int = field(init=False)
 
-    @property
-    def context(self) -> int:
-        return self.parts[0].context
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", self.parts[0].context)
 
     @property
     def windows(self) -> int:
@@ -233,27 +209,19 @@ class UnionSplit(SplitBase):
         return self.join(batches, np.argsort(np.concatenate(places)))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the digests of the parts."""
         return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
 
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
-        """Return one batch, joined as the parts do."""
         return self.parts[0].join(batches, order)
 
     def scoring(self, rows: int) -> Iterator[Any]:
-        """Yield the scoring of each part in turn."""
         for part in self.parts:
             yield from part.scoring(rows)
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteSplit(SplitBase):
-    """A split that is on its client's device: only its size is known here.
-
-    Args:
-        name: "train", "valid" or "test".
-        rows: Rows of one epoch.
-    """
+class RemoteSplit(Split):
+    """A split that is on its client's device: only the number of its rows is known here."""
 
     name: str
     rows: int
@@ -272,7 +240,6 @@ class RemoteSplit(SplitBase):
         return self.rows
 
     def digest(self) -> str:
-        """Return "": the data are not here."""
         return ""
 
     def _refuse(self) -> NoReturn:

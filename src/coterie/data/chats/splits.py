@@ -2,7 +2,7 @@
 
 import hashlib
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import DataError
-from coterie.data.splits import Numbers, SplitBase, Tokens
+from coterie.data.splits import Numbers, Split, Tokens
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,17 @@ class ChatBatch:
 
 
 @dataclass(frozen=True, eq=False)
-class ChatSplit(SplitBase):
+class ChatSplit(Split):
     """One split of a client's conversations: a row holds as many as fit, none is in two rows.
     Documents that begin with a token of the base are such, too, see `data.text_streams`.
 
     Args:
-        name: "train", "valid" or "test": also the key of the client's cursor.
+        name: See `Split`.
         tokens: (tokens,) unsigned, read-only: all conversations, one behind the other.
         counted: (tokens,) unsigned: 1 for tokens that the loss and every score count.
         lengths: (conversations,) unsigned: tokens of each, at most C + 1.
         context: C; a row is C + 1 ids at most.
-        seed: Fixes the order of the endless walk.
+        seed: See `Split`.
         packing: Whether a row may hold several conversations.
 
     Raises:
@@ -112,12 +112,10 @@ class ChatSplit(SplitBase):
 
     @property
     def windows(self) -> int:
-        """Rows of one epoch."""
         return len(self.rows)
 
     @cached_property
     def predictions(self) -> int:
-        """Targets that count."""
         return int(self.counted.sum(dtype=np.int64))
 
     def __len__(self) -> int:
@@ -152,7 +150,6 @@ class ChatSplit(SplitBase):
         return ChatBatch(*map(torch.from_numpy, (ids, counted, positions)))
 
     def join(self, batches: Sequence[ChatBatch], order: Numbers) -> ChatBatch:
-        """Return the rows of several batches, one behind the other, in another order."""
         return ChatBatch.joined(batches).at(torch.from_numpy(order))
 
     def digest(self) -> str:
@@ -161,11 +158,6 @@ class ChatSplit(SplitBase):
         for values in (self.tokens, self.counted, self.lengths):
             digest.update(np.ascontiguousarray(values, dtype=np.uint32))
         return digest.hexdigest()
-
-    def scoring(self, rows: int) -> Iterator[ChatBatch]:
-        """Yield all rows once, in order: every counted token is a target exactly once."""
-        for start in range(0, self.windows, rows):
-            yield self.take(np.arange(start, min(start + rows, self.windows)))
 
 
 def packed(lengths: Numbers, room: int) -> list[list[int]]:
