@@ -62,15 +62,9 @@ class ByClient(ChatFields):
         return [name for name in COLUMNS if name in available] or COLUMNS[:1]
 
     def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
-        """Return the documents of each client in splits, of rows that have a client and text.
-
-        Args:
-            rows: Each with its file and number.
-            where: The table, for messages.
-            notes: Gets a sentence for each kind of row that is left out.
-
-        Raises:
-            DataError: A column is missing, or rows have other values than names and texts.
+        """Return the documents of each client in splits, of rows that have a client and text;
+        `notes` get a sentence for each kind of row that is left out. Raises DataError for missing
+        columns and invalid values.
         """
         owners, left_out = list[str](), LeftOut()
         owned = self._owned(rows, where, owners, left_out)
@@ -88,8 +82,8 @@ class ByClient(ChatFields):
     def _owned(
         self, rows: Iterable[Row], where: str, owners: list[str], left_out: LeftOut
     ) -> Iterator[Row]:
-        """Yield the rows that have a client and append its name to `owners`; then refuse a table
-        in which no row has a required column.
+        """Yield the rows that have a client, whose names `owners` gets; then refuse missing
+        columns.
         """
         columns: dict[str, None] = {}
         for place, row in rows:

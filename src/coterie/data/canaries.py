@@ -184,9 +184,7 @@ def _planted(
     planted: npt.NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> tuple[TokenSplit | ChatSplit, Numbers]:
-    """Return the split with the planted ones of (m, l) pieces, and the numbers of their windows.
-    Pieces that are not planted occupy a window, too. Raises DataError if there are too few.
-    """
+    """Return the split with the planted ones of (m, l) pieces, and the numbers of their windows."""
     count, length = pieces.shape if len(pieces) else (0, 0)
     if length >= split.context:
         problem = f"{split.name}: canaries of {length} tokens in windows of {split.context}"
@@ -209,9 +207,7 @@ def _planted(
 
 
 def _first_tokens(split: TokenSplit | ChatSplit, length: int) -> dict[int, int]:
-    """Return the first token that a canary of this length may replace in each window: that of its
-    longest document.
-    """
+    """Return where a canary may begin in each window: in a window's longest document."""
     if isinstance(split, TokenSplit):
         return {number: number * split.context for number in range(split.windows)}
     longest = {

@@ -21,9 +21,7 @@ from coterie.data.splitting import Document, keyed_by_text, split
 
 
 class Corpus(Section):
-    """A corpus in a folder with the layout of coterie's data: `root`, or the environment
-    variable COTERIE_DATA.
-    """
+    """A corpus in a folder of coterie's data: `root`, or the variable COTERIE_DATA."""
 
     root: Root = None
     exclude_pretraining: bool = Field(
@@ -121,9 +119,7 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class _OneFile(Corpus):
-    """A corpus of one file, whose rows name their client; a checkout of the repository has a part
-    of it.
-    """
+    """A corpus of one file, whose rows name their client; a checkout has a part of it."""
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
     root: Path | None = Field(

@@ -21,25 +21,13 @@ _BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<
 
 
 def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
-    """Return these columns of the rows of a JSON-lines file; blank lines are skipped.
-
-    Raises:
-        DataError: As `plain_text.read_text`, or lines that are not JSON objects or lack a column of
-            its type; each by file and line.
-    """
+    """Return these columns of the rows of a JSON-lines file; see `json_lines`."""
     return [dict(row) for _, row in json_lines(path, columns)]
 
 
 def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> list[str]:
-    """Return the texts of several files: one of each text file, one of each row of tables.
-
-    Args:
-        paths: The files.
-        text_column: The column of tables that has the text.
-        left_out: Counts the rows without text.
-
-    Raises:
-        DataError: All mistakes in all files.
+    """Return the texts of several files: one of each text file, one of each row of tables. Raises
+    DataError with all mistakes.
     """
     texts: list[str] = []
     with Refusals() as refusals:

@@ -170,15 +170,8 @@ class Folders(ChatFields):
     def documents(
         self, paths: Sequence[Path], few: bool = False, left_out: LeftOut | None = None
     ) -> list[Document]:
-        """Return the documents of files: texts, or conversations as JSON.
-
-        Args:
-            paths: The files.
-            few: Whether texts are cut into chunks if there are few.
-            left_out: Counts the rows without text.
-
-        Raises:
-            DataError: All mistakes in all files.
+        """Return the documents of files: texts, or conversations as JSON; where there are `few`
+        texts, chunks of them. Raises DataError with all mistakes.
         """
         if self.content == "chats":
             exported = archives.archives_in(paths)
@@ -191,9 +184,7 @@ class Folders(ChatFields):
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
         """Return the train, valid and test documents of one client, from its folder or only file.
-
-        Raises:
-            DataError: No text, incomplete splits, or files that cannot be read.
+        Raises DataError.
         """
         folder = path.is_dir()
         paths = _find(path, self.endings)[0] if folder else {"": text_files(path, self.endings)}
@@ -201,11 +192,8 @@ class Folders(ChatFields):
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
-    """Return a client's files, by split if the folder fixes them, else all under ""; and the files
-    of other kinds, which are not read.
-
-    Raises:
-        DataError: No text, or splits that are incomplete or have other text beside them.
+    """Return a client's files, by split if the folder fixes them, else under "", and those not
+    read.
     """
     if archives.archives_in([folder]):
         return {"": text_files(folder, endings)}, []
@@ -245,22 +233,12 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
 
 
 def text_files(entry: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
-    """Return the text files that an entry of a folder is or holds, as `files_in`.
-
-    Args:
-        entry: A file or folder.
-        endings: The endings of text files, in any case.
-
-    Raises:
-        DataError: As `files_in`, or a text is not a regular file.
-    """
+    """Return the text files that an entry of a folder is or holds, as `files_in`. Raises DataError."""
     return _texts(files_in(entry), endings)
 
 
 def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
-    """Return the paths with these endings and the archives. Raises DataError for one that is not a
-    regular file, and for archives that would be read as texts.
-    """
+    """Return the paths with these endings and the archives. Raises DataError for irregular files."""
     exported = archives.archives_in(paths)
     if exported and endings == ENDINGS:
         raise archives.not_text(exported[0])
@@ -279,14 +257,7 @@ def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
 
 def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
     """Return the files that an entry of a folder is or holds, without hidden files and those that
-    a run has written.
-
-    Args:
-        entry: A file or folder.
-        above: The folders that led to it.
-
-    Raises:
-        DataError: A folder cannot be read, or a link leads back to a folder that it is in.
+    a run has written. Raises DataError, also for a link to a folder `above` it.
     """
     if entry.name.startswith("."):
         return []

@@ -145,9 +145,7 @@ class LabelledTexts(Partitioner, ABC):
         return self.called(np.array(kinds, dtype=np.int64))
 
     def _drawn(self, field: str, rows: Rows, labels: Numbers, count: int) -> list[int]:
-        """Return rows with text, equally many of each class, in rising order. Raises DataError if
-        there are too few.
-        """
+        """Return rows with text, equally many of each class, in rising order. Raises DataError."""
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
             candidates = random.permutation(np.flatnonzero(labels == label)).tolist()
@@ -176,9 +174,7 @@ class LabelledTexts(Partitioner, ABC):
         length: int,
         lengths: list[int],
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the token ids of the chosen rows in pieces, and append the length of each row to
-        `lengths`. Raises DataError for a row without tokens.
-        """
+        """Yield the token ids of the chosen rows in pieces; `lengths` get those of rows."""
         encoder = TextEncoder(tokenizer)
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]

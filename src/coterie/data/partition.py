@@ -203,9 +203,7 @@ class Partitioner(PartitionSchemes):
         return ExampleSplit(name, inputs, labels, rows, seed, self.mean, self.std, self.classes)
 
     def _label_permutations(self) -> list[Numbers]:
-        """Return the (classes,) permutation of the labels in each cluster; the first is the
-        identity.
-        """
+        """Return the (classes,) permutation of the labels in each cluster, the first unchanged."""
         dialects = [np.arange(self.classes)]
         if self.partition == "permuted-clusters":
             random = self._random("labels")

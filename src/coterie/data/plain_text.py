@@ -28,9 +28,7 @@ def binary(path: Path) -> io.BufferedReader:
 
 
 class _Bounded(gzip.GzipFile):
-    """A gzip file that is refused once it expands beyond a limit: a few kilobytes can expand to
-    gigabytes.
-    """
+    """A gzip file that is refused beyond a limit: a few kilobytes can expand to gigabytes."""
 
     def __init__(self, path: Path) -> None:
         file = opened_binary(path)
@@ -86,14 +84,8 @@ def empty(path: Path) -> DataError:
 
 @contextmanager
 def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    r"""Open a file of text. Errors while it is read are raised as DataError, too.
-
-    Args:
-        path: The file.
-        newline: As Python's `open` takes it; None: every line ends in \n.
-
-    Raises:
-        DataError: As `read_text`, except for an empty file.
+    """Open a file of text; `newline` is as Python's `open` takes it. Errors while it is read are
+    raised as DataError, too; see `read_text`.
     """
     encoding = ""
     with _readable(path):
@@ -172,10 +164,8 @@ _TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
 
 
 def encoding_of(path: Path, beginning: bytes) -> str:
-    """Return the encoding that the first bytes of a file mark; UTF-8 without a mark.
-
-    Raises:
-        DataError: The file is not text, or is UTF-16 without a mark.
+    """Return the encoding that the first bytes of a file mark; UTF-8 without a mark. Raises
+    DataError for other files than text.
     """
     if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
         raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
@@ -194,12 +184,7 @@ def encoding_of(path: Path, beginning: bytes) -> str:
 
 
 def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
-    """Return the refusal of a file that is not UTF-8.
-
-    Args:
-        path: The file.
-        lines: Its bytes, line by line.
-    """
+    """Return the refusal of a file that is not UTF-8, of which these are the lines."""
     remaining, utf8_before, number = iter(lines), False, 0
     for line in remaining:
         number += 1
@@ -233,12 +218,7 @@ def _mostly_utf8(sample: bytes) -> bool:
 
 
 def _detected(path: Path, sample: bytes) -> str:
-    """Return iconv's name of a file's encoding; "" if it is uncertain.
-
-    Args:
-        path: The file, all of which must be in that encoding.
-        sample: A part of it that is not ASCII.
-    """
+    """Return iconv's name of the encoding of a file, by a sample; "" if it is uncertain."""
     import chardet
 
     guesses = chardet.detect_all(sample, include_encodings=_CANDIDATES)
@@ -265,9 +245,7 @@ def _detected(path: Path, sample: bytes) -> str:
 
 
 def _mixed(text: str) -> bool:
-    """Whether words mix Latin with Cyrillic or Greek letters, or have control characters: signs of
-    a wrong encoding.
-    """
+    """Whether words mix alphabets, or have control characters: signs of a wrong encoding."""
     beside = _BESIDE_LATIN.findall(text)
     foreign = [c for c in "".join(beside) if unicodedata.name(c, "").startswith(_UNLIKE_LATIN)]
     return 10 * len(foreign) > sum(not c.isascii() for c in text) or bool(_C1.search(text))

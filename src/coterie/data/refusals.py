@@ -89,11 +89,7 @@ class LeftOut:
 
 
 def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
-    """Return a sentence for each client with files that are not read.
-
-    Args:
-        skipped: The files by client; those beside the clients' folders under "".
-    """
+    """Return a sentence for each client (or "", beside them) with files that are not read."""
     return [
         f"{client or 'beside the folders of clients'}: {len(files):,} "
         f"{_plural('file', len(files))} not read ({_kinds(files)})"

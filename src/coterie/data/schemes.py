@@ -138,9 +138,7 @@ class PartitionSchemes(PartitionFields, ABC):
     def _cut(
         self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
     ) -> list[Numbers]:
-        """Return the rows of each client, each class being cut at its fractions of (classes,
-        clients - 1) `ends`.
-        """
+        """Return the rows of each client: each class is cut at its (classes, clients - 1) `ends`."""
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
             rows = random.permutation(np.flatnonzero(labels == label))
@@ -216,9 +214,7 @@ class PartitionSchemes(PartitionFields, ABC):
         ]
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether a label set is reserved for aligned unseen clients: exactly the classes of some
-        anchors.
-        """
+        """Whether a label set is for aligned unseen clients: exactly the classes of some anchors."""
         whole = sum(set(group) <= set(labels) for group in anchors) == self.unseen_anchors
         return (
             "aligned" in self.unseen
@@ -237,9 +233,7 @@ class PartitionSchemes(PartitionFields, ABC):
             yield ClientShare(id, rows[:share], self._bounded(_rows(test, labels), id), labels)
 
     def _unseen_sets(self, group: Unseen, clients: Sequence[ClientShare]) -> list[Labels]:
-        """Return a new label set for each client of a group. Raises DataError if there are too
-        few.
-        """
+        """Return a new label set for each client of a group. Raises DataError."""
         random, count = self._random("unseen", group), self.unseen[group]
         anchors = [part.labels for part in clients[: self.anchors]]
         taken = {part.labels for part in clients}
@@ -288,13 +282,8 @@ class PartitionSchemes(PartitionFields, ABC):
     def _share_out(
         self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()
     ) -> list[Numbers]:
-        """Return disjoint shares of the rows in random order: all evenly, or a fraction each.
-
-        Args:
-            rows: The rows of the cluster.
-            clients: The number of clients that may have any row.
-            cluster: Fixes the order.
-            reserved: The disjoint rows allowed for each anchor; the anchors' shares come first.
+        """Return disjoint shares of the rows in random order: all evenly, or a fraction each; first
+        those of anchors, for each of which some rows are `reserved`.
         """
         shuffled = self._random("shares", cluster).permutation(rows)
         size = (

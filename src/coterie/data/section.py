@@ -215,9 +215,7 @@ class Section(BaseModel, ABC):
         return self._streams(texts, encoder, context), chain(source.notes, overlaps, encoder.notes)
 
     def _streams(self, texts: Texts, encoder: StreamEncoder, context: int) -> Streams:
-        """Return the token streams of texts, which are encoded as they are read, except for
-        conversations.
-        """
+        """Return the token streams of texts."""
         self._check(list(texts))
         parts = [
             SplitTexts(id, name, documents, self._bound(name, position))
@@ -250,11 +248,7 @@ class Section(BaseModel, ABC):
 
 
 def choose(available: Iterable[str], names: Sequence[str], field: str, where: str) -> None:
-    """Refuse names that are not available.
-
-    Raises:
-        DataError: Naming the field, all unknown names, and the allowed ones.
-    """
+    """Refuse names that are not available, with the allowed ones. Raises DataError."""
     allowed = sorted(set(available))
     if unknown := [name for name in names if name not in allowed]:
         raise DataError(

@@ -73,12 +73,8 @@ def comparable(text: str) -> str:
 def conversation_content(
     messages: Iterable[Mapping[str, Any]], pair: Sequence[str] | None = None
 ) -> str:
-    """Return the part of a conversation that is compared: roles, contents and calls of tools, not
-    ids, times and other keys.
-
-    Args:
-        messages: Each with `role` and `content`.
-        pair: A prompt and its completion instead.
+    """Return the part of a conversation that is compared, of messages or of a prompt and
+    completion: roles, contents and calls of tools, not ids, times and other keys.
     """
     if pair is not None:
         messages = [{"role": ("user", "assistant")[i], "content": pair[i]} for i in range(2)]
@@ -255,9 +251,7 @@ def _assign(
     seed: int,
     fixed: Mapping[str, int],
 ) -> list[list[list[str]]]:
-    """Assign works in seeded order, each to its fixed part, or else to the part that is filled
-    least relative to its fraction.
-    """
+    """Assign works in seeded order, each to its fixed part, or to the part that is filled least."""
     parts: list[list[list[str]]] = [[] for _ in fractions]
     filled = [0.0] * len(fractions)
     for key, part in fixed.items():

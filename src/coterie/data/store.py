@@ -123,9 +123,7 @@ def cached(
 def _replace(
     entry: Path, read: Callable[[Path], object | None], write: Callable[[Path], None]
 ) -> None:
-    """Write an entry in a folder beside it, then rename it into place, unless another process
-    was faster.
-    """
+    """Write an entry beside its place, then rename it, unless another process was faster."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix=f".{entry.name}.", dir=entry.parent))
     try:

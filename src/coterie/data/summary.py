@@ -137,8 +137,8 @@ def _lengths(split: Split, end: int | None) -> Numbers:
 
 
 def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple[int, int]]:
-    """Return the numbers of each client's documents that are nearly equal to another one, and to
-    one in another split.
+    """Return how many documents of clients are nearly equal to others, and to those of other
+    splits.
     """
     contents: dict[bytes, str] = {}
     keys: dict[tuple[ClientId, str], list[bytes]] = {}

@@ -64,14 +64,8 @@ class Table(ByClient):
 
 
 def in_memory(data: Any) -> Any:
-    """Return a `data` section in which a table in memory is replaced by a file in the cache.
-
-    Args:
-        data: A section, a table, or a mapping of fields with a table under `table`.
-
-    Raises:
-        DataError: The value under `table` is not a table.
-        SaveError: The cache cannot be written.
+    """Return a `data` section (or fields of one) with a file in the cache in place of a table,
+    which may be the value of `table`. Raises DataError for no table, SaveError.
     """
     if isinstance(data, Mapping) and "table" in data:
         fields = {name: value for name, value in data.items() if name != "table"}

@@ -85,9 +85,7 @@ class TextEncoder:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, people's or marked, without what begins and ends a document.
-
-        Raises:
-            DataError: A text has control tokens, and these are refused.
+        Raises DataError for refused control tokens.
         """
         self.check(list(texts))
         marked = any(_NAME in text for text in texts)

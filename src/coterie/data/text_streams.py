@@ -88,7 +88,7 @@ class TextStreams(ABC):
 
     def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
         """Return the arrays of splits as streams of the cache, encoded as they are read. Raises
-        DataError for refused control tokens.
+        DataError.
         """
         controls: dict[ClientId, Controls] = {}
         for part in parts:
@@ -104,8 +104,8 @@ class TextStreams(ABC):
         """Yield the arrays of a split by name, each in pieces; count control tokens."""
 
     def _encoded(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[list[int], bool]]:
-        """Yield the ids of documents, long ones in parts, each with whether it ends its document.
-        Encoding is lazy.
+        """Yield, lazily, the ids of documents, long ones in parts, each with whether it is the
+        last.
         """
         where = f"client {part.client!r}, " * bool(part.client) + f"{part.name}: "
         with Refusals() as refusals, refusals.gather(where):
@@ -213,8 +213,8 @@ class SeparateDocuments(TextStreams):
 
 
 def text_streams(texts: TextEncoder) -> RunningText | SeparateDocuments:
-    """Return the encoder for a base: of separate documents if its tokenizer puts a token before
-    texts, else of running text.
+    """Return the encoder for a base: of running text unless its tokenizer begins texts with a
+    token.
     """
     return SeparateDocuments(texts) if texts.begin else RunningText(texts)
 
@@ -245,8 +245,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield a text in parts of at most a million characters, cut before spaces if possible, each
-    with whether it is the last.
+    """Yield parts of a text of at most a million characters, cut before spaces, each with whether
+    it is the last.
     """
     start = 0
     while len(text) - start > LONGEST:

@@ -46,11 +46,8 @@ def is_missing(value: Any) -> bool:
 
 
 def client_name(value: Any, where: str, column: str) -> str | None:
-    """Return the name of the client in a field, without white space around it, in Unicode's normal
-    form C; None where it is missing.
-
-    Raises:
-        DataError: It is neither text nor number, or a number that is not exact.
+    """Return the name of the client in a field, stripped and in normal form C; None where it is
+    missing. Raises DataError for other values, and for numbers that are not exact.
     """
     if isinstance(value, list | Mapping | bytes):
         kind = type(value).__name__
@@ -93,9 +90,7 @@ def text_mistake(text: str) -> str:
 
 
 def class_names(rows: Iterable[Mapping[str, Any]], features: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows of `datasets` with the names of class labels for their numbers; None for -1, the
-    conventional missing label.
-    """
+    """Yield rows of `datasets` with the names of class labels; None for -1, a missing label."""
     named = {
         name: feature.int2str for name, feature in features.items() if hasattr(feature, "int2str")
     }

@@ -23,14 +23,7 @@ _FORMS = {"chatgpt": chatgpt, "telegram": telegram, "whatsapp": whatsapp, "slack
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Return the form of an archive, known by its beginning; None for other files.
-
-    Args:
-        path: A file or folder.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the form of an archive, by its beginning; None for other files. Raises OSError."""
     if path.is_dir():
         return "mail" if mail.is_maildir(path) else "slack" if slack.is_export(path) else None
     if not path.is_file():
@@ -86,14 +79,7 @@ def not_text(archive: Path) -> DataError:
 
 def rows_of(paths: Iterable[Path], me: Me) -> Iterator[Row]:
     """Yield the conversations in a client's archives as rows for `read_conversations`: mine are
-    the assistant's messages, those of others the user's.
-
-    Args:
-        paths: Archives.
-        me: My names in them: of one client, or of everybody.
-
-    Raises:
-        DataError: An archive is damaged, or whose messages are mine is not known.
+    the assistant's messages. Raises DataError for damaged archives, and if nobody in one is me.
     """
     archives = [(group, list(_chats(group))) for group in _groups(paths)]
     _check_names([(_title(group), chats) for group, chats in archives], me)

@@ -78,11 +78,7 @@ def told_apart(people: Mapping[str, str]) -> dict[str, str]:
 
 
 def seconds(value: Any, where: str) -> float:
-    """Return the time that a number, text with a number, or an ISO date states.
-
-    Raises:
-        DataError: It states none.
-    """
+    """Return the time that a number or an ISO date states, as text or not. Raises DataError."""
     try:
         if isinstance(value, str) and "-" in value[1:]:
             return datetime.fromisoformat(value).timestamp()
@@ -105,11 +101,7 @@ def load(path: Path) -> Any:
 
 
 def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
-    """Return a member of a JSON object.
-
-    Raises:
-        DataError: The value is no object, or has no such member of that type.
-    """
+    """Return a member of a JSON object. Raises DataError if it is missing or of another type."""
     if not isinstance(value, dict) or not isinstance(value.get(key), kind):
         state = "damaged" if isinstance(value, dict) and key in value else "missing"
         raise damaged(where, f"{key!r} is {state}")
@@ -117,12 +109,8 @@ def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> A
 
 
 def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Row]:
-    """Yield the conversations in which I wrote something, as rows for `read_conversations`: mine
-    is the assistant's part. Who speaks is said where there are several others.
-
-    Args:
-        chats: All of the archive.
-        me: My `name_keys`.
+    """Yield the conversations in which I, whose `name_keys` are given, wrote something, as rows for
+    `read_conversations`: mine is the assistant's part. Several others are named.
     """
     for chat in chats:
         speakers = {post.speaker for post in chat.posts}
@@ -135,9 +123,7 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
 
 
 def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
-    """Yield the turns between silences, none much longer than `LONGEST`; of what others said
-    before my first, the end alone.
-    """
+    """Yield the turns between silences, not much longer than `LONGEST`; less before my first."""
     part, size, answered = deque[Turn](), 0, False
     for post, is_mine in turns:
         too_long = answered and not is_mine and size > LONGEST

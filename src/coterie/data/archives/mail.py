@@ -44,21 +44,14 @@ def is_maildir(folder: Path) -> bool:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the mails of a Maildir and of the folders in it, without drafts and thrown away
-    ones.
-    """
+    """Return the mails of a Maildir and of the folders in it, without drafts and deleted ones."""
     places = ("cur", "new", ".*/cur", ".*/new")
     paths = (path for place in places for path in sorted(folder.glob(f"{place}/*")))
     return [p for p in paths if p.is_file() and not set("DT") & set(p.name.partition(":2,")[2])]
 
 
 def chats(paths: Iterable[Path]) -> Iterator[Chat]:
-    """Yield the threads of mbox files and Maildir folders, which may have parts of the same
-    threads.
-
-    Raises:
-        DataError: A mail is damaged.
-    """
+    """Yield the threads of mbox files and Maildir folders together. Raises DataError."""
     mails: dict[str, _Mail] = {}  # of copies in several folders the first
     for path in paths:
         for where, content in _contents(path):
@@ -189,9 +182,7 @@ def _content(part: Message) -> str:
 
 
 def _unwrapped(part: Message) -> str:
-    """Return the text of a plain part; lines that the mail program broke are whole again
-    (RFC 3676).
-    """
+    """Return the text of a plain part, its wrapped lines joined (RFC 3676)."""
     text = _content(part)
     if str(part.get_param("format", "")).lower() != "flowed":
         return text
@@ -199,9 +190,7 @@ def _unwrapped(part: Message) -> str:
 
 
 def _threads(mails: Sequence[_Mail]) -> Iterable[list[_Mail]]:
-    """Return the threads: mails that name each other, or answers that name none, by subject and
-    people.
-    """
+    """Return the threads: mails that name each other, else answers by subject and people."""
     parents: dict[Hashable, Hashable] = {}
 
     def root(key: Hashable) -> Hashable:
@@ -262,9 +251,7 @@ def written_here(text: str) -> str:
 
 
 def _ends(lines: Sequence[str], number: int) -> bool:
-    """Whether the sender's own text ends before a line: by a signature, or by the header of a mail
-    that is forwarded or quoted whole.
-    """
+    """Whether the sender's text ends before a line: by a signature or another mail's header."""
     line, following = lines[number], lines[number + 1 : number + 5]
     if line in _SIGNATURE:
         return True

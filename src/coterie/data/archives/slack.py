@@ -36,9 +36,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def chats(folder: Path) -> Iterator[Chat]:
-    """Yield the threads of an export, and what is said in channels beside them. Raises
-    DataError.
-    """
+    """Yield the threads of an export, and other talk in its channels. Raises DataError."""
     users, *days = files(folder)
     people = _people(users)
     for channel in sorted({path.parent for path in days}):

@@ -52,9 +52,7 @@ _WRAPPING = re.compile(r"[\u200e\u2066-\u2069]")  # around names that are mentio
 
 
 class _Line(NamedTuple):
-    """The first line of a message or of a notice: its number, its three date fields, its seconds
-    of the day, and what stands behind them.
-    """
+    """The first line of a message or notice."""
 
     number: int
     date: tuple[int, int, int]
@@ -115,8 +113,8 @@ def _line(path: Path, number: int, header: re.Match[str]) -> _Line:
 
 
 def _days(path: Path, lines: Sequence[_Line]) -> list[int]:
-    """Return the days of all lines: of the orders of day, month and year in which all of them are
-    dates, that in which they go back least often; of these that in which the chat is shortest.
+    """Return the days of all lines, by the order of day, month and year that fits all of them
+    and in which they go back least often; of several, that in which the chat is shortest.
     """
     best: list[int] = []
     best_score = None

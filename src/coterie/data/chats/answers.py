@@ -48,13 +48,8 @@ class Rendered:
 
 
 def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> Span:
-    """Return a marked span without the end of the answer's prompt, if that is marked, too.
-
-    Args:
-        text: The whole text.
-        span: The span that the template marks.
-        starts: The known first characters of answers, in order.
-        header: The text that a prompt adds to the messages before it.
+    """Return a marked span of a text without the end of the answer's prompt, if that is marked,
+    too: the known `starts` of answers tell it, or the `header` that a prompt adds to its messages.
     """
     start, end = span
     place = bisect_left(starts, start)
@@ -66,13 +61,8 @@ def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> 
 def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
     """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
 
-    Prompt and answer are encoded apart if a token would begin before the answer and end in it:
-    a model that answers the prompt sees the ids of the prompt alone.
-
-    Args:
-        texts: The encoder.
-        text: The whole text.
-        starts: The first characters of answers.
+    Prompt and answer are encoded apart if a token would begin before the answer, at one of
+    `starts`, and end in it: a model that answers the prompt sees the ids of the prompt alone.
     """
     ids, offsets = texts.encode_marked(text)
     apart = [start for start in starts if not _begins_alike(texts, text, ids, offsets, start)]
@@ -89,9 +79,7 @@ def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[I
 
 
 def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
-    """Return whether the ids up to `start` are those of the text that ends there. The text from
-    the last control token on decides, since tokens do not cross it.
-    """
+    """Return whether the ids up to `start` are those of the text that ends there."""
     first = texts.last_control(text, start)
     alone, _ = texts.encode_marked(text[first:start])
     place = int(np.searchsorted(offsets[:, 0], first))
@@ -102,9 +90,7 @@ def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: 
 
 
 def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
-    """Return the ids and offsets of a piece of text; of one that follows others, without the
-    prefix that the tokenizer puts before a text.
-    """
+    """Return the ids and offsets of a piece, without the tokenizer's prefix if it follows others."""
     ids, offsets = texts.encode_marked(text)
     if not follows or texts.tokenizer.decode(ids) == texts.unmarked(text):
         return ids, offsets
@@ -159,9 +145,7 @@ def ending(ids: Ids, flags: Flags) -> Rendered:
 
 def pair(texts: TextEncoder, prompt: str, completion: str, loss: Loss) -> Rendered:
     """Return a prompt and its completion of plain text as a document, with its beginning and end.
-
-    Raises:
-        DataError: The tokenizer has no end token, or there are control tokens, which are refused.
+    Raises DataError without an end token, and for refused control tokens.
     """
     if not texts.end:
         raise DataError(

@@ -105,9 +105,7 @@ class Encoder:
     def streams(
         self, parts: Iterable[SplitTexts], context: int
     ) -> list[tuple[ClientId, str, list[Tokens]]]:
-        """Return the arrays of splits, see `arrays`, as streams of the cache. Raises DataError for
-        all refused conversations at once.
-        """
+        """Return the arrays of splits as streams of the cache. Raises DataError."""
         streams: list[tuple[ClientId, str, list[Tokens]]] = []
         parts = list(parts)
         if self.template.template is None:

@@ -21,11 +21,7 @@ _OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
 
 
 def template_text(value: str) -> str:
-    """Return a template, given as Jinja or as the path of a file with it.
-
-    Raises:
-        ValueError: There is no such file, or it holds no template.
-    """
+    """Return a template, given as Jinja or as the path of a file with it. Raises ValueError."""
     if is_template(value):
         return value
     path = Path(value).expanduser()

@@ -29,12 +29,7 @@ _WORKER = Path(__file__).with_name("jinja_worker.py")
 
 
 class JinjaProcess:
-    """The process that renders templates, started on first use. Calls may come from any thread.
-
-    Args:
-        seconds: Most seconds for one request.
-        characters: Most characters of a text.
-    """
+    """The process that renders templates, started on first use. Calls may come from any thread."""
 
     def __init__(self, seconds: float = SECONDS, characters: int = CHARACTERS) -> None:
         self.seconds, self.characters = seconds, characters
@@ -51,17 +46,8 @@ class JinjaProcess:
         variables: Mapping[str, Any],
         excerpts: Sequence[Excerpt],
     ) -> list[str | DataError]:
-        """Return the text of each excerpt of messages, or the template's refusal of it.
-
-        Args:
-            template: Jinja.
-            messages: The messages for the template.
-            tools: The template's variable `tools`.
-            variables: Its other variables.
-            excerpts: The parts of the messages.
-
-        Raises:
-            DataError: The template goes beyond the bounds.
+        """Return the text of each excerpt of messages, or the template's refusal of it. Raises
+        DataError if the template goes beyond the bounds.
         """
         request = {
             "template": template,
@@ -110,9 +96,7 @@ class JinjaProcess:
         return {"exceeded": "was ended while it ran"}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Return the process, a new one if there is none or this process was forked since. Raises
-        DataError if it cannot be started.
-        """
+        """Return the process; a new one if there is none or if forked. Raises DataError."""
         process = self._process if self._owner == os.getpid() else None
         if process is not None and process.poll() is None:
             return process
@@ -157,12 +141,8 @@ _CALL: Message = {"function": {"name": "add", "arguments": {"summand": "two"}}}
 
 
 class Writer:
-    """Writes messages with a chat template.
-
-    Args:
-        template: Jinja; None where the base has none.
-        with_tools: The template for messages with tools.
-        texts: The base's encoder.
+    """Writes messages with a chat template (None where the base has none), or with another template
+    if there are tools.
     """
 
     def __init__(self, template: str | None, with_tools: str | None, texts: TextEncoder) -> None:
@@ -179,16 +159,8 @@ class Writer:
         prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """Return the text of messages; as a prompt, with the beginning of an answer.
-
-        Args:
-            messages: In normal form.
-            tools: Descriptions of tools.
-            prompt: Whether it is one.
-            template: In place of the base's.
-
-        Raises:
-            DataError: The base has no template, or it refuses these messages.
+        """Return the text of messages in normal form; as a prompt, with the beginning of an answer;
+        by another template in place of the base's. Raises DataError.
         """
         part = Excerpt(0, len(messages), prompt)
         (text,) = self._texts_of(*self._shown(messages, tools), [part], template)
@@ -197,9 +169,7 @@ class Writer:
         return text
 
     def renders(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Renders:
-        """Return the texts of messages and of their parts, to be written when they are asked
-        for.
-        """
+        """Return the texts of messages and of their parts, each to be written on first use."""
         return Renders(self._texts_of, *self._shown(messages, tools))
 
     def _texts_of(
@@ -209,8 +179,8 @@ class Writer:
         excerpts: Sequence[Excerpt],
         template: str | None = None,
     ) -> list[str | DataError]:
-        """Return what the template writes of parts of what it is given, or how it refuses them.
-        Raises DataError where it goes beyond its bounds.
+        """Return what the template writes of excerpts, or its refusals. Raises DataError beyond
+        bounds.
         """
         if self._template is None:
             raise DataError("the base has no chat template", NO_TEMPLATE)

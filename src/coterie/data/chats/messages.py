@@ -57,15 +57,7 @@ def leading(messages: Sequence[Message]) -> int:
 
 
 def normal_messages(value: Any, name: str = "messages") -> list[Message]:
-    """Return messages in normal form.
-
-    Args:
-        value: A list of messages, or JSON text of it.
-        name: Its name in error messages.
-
-    Raises:
-        Mistake: They are not messages, or a part of them cannot be read.
-    """
+    """Return messages, a list or JSON text of it, in normal form. Raises Mistake."""
     value = parsed(value, name)
     if not isinstance(value, Sequence) or not value:
         kind = "empty" if value in ([], ()) else f"{type(value).__name__}, not a list of messages"
@@ -74,14 +66,8 @@ def normal_messages(value: Any, name: str = "messages") -> list[Message]:
 
 
 def normal_tools(value: Any) -> list[Any] | None:
-    """Return descriptions of tools as `{"type": "function", "function": {...}}`; None where there
-    are none.
-
-    Args:
-        value: A list of descriptions, or JSON text of it or of each.
-
-    Raises:
-        Mistake: It is not such a list.
+    """Return descriptions of tools, a list or JSON text of it or of each, as `{"type": "function",
+    "function": {...}}`; None where there are none. Raises Mistake.
     """
     value = parsed(value, "tools")
     if not value:

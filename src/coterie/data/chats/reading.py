@@ -80,14 +80,8 @@ class Conversation:
 def read_conversations(
     rows: Iterable[tuple[str, Mapping[str, Any]]], column: str | None = None
 ) -> list[Conversation]:
-    """Return the conversations of rows.
-
-    Args:
-        rows: Rows with their places.
-        column: The column that has a conversation; None: the usual ones.
-
-    Raises:
-        DataError: Rows hold no conversation; they are named by file and row.
+    """Return the conversations of rows, each in a column or in the usual ones. Raises DataError for
+    rows without one, by file and row.
     """
     conversations, mistakes = list[Conversation](), list[str]()
     for where, row in rows:
@@ -218,9 +212,7 @@ def longest_that(
 
 
 def without_greeting(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation without what the assistant says at its beginning, if it begins so and
-    goes on.
-    """
+    """Yield a conversation without the words of an assistant that begins it, if it goes on."""
     kept = leading(conversation.messages)
     roles = [message["role"] for message in conversation.messages]
     first = next((i for i, role in enumerate(roles) if i >= kept and role != ASSISTANT), kept)
@@ -229,9 +221,7 @@ def without_greeting(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _turns(conversation: Conversation) -> list[int]:
-    """Return where a conversation may begin: the first messages of its turns, up to the last
-    trained answer.
-    """
+    """Return where a conversation may begin: its turns, up to the last trained answer."""
     messages = conversation.messages
     answers = (i for i, message in enumerate(messages) if is_answer(message))
     last = max(conversation.trained or answers, default=0)

@@ -60,13 +60,7 @@ class Excerpt(NamedTuple):
 
 
 class Renders:
-    """The texts of a conversation and of its parts, each written once.
-
-    Args:
-        write: Renders parts of messages.
-        messages: All messages.
-        tools: Descriptions of tools.
-    """
+    """The texts of a conversation and of its parts, each written once."""
 
     def __init__(self, write: WriteParts, messages: Sequence[Message], tools: Any) -> None:
         self._write, self.messages, self._tools = write, messages, tools
@@ -75,11 +69,7 @@ class Renders:
         self._known: dict[bool, dict[int, Span]] = {}
 
     def upto(self, end: int, prompt: bool = False) -> str:
-        """Return the text of the first messages; as a prompt, with the beginning of an answer.
-
-        Raises:
-            DataError: The template refuses them.
-        """
+        """Return the text of the first messages, with a prompt or not. Raises DataError."""
         return self._of(Excerpt(0, end, prompt))
 
     @property
@@ -88,9 +78,7 @@ class Renders:
         return self.upto(len(self.messages))
 
     def before(self, number: int) -> str | None:
-        """Return the prompt for an answer; None for one at the beginning, if the template writes no
-        prompt for it.
-        """
+        """Return the prompt for an answer; None for a first one for which the template writes none."""
         try:
             return self.upto(number, prompt=True)
         except DataError:
@@ -99,8 +87,8 @@ class Renders:
             return None
 
     def added(self, numbers: Sequence[int]) -> list[Span]:
-        """Return the characters that messages of these numbers add to what was before, answers to
-        their prompts. Raises Rewritten where they cannot be told.
+        """Return the characters that these messages add, answers to their prompts. Raises
+        Rewritten.
         """
         known = self._by_windows(prompt=False)
         return [known[i] if i in known else self._added(i) for i in numbers]
@@ -113,9 +101,7 @@ class Renders:
         return len(before), len(behind)
 
     def starts(self, prompt: bool = False) -> list[int]:
-        """Return the first characters of the answers in the text of all messages, as far as they
-        can be told.
-        """
+        """Return the first characters of the answers in the text of all messages, where known."""
         known, text = self._by_windows(prompt), self.upto(len(self.messages), prompt)
         numbers = [i for i, message in enumerate(self.messages) if is_answer(message)]
         first = [self.before(i) for i in numbers if i < self._bounds[1]]
@@ -153,8 +139,8 @@ class Renders:
         return self._known[prompt]
 
     def _window(self, begin: int, numbers: range, prompt: bool) -> tuple[str, dict[int, Span]]:
-        """Return what messages add to those from `begin` on, and where in it each of them stands.
-        Raises Rewritten where it cannot be told, DataError where the template refuses them.
+        """Return what messages add to those from `begin` on, and the place of each in it. Raises
+        Rewritten or DataError.
         """
         is_last = numbers.stop == len(self.messages)
         whole = self._of(Excerpt(begin, numbers.stop, prompt and is_last))
@@ -195,9 +181,7 @@ class Renders:
 
 
 def _bounds(messages: Sequence[Message]) -> list[int]:
-    """Return where windows of a conversation begin, and its end: with messages of a user behind an
-    answer, of which there are as many as can be written up to each.
-    """
+    """Return where windows of a conversation begin, with users that follow an answer; and its end."""
     bounds = [0]
     for i in range(1, len(messages)):
         is_turn = messages[i]["role"] == "user" and is_answer(messages[i - 1])
@@ -207,9 +191,7 @@ def _bounds(messages: Sequence[Message]) -> list[int]:
 
 
 def as_template(message: Message, arguments_as_text: bool) -> Message:
-    """Return a message as templates know it: reasoning under all of its names, arguments as the
-    template takes them.
-    """
+    """Return a message as templates know it: reasoning under all names, arguments maybe as text."""
     shown = {key: value for key, value in message.items() if key != WEIGHT}
     if REASONING[0] in shown:
         shown |= dict.fromkeys(REASONING, shown[REASONING[0]])
@@ -241,12 +223,6 @@ def left_out(
 
     Each part is replaced by a word of its own, by which it is found in the text, whatever the
     template does to it.
-
-    Args:
-        write: What writes messages.
-        messages: In normal form.
-        tools: Descriptions of tools.
-        trained: The numbers of the trained answers.
     """
     parts: list[_Part] = []
 

@@ -102,11 +102,8 @@ class ChatTemplate:
 
     @cached_property
     def way(self) -> str:
-        """How answers are found, in words.
-
-        Raises:
-            DataError: The assistant's tokens cannot be identified exactly, or its answers have no
-                end.
+        """How answers are found, in words. Raises DataError if the template does not tell, or no
+        answer has an end.
         """
         return self._checked() if self.template is not None else "completions"
 
@@ -126,11 +123,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False
     ) -> str:
-        """Return messages as text; as a prompt, with the beginning of the assistant's answer.
-
-        Raises:
-            DataError: The base has no template, or it refuses these messages.
-        """
+        """Return messages as text; as a prompt, with the beginning of an answer. Raises DataError."""
         return self.texts.unmarked(self._writer.text(messages, tools, prompt))
 
     def prompt(
@@ -161,11 +154,8 @@ class ChatTemplate:
         return self.texts.begun(self._asked(messages)[1] + answer)
 
     def encode(self, conversation: Conversation, loss: Loss = "answers") -> list[Rendered]:
-        """Return a conversation as token ids, or as several, where the template rewrites what came
-        before an answer.
-
-        Raises:
-            DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
+        """Return a conversation as token ids, or as several if the template rewrites what came
+        before an answer. Raises DataError.
         """
         return self._parts(conversation, loss, None)
 
@@ -255,18 +245,14 @@ class ChatTemplate:
         return replace(ending(ids, flags), without_tools=without_tools)
 
     def _answers(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the characters of the trained answers. Raises Rewritten where they cannot be
-        told.
-        """
+        """Return the characters of the trained answers. Raises Rewritten."""
         if self.has_marks:
             return self._marked(renders, conversation)
         numbers = [i for i in conversation.trained if i or renders.before(i) is not None]
         return renders.added(numbers)
 
     def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the characters that the template marks of the trained answers, without what their
-        prompts end with.
-        """
+        """Return the marked characters of the trained answers, without the ends of prompts."""
         marked = with_marks(self._writer.template_for(conversation.tools))
         text, spans = spans_of(
             self._writer.text(conversation.messages, conversation.tools, template=marked)
@@ -342,9 +328,7 @@ class ChatTemplate:
         }
 
     def _checked(self) -> str:
-        """Return how answers are found, in words. Raises DataError for a template whose answers
-        cannot be told, or do not end.
-        """
+        """Return how answers are found, in words. Raises DataError if they are not, or do not end."""
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
             if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):
