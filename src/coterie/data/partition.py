@@ -20,19 +20,12 @@ from coterie.data.splits import SPLITS, Numbers
 
 @dataclass(frozen=True)
 class Labelled:
-    """Examples that all clients share.
+    """Examples that all clients share."""
 
-    Args:
-        train: (N, ...), as `ExampleSplit` takes them.
-        train_labels: (N,) int64.
-        test: (M, ...), like `train`.
-        test_labels: (M,) int64.
-    """
-
-    train: npt.NDArray[Any]
-    train_labels: Numbers
-    test: npt.NDArray[Any]
-    test_labels: Numbers
+    train: npt.NDArray[Any]  # (N, ...), as `ExampleSplit` takes them
+    train_labels: Numbers  # (N,) int64
+    test: npt.NDArray[Any]  # (M, ...), like `train`
+    test_labels: Numbers  # (M,) int64
 
 
 class Partitioner(PartitionSchemes):

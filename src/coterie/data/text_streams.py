@@ -66,14 +66,10 @@ class StreamEncoder(Protocol):
 
 @dataclass(frozen=True)
 class TextStreams(ABC):
-    """The common part of encoders of texts.
+    """The common part of encoders of texts."""
 
-    Args:
-        texts: The base's encoder.
-        notes: Sentences about the texts, complete when the streams are read.
-    """
-
-    texts: TextEncoder
+    texts: TextEncoder  # the base's encoder
+    # sentences about the texts, complete when the streams are read
     notes: list[str] = field(default_factory=list)
 
     @property

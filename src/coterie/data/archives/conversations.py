@@ -28,36 +28,22 @@ _MARKS |= dict.fromkeys(map(ord, "\u2066\u2067\u2068\u2069"))
 
 @dataclass(frozen=True)
 class Post:
-    """Something that somebody wrote.
+    """Something that somebody wrote."""
 
-    Args:
-        where: Its place, for error messages.
-        speaker: Its author, as `data.me` names people.
-        text: Its text.
-        time: Its time in seconds; None: unknown.
-        shown: The author's name in conversations; "": as `speaker`.
-        forwarded: Whether the words are somebody else's.
-    """
-
-    where: str
-    speaker: str
-    text: str
-    time: float | None = None
-    shown: str = ""
-    forwarded: bool = False
+    where: str  # its place, for error messages
+    speaker: str  # its author, as `data.me` names people
+    text: str  # its text
+    time: float | None = None  # its time in seconds; None: unknown
+    shown: str = ""  # the author's name in conversations; "": as `speaker`
+    forwarded: bool = False  # whether the words are somebody else's
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Posts that belong together, the oldest first.
+    """Posts that belong together, the oldest first."""
 
-    Args:
-        posts: The posts of all people.
-        whole: Whether they are one conversation, however long it lasts.
-    """
-
-    posts: Sequence[Post]
-    whole: bool = False
+    posts: Sequence[Post]  # the posts of all people
+    whole: bool = False  # whether they are one conversation, however long it lasts
 
 
 def plain_name(name: str) -> str:

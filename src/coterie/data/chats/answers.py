@@ -25,19 +25,12 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as token ids.
+    """A conversation as token ids."""
 
-    Args:
-        ids: (T,).
-        counted: (T,) which of them the loss counts; never the first.
-        cut: Whether a part of the conversation was left out.
-        without_tools: Whether the template leaves out the descriptions of its tools.
-    """
-
-    ids: Ids
-    counted: Flags
-    cut: bool = False
-    without_tools: bool = False
+    ids: Ids  # (T,)
+    counted: Flags  # (T,) which of them the loss counts; never the first
+    cut: bool = False  # whether a part of the conversation was left out
+    without_tools: bool = False  # whether the template leaves out the descriptions of its tools
 
     @property
     def ends(self) -> Ids:
@@ -90,7 +83,7 @@ def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: 
 
 
 def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
-    """Return the ids and offsets of a piece, without the tokenizer's prefix if it follows others."""
+    """Return the ids and offsets of a piece, without the tokenizer's prefix if others precede."""
     ids, offsets = texts.encode_marked(text)
     if not follows or texts.tokenizer.decode(ids) == texts.unmarked(text):
         return ids, offsets

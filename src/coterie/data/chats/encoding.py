@@ -37,21 +37,13 @@ _UNANSWERED = (
 
 @dataclass(frozen=True)
 class Encoder:
-    """An encoder of conversations as token ids.
+    """An encoder of conversations as token ids."""
 
-    Args:
-        template: The base's chat template.
-        loss: Which tokens are counted.
-        packing: Whether rows hold several conversations.
-        leaves_out: Whether conversations without an answer are left out, otherwise refused.
-        notes: Sentences about them for people, beside what is `said`.
-    """
-
-    template: ChatTemplate
-    loss: Loss
-    packing: bool
-    leaves_out: bool
-    notes: tuple[str, ...] = ()
+    template: ChatTemplate  # the base's chat template
+    loss: Loss  # which tokens are counted
+    packing: bool  # whether rows hold several conversations
+    leaves_out: bool  # whether conversations without an answer are left out, otherwise refused
+    notes: tuple[str, ...] = ()  # sentences about them for people, beside what is `said`
 
     @property
     def fingerprint(self) -> Any:

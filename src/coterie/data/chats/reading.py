@@ -31,20 +31,13 @@ _FORMS = "messages, conversations (ShareGPT), or prompt and completion"
 
 @dataclass(frozen=True)
 class Conversation:
-    """One conversation.
+    """One conversation."""
 
-    Args:
-        where: File and row, for error messages.
-        messages: In normal form, see `coterie.data.chats.messages`.
-        given: How many of the first messages are a prompt, of which no answer is trained.
-        tools: Descriptions of tools for the template.
-        text: Instead of messages, a prompt and its completion as plain text.
-    """
-
-    where: str
-    messages: Sequence[Message] = ()
-    given: int = 0
-    tools: Sequence[Any] | None = None
+    where: str  # file and row, for error messages
+    messages: Sequence[Message] = ()  # in normal form, see `coterie.data.chats.messages`
+    given: int = 0  # how many of the first messages are a prompt, of which no answer is trained
+    tools: Sequence[Any] | None = None  # descriptions of tools for the template
+    # instead of messages, a prompt and its completion as plain text
     text: tuple[str, str] | None = None
 
     @property

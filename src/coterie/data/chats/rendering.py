@@ -78,7 +78,7 @@ class Renders:
         return self.upto(len(self.messages))
 
     def before(self, number: int) -> str | None:
-        """Return the prompt for an answer; None for a first one for which the template writes none."""
+        """Return the prompt for an answer; None if the template writes none for a first one."""
         try:
             return self.upto(number, prompt=True)
         except DataError:
@@ -181,7 +181,7 @@ class Renders:
 
 
 def _bounds(messages: Sequence[Message]) -> list[int]:
-    """Return where windows of a conversation begin, with users that follow an answer; and its end."""
+    """Return where windows of a conversation begin, with users behind an answer; and its end."""
     bounds = [0]
     for i in range(1, len(messages)):
         is_turn = messages[i]["role"] == "user" and is_answer(messages[i - 1])

@@ -123,7 +123,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False
     ) -> str:
-        """Return messages as text; as a prompt, with the beginning of an answer. Raises DataError."""
+        """Return messages as text, with the beginning of an answer in a prompt. Raises DataError."""
         return self.texts.unmarked(self._writer.text(messages, tools, prompt))
 
     def prompt(
