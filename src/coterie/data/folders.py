@@ -233,12 +233,12 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
 
 
 def text_files(entry: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
-    """Return the text files that an entry of a folder is or holds, as `files_in`. Raises DataError."""
+    """Return the text files that an entry is or holds, as `files_in`. Raises DataError."""
     return _texts(files_in(entry), endings)
 
 
 def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
-    """Return the paths with these endings and the archives. Raises DataError for irregular files."""
+    """Return the paths with these endings and the archives. Raises DataError for others."""
     exported = archives.archives_in(paths)
     if exported and endings == ENDINGS:
         raise archives.not_text(exported[0])

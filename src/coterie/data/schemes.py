@@ -138,7 +138,7 @@ class PartitionSchemes(PartitionFields, ABC):
     def _cut(
         self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
     ) -> list[Numbers]:
-        """Return the rows of each client: each class is cut at its (classes, clients - 1) `ends`."""
+        """Return the rows of each client: each class cut at its (classes, clients - 1) `ends`."""
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
             rows = random.permutation(np.flatnonzero(labels == label))
@@ -214,7 +214,7 @@ class PartitionSchemes(PartitionFields, ABC):
         ]
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether a label set is for aligned unseen clients: exactly the classes of some anchors."""
+        """Whether aligned unseen clients have a label set: exactly the classes of some anchors."""
         whole = sum(set(group) <= set(labels) for group in anchors) == self.unseen_anchors
         return (
             "aligned" in self.unseen

@@ -123,7 +123,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False
     ) -> str:
-        """Return messages as text, with the beginning of an answer in a prompt. Raises DataError."""
+        """Return messages as text; as a prompt, with an answer's beginning. Raises DataError."""
         return self.texts.unmarked(self._writer.text(messages, tools, prompt))
 
     def prompt(
@@ -328,7 +328,7 @@ class ChatTemplate:
         }
 
     def _checked(self) -> str:
-        """Return how answers are found, in words. Raises DataError if they are not, or do not end."""
+        """Return how answers are found, in words. Raises DataError where none is, or ends."""
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
             if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):
