@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import binom, norm
 
-from coterie.audit.onerun import audited, lower_bound, p_value
+from coterie.audit.canaries import audited, lower_bound, p_value
 
 RUNS, COINS = 300, 200
 
@@ -55,7 +55,7 @@ def test_of_randomised_response_it_is_rarely_above_the_truth(epsilon: float) -> 
     for _ in range(RUNS):
         coins = rng.random(COINS) < 0.5
         seen = np.where(rng.random(COINS) < keep, coins, ~coins)
-        found.append(audited(seen + 1e-6 * rng.random(COINS), coins, 0.0).epsilon)
+        found.append(audited(seen + 1e-6 * rng.random(COINS), coins, 0.0).at_least)
     assert sum(bound > epsilon for bound in found) <= binom.ppf(0.999, RUNS, 0.05)
     assert np.median(found) > 0.3 * epsilon  # it shows something
 
@@ -74,14 +74,14 @@ def test_of_gaussian_noise_it_is_rarely_above_the_truth(sigma: float) -> None:
     rng, found = np.random.default_rng(3), []
     for _ in range(RUNS):
         coins = rng.random(COINS) < 0.5
-        found.append(audited(coins + sigma * rng.normal(size=COINS), coins, delta).epsilon)
+        found.append(audited(coins + sigma * rng.normal(size=COINS), coins, delta).at_least)
     assert sum(bound > truth for bound in found) <= binom.ppf(0.999, RUNS, 0.05)
     assert max(found) > 0
 
 
 def test_scores_that_know_nothing_refute_nothing_at_least_as_often_as_promised() -> None:
     rng = np.random.default_rng(4)
-    found = [audited(rng.normal(size=64), rng.random(64) < 0.5, 1e-5).epsilon for _ in range(RUNS)]
+    found = [audited(rng.normal(size=64), rng.random(64) < 0.5, 1e-5).at_least for _ in range(RUNS)]
     assert sum(bound > 0 for bound in found) <= binom.ppf(0.999, RUNS, 0.05)
 
 
@@ -95,4 +95,4 @@ def test_the_surest_guesses_are_what_is_counted() -> None:
     )
     found = audited(scores, coins, 0.0)
     assert (found.guesses, found.right, found.coins) == (20, 20, 80)
-    assert 0 < found.epsilon <= found.most
+    assert 0 < found.at_least <= found.most

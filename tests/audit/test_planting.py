@@ -218,10 +218,10 @@ def test_clients_of_another_level_share_one_threshold() -> None:
         i: MembershipScores(rng.normal(5 * k + 6, 0.1, 50), rng.normal(5 * k + 5, 0.1, 50))
         for k, i in enumerate(("ann", "ben"))
     }
-    found = measured(told, 0, "rows")
+    found = measured(told, 0)
     assert found.auc.value == found.tpr.value == 1
     shuffled = {
         i: replace(own, members=own.others[:25], others=own.others[25:]) for i, own in told.items()
     }
-    nothing = measured(shuffled, 0, "rows").auc
+    nothing = measured(shuffled, 0).auc
     assert nothing.low < 0.5 < nothing.high

@@ -10,7 +10,8 @@ import numpy as np
 from coterie import personal
 from coterie.audit import canaries as of_canaries
 from coterie.audit import membership, words
-from coterie.audit.observers import ABLE, Shared, SharedText, View, calibrated, shared
+from coterie.audit.membership import MembershipScores
+from coterie.audit.observers import ABLE, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
 from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError, Refused
@@ -96,13 +97,7 @@ def audit(
 
 
 class _Auditor:
-    """The audit of one run.
-
-    Args:
-        run: Its folder.
-        settings: How much is measured.
-        say: Called with each progress message.
-    """
+    """The audit of one run, with the arguments of `audit`."""
 
     def __init__(self, run: Path, settings: Settings, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.say = run, settings, say
@@ -124,18 +119,18 @@ class _Auditor:
 
     def _check(self) -> None:
         """Refuse what cannot be measured."""
-        name, known = self.recipe.method["name"], self.prepared.clients
+        method, known = self.prepared.method, self.prepared.clients
         if unknown := [i for i in self.settings.clients if i not in known]:
             raise Refused(
                 f"--client {unknown[0]}: {self.run} has no training client of this id",
                 f"There are: {', '.join(known)}.",
             )
-        if (
-            self.prepared.method.centralized
-            or not self.prepared.method.rounds
-            or not self.prepared.method.shared
-        ):
-            raise Refused(f"audit: {name} shares nothing that clients train", ABLE)
+        if method.centralized or not method.rounds or not method.shared:
+            raise self._nothing_shared()
+
+    def _nothing_shared(self) -> Refused:
+        name = self.recipe.method["name"]
+        return Refused(f"audit: {name} shares nothing that clients train", ABLE)
 
     def _planted(self) -> PlantedCanaries | None:
         """Return the canaries as the run's folder lists them; None without any. Raises
@@ -150,9 +145,7 @@ class _Auditor:
         execution, everyone = self.execution, self.prepared.clients
         down = execution.state.method.download(execution.state.server, everyone)
         if not all(down.get(i) for i in everyone):
-            raise Refused(
-                f"audit: {self.recipe.method['name']} shares nothing that clients train", ABLE
-            )
+            raise self._nothing_shared()
         next_one = dict(zip(everyone, (*everyone[1:], everyone[0]), strict=True))
         views = {OTHERS: {i: View([(down[next_one[i]], None)]) for i in self.clients}}
         observations, round = execution.observations, execution.state.round
@@ -176,34 +169,26 @@ class _Auditor:
         """
         if not self.secure:
             return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
+        if not exchange.to(client):
+            return None
         received = [sent for i in self.prepared.clients if (sent := exchange.sent(i))]
         floating = [
             {name: t for name, t in sent.items() if t.is_floating_point()} for sent in received
         ]
-        return (
-            (weighted_sum([(1 / len(floating), sent) for sent in floating]), exchange.to(client))
-            if exchange.to(client)
-            else None
-        )
+        mean = weighted_sum([(1 / len(floating), sent) for sent in floating])
+        return mean, exchange.to(client)
 
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
-        """As many rows that a client was trained on as of its test split."""
+        """Return rows that a client was trained on, and as many of its test split."""
         data = self.prepared.site.data[client]
         rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "rows", client))
+        steps = self.execution.state.round * self.prepared.method.local_steps
         state = self.execution.engine.states().get(client, {})
-        method, batch = self.prepared.method, self.recipe.training.batch_size
-        cursor = (
-            int(state[f"cursor/{data.train.name}"])
-            if f"cursor/{data.train.name}" in state
-            else None
-        )
-        if cursor is None:
-            cursor = self.execution.state.round * method.local_steps * batch
-        without = (
-            self.planted.canaries[client].windows
-            if self.planted is not None
-            else np.empty(0, dtype=np.int64)
-        )
+        known = state.get(f"cursor/{data.train.name}")
+        cursor = steps * self.recipe.training.batch_size if known is None else int(known)
+        without = np.empty(0, dtype=np.int64)
+        if self.planted is not None:
+            without = self.planted.canaries[client].windows
         most = min(self.settings.windows, data.test.windows)
         trained = membership.drawn(data.train, cursor, without, most, rng)
         if not len(trained):
@@ -221,14 +206,11 @@ class _Auditor:
 
     def measured(self) -> AuditResult:
         """Return the content of `audit.json`."""
-        language = isinstance(self.prepared.problem, Language)
+        language, settings = isinstance(self.prepared.problem, Language), self.settings
         result = Result.read(self.run) if (self.run / RESULT).exists() else None
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
-        shift = {
-            i: self._told(self.models[i], rows, lambda model, some: model.likelihoods(some))
-            for i, rows in self.rows.items()
-        }
+        shift = {i: self._membership(i) for i in self.rows}
         return AuditResult(
             recipe=self.recipe.name,
             method=self.recipe.method["name"],
@@ -240,13 +222,10 @@ class _Auditor:
             secure=self.secure,
             privacy=None if result is None else result.privacy,
             observers=observers,
-            shift=membership.measured(shift, self.settings.seed, "rows"),
+            shift=membership.measured(shift, settings.seed),
             words=self._words(),
             settings=AuditSettings(
-                windows=self.settings.windows,
-                words=self.settings.words,
-                top=self.settings.top,
-                seed=self.settings.seed,
+                windows=settings.windows, words=settings.words, top=settings.top, seed=settings.seed
             ),
         )
 
@@ -266,16 +245,7 @@ class _Auditor:
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
         """Return what one observer can infer."""
         self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
-        details = {
-            i: self._told(
-                self.models[i],
-                rows,
-                lambda model, some, view=views[i]: calibrated(  # type: ignore[misc]
-                    model, view, lambda m: m.likelihoods(some)
-                ),
-            )
-            for i, rows in self.rows.items()
-        }
+        details = {i: self._membership(i, views[i]) for i in self.rows}
         texts = {
             i: model
             for i, model in self.models.items()
@@ -285,8 +255,8 @@ class _Auditor:
         seed = self.settings.seed
         return ObserverResult(
             exchanges=max(len(view.pairs) for view in views.values()),
-            membership=membership.measured(details, seed, "rows"),
-            min_k=membership.measured(min_k, seed, "rows") if texts else None,
+            membership=membership.measured(details, seed),
+            min_k=membership.measured(min_k, seed) if texts else None,
             canaries=self._found_canaries(texts, views) if texts else None,
         )
 
@@ -294,37 +264,38 @@ class _Auditor:
         self, texts: Mapping[ClientId, SharedText], views: Mapping[ClientId, View]
     ) -> CanaryResult | None:
         """Return how well an observer finds the canaries; None without any."""
-        if self.planted is None:
+        planted, problem, privacy = self.planted, self.prepared.problem, self.recipe.privacy
+        if planted is None:
             return None
-        problem = self.prepared.problem
         assert isinstance(problem, Language)
         encoder = TextEncoder(problem.backbone.tokenizer)
+        references, begin = planted.references, encoder.begin or encoder.end
         scored = {
-            i: of_canaries.scored(
-                m,
-                views[i],
-                self.planted.canaries[i],
-                self.planted.references,
-                encoder.begin or encoder.end,
-            )
-            for i, m in texts.items()
+            i: of_canaries.scored(model, views[i], planted.canaries[i], references, begin)
+            for i, model in texts.items()
         }
-        delta = (self.recipe.privacy.delta if self.recipe.privacy is not None else None) or DELTA
+        delta = (privacy and privacy.delta) or DELTA
         return of_canaries.measured(scored, delta, self.settings.seed)
 
-    def _told(
-        self, model: Shared, rows: tuple[Any, Any], score: Callable[[Shared, Any], Values]
-    ) -> membership.MembershipScores:
-        return membership.MembershipScores(*(score(model, some) for some in rows))
+    def _membership(self, client: ClientId, view: View | None = None) -> MembershipScores:
+        """Return the likelihoods of a client's rows: by the initial model, or by what a view adds
+        to them.
+        """
+        model = self.models[client]
 
-    def _min_k(
-        self, model: SharedText, view: View, rows: tuple[Any, Any]
-    ) -> membership.MembershipScores:
-        """Min-K%++ of the last model that was seen."""
+        def score(rows: Any) -> Values:
+            if view is None:
+                return model.likelihoods(rows)
+            return calibrated(model, view, lambda shared: shared.likelihoods(rows))
+
+        return MembershipScores(*map(score, self.rows[client]))
+
+    def _min_k(self, model: SharedText, view: View, rows: tuple[Any, Any]) -> MembershipScores:
+        """Return Min-K%++ of the last model that was seen."""
         initial = model.client.read(GENERALIST)
         model.load(view.pairs[-1][0])
         try:
-            return membership.MembershipScores(*(model.min_k(some) for some in rows))
+            return MembershipScores(*map(model.min_k, rows))
         finally:
             model.load(initial)
 
@@ -332,14 +303,10 @@ class _Auditor:
         """Measure rare words in others' suggestions; None without personal models or with one
         client only.
         """
-        if (
-            not isinstance(self.prepared.problem, Language)
-            or not (self.run / "clients").is_dir()
-            or len(self.prepared.clients) < 2
-        ):
+        problem, alone = self.prepared.problem, len(self.prepared.clients) < 2
+        if not isinstance(problem, Language) or alone or not (self.run / "clients").is_dir():
             return None
         self.say("rare words in others' suggestions")
-        problem = self.prepared.problem
         backbone = problem.backbone
         search = Words(backbone, TextEncoder(backbone.tokenizer, problem.control_tokens))
         # loaded again without canaries, which are no words
@@ -349,20 +316,17 @@ class _Auditor:
             i: {split.name: words.documents(backbone.tokenizer, split) for split in data.splits}
             for i, data in clients.items()
         }
-        cases, control = words.rare(
-            texts,
-            self.settings.words,
-            np.random.default_rng(derive_seed(self.settings.seed, "audit", "words")),
-        )
+        rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "words"))
         cases, control = (
-            [case for case in some if case.owner in self.clients] for some in (cases, control)
+            [case for case in some if case.owner in self.clients]
+            for some in words.rare(texts, self.settings.words, rng)
         )
         models = personal.load_all(self.run, list(self.prepared.clients), backbone=backbone)
         first = self.models[self.prepared.clients[0]]
         assert isinstance(first, SharedText)
         base = _personal(first, models)
         first.load(self.views[OTHERS][self.clients[0]].pairs[0][0])
-        everybodys = _personal(first, models)
+        shared_part = _personal(first, models)
 
         def suggest(model: PersonalModel) -> words.Suggest:
             return lambda prompts: [
@@ -373,7 +337,7 @@ class _Auditor:
             i: suggest(model) for i, model in models.items() if isinstance(model, PersonalModel)
         }
         return words.measured(
-            cases, control, suggest(base), suggest(everybodys), suggests, self.settings.seed
+            cases, control, suggest(base), suggest(shared_part), suggests, self.settings.seed
         )
 
 
@@ -388,8 +352,6 @@ def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
 def _recipe(run: Path) -> recipes.Recipe:
     """Return the recipe of a run's folder. Raises CheckpointError."""
     if not (run / files.RECIPE).is_file():
-        raise CheckpointError(
-            f"{run} holds no run: there is no {files.RECIPE}",
-            "Give the folder that `coterie run` wrote (--out).",
-        )
+        problem = f"{run} holds no run: there is no {files.RECIPE}"
+        raise CheckpointError(problem, "Give the folder that `coterie run` wrote (--out).")
     return recipes.resolve(run)

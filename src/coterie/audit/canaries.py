@@ -1,20 +1,30 @@
-"""Results of planted canaries: their exposure, and how many coin flips an observer guesses
-right.
+"""Results of planted canaries: their exposure, how many coin flips an observer guesses right, and a
+lower bound on epsilon from these guesses in one training run.
+
+Steinke, Nasr, Jagielski, "Privacy Auditing with One (1) Training Run", NeurIPS 2023, Theorem 5.2:
+whatever is (epsilon, delta)-private with respect to each of m independent fair coins can be used to
+guess r of them right no better than W ~ Binomial(r, e^epsilon / (1 + e^epsilon)) does, up to delta:
+
+    P[at least v right] <= P[W >= v] + 2 m delta max_{1 <= i <= v} P[v - i <= W < v] / i
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from coterie.audit.observers import SharedText, View, calibrated
-from coterie.audit.onerun import audited
-from coterie.audit.statistics import LEVEL, Values, auc, bootstrapped
+from coterie.audit.statistics import LEVEL, Values, auc_of_pairs, bootstrapped
 from coterie.core.protocol import ClientId
 from coterie.core.result import CanaryResult, EpsilonBound, Exposure
 from coterie.data.canaries import Canaries, Ids
+
+# of the coins that are guessed, the surest first; the others are left open
+SHARES = (1.0, 0.5, 0.25)
+LARGEST = 50.0  # largest epsilon that is tested
 
 
 @dataclass(frozen=True)
@@ -48,9 +58,8 @@ class CanaryScores:
         """(n,) the candidates in standard deviations of the references: so those of different
         clients can be compared.
         """
-        deviations: Values = (self.candidates - self.references.mean()) / (
-            self.references.std() + 1e-12
-        )
+        spread = self.references.std() + 1e-12
+        deviations: Values = (self.candidates - self.references.mean()) / spread
         return deviations
 
     @property
@@ -67,22 +76,15 @@ def chance(ranked_among: int) -> float:
 def scored(
     model: SharedText, view: View, canaries: Canaries, references: Ids, begin: Sequence[int]
 ) -> CanaryScores:
-    """Score a client's canaries by what an observer saw of it.
-
-    Args:
-        model: To put the observer's tensors into.
-        view: What was seen.
-        canaries: The client's candidates.
-        references: (r, k) random parts that no client has.
-        begin: The ids that are before every document.
+    """Score a client's canaries by what an observer saw of it, with `references` (r, k), random
+    parts that no client has; the ids of `begin` are before every document.
     """
-    before = [*begin, *canaries.prefix.tolist()]
     count, length = canaries.tokens.shape
     tokens = torch.from_numpy(np.concatenate([canaries.tokens, references]))
-    start = tokens.new_tensor(before).expand(len(tokens), -1)
+    start = tokens.new_tensor([*begin, *canaries.prefix.tolist()]).expand(len(tokens), -1)
     rows = torch.cat([start, tokens], dim=1)
     length = min(length, rows.shape[1] - 1)
-    scores = calibrated(model, view, lambda shared: model.of_ends(rows, length))
+    scores = calibrated(model, view, lambda shared: model.likelihoods(rows, length))
     return CanaryScores(scores[:count], canaries.planted, scores[count:])
 
 
@@ -107,20 +109,77 @@ def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) 
     def mean(groups: Sequence[Values]) -> float:
         return float(np.concatenate(groups).mean())
 
-    def told_apart(groups: Sequence[Values]) -> float:
-        return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
-
     exposure = bootstrapped(exposures, mean, seed, "canaries")
     return CanaryResult(
         exposure=Exposure(**vars(exposure), chance=chance(among), most=float(np.log2(among))),
-        auc=bootstrapped(groups, told_apart, seed, "canaries") if all(split) else None,
-        epsilon=EpsilonBound(
-            at_least=bound.epsilon,
-            confidence=LEVEL,
-            delta=delta,
-            right=bound.right,
-            guesses=bound.guesses,
-            coins=bound.coins,
-            most=bound.most,
-        ),
+        auc=bootstrapped(groups, auc_of_pairs, seed, "canaries") if all(split) else None,
+        epsilon=bound,
+    )
+
+
+def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) -> float:
+    """Return how likely it is at most that v = `right` of r = `guesses` are right, if the guarantee
+    holds. Some of the m = `coins` may be left open. Raises ValueError unless 0 <= v <= r <= m.
+    """
+    from scipy.stats import binom
+
+    if not 0 <= right <= guesses <= coins:
+        raise ValueError(f"{right} right of {guesses} guesses of {coins} coins")
+    chance = 1 / (1 + np.exp(-epsilon))
+    beta = float(binom.sf(right - 1, guesses, chance))
+    if not delta or not right:
+        return min(beta, 1.0)
+    # P[v - i <= W < v] for i = 1 ... v
+    below = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))
+    return min(beta + 2 * coins * delta * float((below / np.arange(1, right + 1)).max()), 1.0)
+
+
+@cache  # the same counts come again: whoever audits many releases asks for few bounds
+def lower_bound(
+    right: int, guesses: int, coins: int, delta: float, error: float = 1 - LEVEL
+) -> float:
+    """Return the largest epsilon that is refuted: its p-value is below `error`, as are those of
+    all smaller ones; 0 if none is.
+    """
+    low, high = 0.0, LARGEST
+    if p_value(right, guesses, coins, low, delta) >= error:
+        return 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        if p_value(right, guesses, coins, middle, delta) < error:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def audited(scores: Values, planted: npt.NDArray[np.bool_], delta: float) -> EpsilonBound:
+    """Guess each coin by a score, and bound epsilon by how many guesses are right.
+
+    Half of the guesses are that the highest scores were planted, half that the lowest were not.
+    Several shares of the coins are tried, each at its part of the error, so that the best of them
+    may be reported.
+
+    Args:
+        scores: (m,) the higher, the likelier planted. They may depend on the coins only through
+            what the observer saw.
+        planted: (m,) the coins.
+        delta: The delta of the guarantee that is tested.
+    """
+    coins, error = len(scores), (1 - LEVEL) / len(SHARES)
+    order = np.argsort(-scores, kind="stable")
+    tried = []
+    for share in SHARES:
+        half = min(max(int(share * coins / 2), 1), coins // 2)
+        right = int(planted[order[:half]].sum() + (~planted[order[coins - half :]]).sum())
+        tried.append((lower_bound(right, 2 * half, coins, delta, error), right, 2 * half))
+    at_least, right, guesses = max(tried, key=lambda one: (one[0], one[1] / max(one[2], 1)))
+    return EpsilonBound(
+        at_least=at_least,
+        confidence=LEVEL,
+        delta=delta,
+        right=right,
+        guesses=guesses,
+        coins=coins,
+        most=max(lower_bound(count, count, coins, delta, error) for _, _, count in tried),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from coterie.audit.statistics import Values, auc, bootstrapped, tpr_at
+from coterie.audit.statistics import Values, auc, auc_of_pairs, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
 from coterie.core.result import MembershipResult, TruePositiveRate
 from coterie.data.chats import ChatBatch
@@ -41,14 +41,8 @@ class MembershipScores:
 def drawn(
     train: Split, cursor: int, without: Numbers, most: int, rng: np.random.Generator
 ) -> Numbers:
-    """Return the numbers of some training rows that a client has trained on, in rising order.
-
-    Args:
-        train: Its training data.
-        cursor: Rows drawn so far.
-        without: Rows left out: those that hold canaries.
-        most: How many at most.
-        rng: Chooses.
+    """Return the numbers of at most `most` training rows that a client has trained on, in rising
+    order, when it has drawn `cursor` rows. Rows in `without` are left out: they hold canaries.
     """
     seen = np.setdiff1d(train.numbers(0, min(cursor, train.windows)), without)
     return np.sort(rng.permutation(seen)[:most])
@@ -64,24 +58,19 @@ def without_ends(rows: Tensor | ChatBatch, end: int) -> Tensor | ChatBatch:
     return replace(rows, counted=counted).at(counted.any(dim=1))
 
 
-def measured(
-    clients: Mapping[ClientId, MembershipScores], seed: int, what: str
-) -> MembershipResult:
+def measured(clients: Mapping[ClientId, MembershipScores], seed: int) -> MembershipResult:
     """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
     for all clients.
     """
     centred = [scores.centred for scores in clients.values()]
     groups = [part for scores in centred for part in (scores.members, scores.others)]
 
-    def area(groups: Sequence[Values]) -> float:
-        return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
-
     def detected(groups: Sequence[Values]) -> float:
         return tpr_at(RATE, np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
     return MembershipResult(
-        auc=bootstrapped(groups, area, seed, what),
-        tpr=TruePositiveRate(**vars(bootstrapped(groups, detected, seed, what)), fpr=RATE),
+        auc=bootstrapped(groups, auc_of_pairs, seed, "rows"),
+        tpr=TruePositiveRate(**vars(bootstrapped(groups, detected, seed, "rows")), fpr=RATE),
         clients={i: auc(scores.members, scores.others) for i, scores in clients.items()},
         members=sum(len(scores.members) for scores in clients.values()),
         others=sum(len(scores.others) for scores in clients.values()),

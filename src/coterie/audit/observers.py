@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from coterie.audit.statistics import Values
 from coterie.client.client import Client
+from coterie.client.interfaces import Model
 from coterie.core.errors import Refused, TensorError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST
@@ -37,24 +38,24 @@ class Shared(ABC):
     leave a client.
     """
 
-    client: Client
+    def __init__(self, prepared: Prepared, client: ClientId, model: Model) -> None:
+        site = prepared.site
+        data, total = site.data[client], site.total_iterations
+        self.client = Client(client, model, data, site.training, {}, site.seed, total)
 
     def load(self, tensors: Named) -> None:
         """Load the tensors of a message that belong to the model. Raises Refused if they are not a
         complete model.
         """
-        names = self.client.read(GENERALIST).keys()
-        model_tensors = {
-            name: t for name, t in tensors.items() if name in names or name == GENERALIST
-        }
-        if not model_tensors or (GENERALIST not in model_tensors and model_tensors.keys() != names):
-            raise Refused("audit: what this method sends is not a complete model", ABLE)
+        names, problem = self.client.read(GENERALIST).keys(), "is not a complete model"
+        parts = {name: t for name, t in tensors.items() if name in names or name == GENERALIST}
+        if not parts or (GENERALIST not in parts and parts.keys() != names):
+            raise Refused(f"audit: what this method sends {problem}", ABLE)
         try:
-            self.client.load(model_tensors)
+            self.client.load(parts)
         except TensorError as error:
-            raise Refused(
-                f"audit: what this method sends is not a complete model ({error.problem})", ABLE
-            ) from None
+            problem += f" ({error.problem})"
+            raise Refused(f"audit: what this method sends {problem}", ABLE) from None
 
     @abstractmethod
     def likelihoods(self, rows: Any) -> Values:
@@ -74,27 +75,12 @@ class SharedText(Shared):
         self.language: LanguageModel = prepared.problem.build(
             replace(layout, specialists=0, members=0, biased=False, routing="equal", balance="none")
         )
-        site = prepared.site
-        self.client = Client(
-            client,
-            self.language,
-            site.data[client],
-            site.training,
-            {},
-            site.seed,
-            site.total_iterations,
-        )
+        super().__init__(prepared, client, self.language)
 
-    def likelihoods(self, rows: TextBatch) -> Values:
-        return -np.concatenate(
-            [nll.mean(dim=1).cpu().double().numpy() for nll, _ in self._scored(rows)]
-        )
-
-    def of_ends(self, rows: Tensor, length: int) -> Values:
-        """Return (N,) the mean log-likelihood of the last `length` tokens of each row."""
-        return -np.concatenate(
-            [nll[:, -length:].mean(dim=1).cpu().double().numpy() for nll, _ in self._scored(rows)]
-        )
+    def likelihoods(self, rows: TextBatch, last: int = 0) -> Values:
+        """Return (N,) the mean log-likelihood of each row's tokens, or of its `last` ones."""
+        means = [nll[:, -last:].mean(dim=1).cpu().double() for nll, _ in self._scored(rows)]
+        return -np.concatenate(means)
 
     def min_k(self, rows: TextBatch) -> Values:
         """Return (N,) Min-K%++ (Zhang et al., ICLR 2025): the mean of the lowest fifth of a row's
@@ -107,18 +93,11 @@ class SharedText(Shared):
         for nll, logits in self._scored(rows):
             log_p = logits.log_softmax(dim=-1)
             mean = (log_p.exp() * log_p).sum(dim=-1)
-            deviation = (
-                ((log_p.exp() * log_p.square()).sum(dim=-1) - mean.square()).clamp(min=1e-12).sqrt()
-            )
-            standardised = (-nll - mean) / deviation
+            variance = (log_p.exp() * log_p.square()).sum(dim=-1) - mean.square()
+            standardised = (-nll - mean) / variance.clamp(min=1e-12).sqrt()
             count = max(int(LOWEST * standardised.shape[1]), 1)
-            scores.append(
-                standardised.topk(count, dim=1, largest=False)
-                .values.mean(dim=1)
-                .double()
-                .cpu()
-                .numpy()
-            )
+            lowest = standardised.topk(count, dim=1, largest=False).values
+            scores.append(lowest.mean(dim=1).double().cpu())
         return np.concatenate(scores)
 
     @torch.no_grad()
@@ -140,22 +119,19 @@ class SharedClassifier(Shared):
     """The shared part of a classifier that is one network."""
 
     def __init__(self, prepared: Prepared, client: ClientId) -> None:
-        model, site = prepared.problem.build(prepared.site.layouts[client]), prepared.site
+        model = prepared.problem.build(prepared.site.layouts[client])
         if not isinstance(model, Classifier):
             raise Refused("audit: with a pool of experts each client gets a different part", ABLE)
         self.model = model
-        self.client = Client(
-            client, model, site.data[client], site.training, {}, site.seed, site.total_iterations
-        )
+        super().__init__(prepared, client, model)
 
     @torch.no_grad()
     def likelihoods(self, rows: Batch) -> Values:
         scores = []
         for part in rows.split(256):
             x, y = self.model.checked(part)
-            scores.append(
-                -cross_entropy(self.model(x).float(), y, reduction="none").cpu().double().numpy()
-            )
+            loss = cross_entropy(self.model(x).float(), y, reduction="none")
+            scores.append(-loss.cpu().double())
         return np.concatenate(scores)
 
 
@@ -163,11 +139,8 @@ def shared(prepared: Prepared, client: ClientId) -> Shared:
     """Make the shared part of a client's model at its initial values, which change nothing of a
     language model's base. Raises Refused.
     """
-    return (
-        SharedText(prepared, client)
-        if isinstance(prepared.problem, Language)
-        else SharedClassifier(prepared, client)
-    )
+    kind = SharedText if isinstance(prepared.problem, Language) else SharedClassifier
+    return kind(prepared, client)
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ RESAMPLES = 1000
 def bootstrapped(
     groups: Sequence[Values], statistic: Callable[[Sequence[Values]], float], seed: int, what: str
 ) -> Estimate:
-    """Estimate a statistic of samples by the percentile bootstrap (Efron, 1979).
+    """Estimate a statistic of samples by the percentile bootstrap (Efron, 1979). The rows of each
+    group, (n, ...), are drawn again by themselves, so that their numbers stay.
 
     Args:
-        groups: Samples, (n, ...) each; the rows of each group are drawn again by themselves, so
-            that their numbers stay.
-        statistic: Of the groups.
-        seed: Seed of the resampling.
-        what: What the rows are, for people.
+        groups: The samples.
+        statistic: A function of the groups.
+        seed: The seed of the resampling.
+        what: A name of the rows, for people.
     """
     rng = np.random.default_rng(seed)
     resampled = [
@@ -32,12 +32,8 @@ def bootstrapped(
         for _ in range(RESAMPLES)
     ]
     low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(
-        value=statistic(groups),
-        low=float(low),
-        high=float(high),
-        interval=f"{LEVEL:.0%}, bootstrap over {what}",
-    )
+    interval = f"{LEVEL:.0%}, bootstrap over {what}"
+    return Estimate(value=statistic(groups), low=float(low), high=float(high), interval=interval)
 
 
 def proportion(successes: int, trials: int) -> Estimate:
@@ -51,12 +47,8 @@ def proportion(successes: int, trials: int) -> Estimate:
     tail = (1 - LEVEL) / 2
     low = beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
     high = beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
-    return Estimate(
-        value=successes / trials,
-        low=float(low),
-        high=float(high),
-        interval=f"{LEVEL:.0%}, exact binomial over {trials:,}",
-    )
+    value, interval = successes / trials, f"{LEVEL:.0%}, exact binomial over {trials:,}"
+    return Estimate(value=value, low=float(low), high=float(high), interval=interval)
 
 
 def auc(members: Values, others: Values) -> float:
@@ -66,9 +58,13 @@ def auc(members: Values, others: Values) -> float:
     from scipy.stats import rankdata
 
     ranks = rankdata(np.concatenate([members, others]))[: len(members)]
-    return float(
-        (ranks.sum() - len(members) * (len(members) + 1) / 2) / (len(members) * len(others))
-    )
+    n, m = len(members), len(others)
+    return float((ranks.sum() - n * (n + 1) / 2) / (n * m))
+
+
+def auc_of_pairs(groups: Sequence[Values]) -> float:
+    """Return the AUC of groups of members and of others, one after the other, all together."""
+    return auc(np.concatenate(groups[::2]), np.concatenate(groups[1::2]))
 
 
 def tpr_at(rate: float, members: Values, others: Values) -> float:

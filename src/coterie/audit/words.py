@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -26,13 +26,7 @@ Suggest = Callable[[Sequence[str]], list[list[str]]]  # the likeliest next words
 
 @dataclass(frozen=True)
 class Case:
-    """A word at a place of a text of its client.
-
-    Args:
-        owner: The client.
-        word: As it stands there.
-        prompt: What stands before it.
-    """
+    """A word as it stands at a place of a text of its owner, and the text before it."""
 
     owner: ClientId
     word: str
@@ -64,9 +58,9 @@ def rare(
     """Choose words that only one client has and, as a control, words that no client was trained on.
 
     Args:
-        texts: By client, then by split.
-        most: Words of each client, at most: its most frequent ones; ties are broken at random.
-        rng: Chooses.
+        texts: The texts by client, then by split.
+        most: The most words of each client: its most frequent ones; ties are broken at random.
+        rng: The generator that chooses.
 
     Returns:
         Words that occur at least twice in one client's training text and in no split of anybody
@@ -82,48 +76,31 @@ def rare(
     for i, splits in words_of.items():
         others = [splits.values() for j, splits in words_of.items() if j != i]
         elsewhere = {word for counts in chain.from_iterable(others) for word in counts}
-        alone = [
-            word
-            for word, count in splits["train"].items()
-            if count >= LEAST and word not in elsewhere
-        ]
-        unseen = [word for word in splits["test"] if word not in taught]
+        often = {word for word, count in splits["train"].items() if count >= LEAST}
+        alone, unseen = often - elsewhere, splits["test"].keys() - taught
         cases += _places(i, alone, texts[i]["train"], most, rng)
         control += _places(i, unseen, texts[i]["test"], most, rng)
     return cases, control
 
 
 def _places(
-    owner: ClientId, words: Sequence[str], texts: Sequence[str], most: int, rng: np.random.Generator
+    owner: ClientId, words: Set[str], texts: Sequence[str], most: int, rng: np.random.Generator
 ) -> list[Case]:
-    """Each of some words at one of its places, with at least one word before it."""
-    places: dict[str, list[tuple[int, int, int]]] = {}
-    sought = set(words)
-    for number, text in enumerate(texts):
+    """Return each of some words at one of its places, with at least one word before it."""
+    places: dict[str, list[tuple[str, int, int]]] = {}
+    for text in texts:
         for match in WORD.finditer(text):
-            if (
-                match[0].casefold() in sought
-                and text[: match.start()].strip()
-                and text[match.start() - 1].isspace()
-            ):
-                places.setdefault(match[0].casefold(), []).append(
-                    (number, match.start(), match.end())
-                )
-    chosen = sorted(rng.permutation(sorted(places)).tolist(), key=lambda word: -len(places[word]))[
-        :most
-    ]
+            word, start = match[0].casefold(), match.start()
+            if word in words and text[:start].strip() and text[start - 1].isspace():
+                places.setdefault(word, []).append((text, *match.span()))
+    permuted = rng.permutation(sorted(places)).tolist()
     cases = []
-    for word in chosen:
-        number, start, end = places[word][rng.integers(len(places[word]))]
-        text = texts[number]
+    for word in sorted(permuted, key=lambda word: -len(places[word]))[:most]:
+        text, start, end = places[word][rng.integers(len(places[word]))]
         prompt = text[max(start - BEFORE, 0) : start]
-        cases.append(
-            Case(
-                owner,
-                text[start:end],
-                prompt if start <= BEFORE else prompt.partition(" ")[2] or prompt,
-            )
-        )
+        # not from the middle of a word
+        whole = prompt if start <= BEFORE else prompt.partition(" ")[2] or prompt
+        cases.append(Case(owner, text[start:end], whole))
     return cases
 
 
@@ -145,16 +122,8 @@ def measured(
     models: Mapping[ClientId, Suggest],
     seed: int,
 ) -> WordsResult:
-    """Return how often others suggest words that one client alone has, of those that the base does
-    not suggest.
-
-    Args:
-        cases: Of `rare`.
-        control: Likewise.
-        base: The base's suggestions.
-        shared: Those of the shared part alone.
-        models: Those of the clients' personal models.
-        seed: Of the intervals.
+    """Return how often others suggest the words of `rare`, of those that the base does not suggest:
+    the shared part alone, and the clients' personal models. `seed` is that of the intervals.
     """
     new, fresh = (
         [case for case, known in zip(some, suggested(some, base), strict=True) if not known]
@@ -188,34 +157,26 @@ def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values
 
 
 def _estimate(rates: Values, seed: int) -> Estimate | None:
-    """Return the mean over words, with an exact interval where it is of yes or no; None without
-    any.
+    """Return the mean over words, with an exact interval if each rate is 0 or 1; None without
+    words.
     """
     if not len(rates):
         return None
-    return (
-        proportion(int(rates.sum()), len(rates))
-        if set(rates.tolist()) <= {0.0, 1.0}
-        else bootstrapped([rates], lambda groups: float(groups[0].mean()), seed, "words")
-    )
+    if set(rates.tolist()) <= {0.0, 1.0}:
+        return proportion(int(rates.sum()), len(rates))
+    return bootstrapped([rates], lambda groups: float(groups[0].mean()), seed, "words")
 
 
 def _examples(
     cases: Sequence[Case], hits: Mapping[ClientId, Values], shared: Values
 ) -> tuple[WordExample, ...]:
     """Return some of the words that others suggest, those of most others first."""
-    by = {
-        k: [i for i, hit in hits.items() if i != case.owner and hit[k]]
-        for k, case in enumerate(cases)
-    }
-    order = sorted((k for k in by if by[k]), key=lambda k: -len(by[k]))[:EXAMPLES]
-    return tuple(
-        WordExample(
-            word=cases[k].word,
-            owner=cases[k].owner,
-            prompt=cases[k].prompt[-40:],
-            by=by[k],
-            shared=bool(shared[k]),
-        )
-        for k in order
-    )
+    examples = []
+    for k, case in enumerate(cases):
+        if by := [i for i, hit in hits.items() if i != case.owner and hit[k]]:
+            prompt, also = case.prompt[-40:], bool(shared[k])
+            example = WordExample(
+                word=case.word, owner=case.owner, prompt=prompt, by=by, shared=also
+            )
+            examples.append(example)
+    return tuple(sorted(examples, key=lambda example: -len(example.by))[:EXAMPLES])
