@@ -22,7 +22,7 @@ from common import RESULTS, in_turns, ratios, report
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.methods.ddome import DDOME
-from coterie.methods.scores import ask_scores
+from coterie.methods.pools import ask_scores
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.runs.problems import classification, loading, problem

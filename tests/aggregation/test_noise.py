@@ -281,7 +281,6 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "data/similarity.py": "hash functions, the same for every run",
     "data/splits.py": "the order of a client's own batches",
     "export/check.py": "tokens on which a model without text is compared",
-    "methods/pairs.py": "which pairs of clients CoBo compares, see below",
     "methods/pairwise.py": "which pairs of clients CoBo compares, see below",
     "models/adapter.py": "where training starts",
     "models/common.py": "splits of public data",

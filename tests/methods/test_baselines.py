@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coterie.aggregation.dual import fused, fusion_weights, nesterov
-from coterie.aggregation.heterogeneous import norm_weighted_mean
+from coterie.aggregation.heterogeneous import norm_weighted_mean, tail_gradient
 from coterie.aggregation.lowrank import (
     factors,
     modules,
@@ -149,7 +149,7 @@ def test_hetlora_penalty_has_the_gradient_that_autograd_finds(
     for p in (p for lora in client.loras.values() for p in lora.parameters()):
         p.data.normal_()
     fewer = {m: lora.A.shape[1] // 2 for m, lora in client.loras.items()}
-    ours = method.penalty_gradient(client.loras, fewer)
+    ours = tail_gradient(client.loras, fewer, method.regularisation)
     leaves = {
         f"{m}.{k}": getattr(lora, k).detach().clone().requires_grad_()
         for m, lora in client.loras.items()

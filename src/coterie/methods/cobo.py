@@ -24,9 +24,10 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
-from coterie.methods.pairs import Pair, SamplingPairs
 from coterie.methods.pairwise import (
     Joining,
+    Pair,
+    SamplingPairs,
     check_pull,
     drawn_output,
     rejoined,
@@ -50,7 +51,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
             "decoupled": it follows the optimiser's step without the learning rate (language).
         output: "last": the models after the last round; "uniform": of one drawn (Theorem I).
 
-    Beside what `Comparing` has, the state holds `round`; where the output is "uniform",
+    Beside what `SamplingPairs` has, the state holds `round`; where the output is "uniform",
     `<client>/output`; of a client that joined late `<client>/joined`, until it has its x_i.
     """
 

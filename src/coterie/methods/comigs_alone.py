@@ -25,10 +25,7 @@ class CoMiGSAlone(CoMiGS):
     """
 
     serves_unseen_clients: ClassVar[bool] = False
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return False
+    needs_only_mean = False
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         return {}

@@ -18,8 +18,7 @@ from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.pairs import SamplingPairs
-from coterie.methods.pairwise import rejoined
+from coterie.methods.pairwise import SamplingPairs, rejoined
 
 # keeps a row of weights from summing to 0 where none of its collaborators took part
 EPSILON = 1e-12
@@ -42,6 +41,8 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     clients' ids, and `round`.
     """
 
+    needs_only_mean = False
+
     gamma: Annotated[
         float,
         Field(ge=0, description="step size of the collaboration weights; 0: plain means"),
@@ -50,10 +51,6 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
         Literal["all", "constant", "time", "mixed"],
         Field(description="which pairs a round compares"),
     ] = "all"
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return False
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)

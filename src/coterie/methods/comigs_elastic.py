@@ -17,13 +17,13 @@ from coterie.core.metrics import surely_less
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors
-from coterie.data.splits import Batch
 from coterie.methods.templates import Averaged, WeightedMixture
 
 SHARED = "elastic/shared"  # (d,) what the client last sent: FedAvg's model after its local steps
 MEMORY = "optimiser/generalist/"  # of the client's own model
 LOSSES = "elastic/losses"  # (len(pulls),) sums over rounds; there is a personal model where it is
 SHARED_MEMORY = "elastic/optimiser"  # of FedAvg's
+PULL_WINDOWS = 2  # validation windows for the choice of b in a round
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -44,9 +44,6 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
     2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding).
 
-    Args:
-        windows: m.
-        standalone: Whether w is trained; otherwise v is what is sent, as in CoMiGS.
     """
 
     stateful: ClassVar[bool] = True
@@ -57,11 +54,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         tuple[Share, ...],
         Field(min_length=1, description="steps to the mean, from which validation chooses"),
     ] = (0.0, 0.25)
-    pull_windows: Annotated[int, Field(ge=1, description="windows for that choice, per round")] = 2
-    windows: Annotated[int, Field(ge=1, description="windows for the choice at the end")] = 12
-    blend: Annotated[bool, Field(description="half-way to the mean, a / 2, is a candidate")] = True
-    halve: Annotated[bool, Field(description="half of what was learned is a candidate")] = True
-    standalone: Annotated[bool, Field(description="FedAvg's model is trained, and sent")] = True
+    windows: Annotated[int, Field(ge=1, description="m, windows for the choice at the end")] = 12
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, mean: Tensors) -> Tensors:
@@ -74,15 +67,16 @@ class CoMiGSElastic(WeightedMixture, Averaged):
             client.load({GENERALIST: self.pulled(client, w)})
         else:
             self.begin(client, w)
-        both = personal and self.standalone
         roles = (GENERALIST, SPECIALIST) if personal else (GENERALIST,)
         for _ in range(self.steps(client)):
             batch, eta = client.draw(client.train), client.lr
-            gradient = self.shared_gradient(client, w, batch) if both else None
+            if personal:
+                with client.borrowing(self.mixing(client, 0.0)):  # w has generalists alone
+                    gradient = client.gradient_at(w, batch)
             client.step_on(batch, *roles)
-            if gradient is not None:
+            if personal:
                 client.training.experts.step(w, gradient, eta, client.state, SHARED_MEMORY)
-        client.state[SHARED] = w if both else client.flat()
+        client.state[SHARED] = w if personal else client.flat()
         with client.borrowing({GENERALIST: client.state[SHARED]}):
             return client.read(GENERALIST) | self.sample_count(client)
 
@@ -92,31 +86,24 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         """
         client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
         if client.round:
-            turns, generalists = (
-                torch.arange(self.specialists) % self.generalists,
-                client.read(GENERALIST),
-            )
-            names = {name: name.replace(SPECIALIST, GENERALIST) for name in client.read(SPECIALIST)}
+            turns = torch.arange(self.specialists) % self.generalists
+            generalists = client.read(GENERALIST)
             client.load(
-                {name: generalists[generalist][turns] for name, generalist in names.items()}
+                {
+                    name: generalists[name.replace(SPECIALIST, GENERALIST)][turns]
+                    for name in client.read(SPECIALIST)
+                }
             )
-        if self.standalone:
-            for key in [key for key in client.state if key.startswith(MEMORY)]:
-                moved = f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"
-                client.state[moved] = client.state[key].clone()
+        for key in [key for key in client.state if key.startswith(MEMORY)]:
+            client.state[f"{SHARED_MEMORY}/{key.removeprefix(MEMORY)}"] = client.state[key].clone()
         client.state[LOSSES] = torch.zeros(len(self.pulls), dtype=torch.float64)
-
-    def shared_gradient(self, client: Client, w: Tensor, batch: Batch) -> Tensor:
-        """Return the gradient of FedAvg's loss at w, (d,): of generalists alone."""
-        with client.borrowing(self.mixing(client, 0.0)):
-            return client.gradient_at(w, batch)
 
     def pulled(self, client: Client, w: Tensor) -> Tensor:
         """Return (1 - b) v + b w, (d,), with the b of the least loss on the windows so far."""
         points, losses = [client.flat().lerp(w, b) for b in self.pulls], client.state[LOSSES]
         if len(points) == 1:
             return points[0]
-        batch = client.valid.batch(client.round * self.pull_windows, self.pull_windows)
+        batch = client.valid.batch(client.round * PULL_WINDOWS, PULL_WINDOWS)
         for number, point in enumerate(points):
             with client.borrowing({GENERALIST: point}):
                 losses[number] += client.loss(batch)
@@ -132,15 +119,17 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         if LOSSES not in client.state:
             return {}
         personal, shared = client.read(GENERALIST), {GENERALIST: client.state[SHARED]}
-        candidates = [Tensors(), shared | self.mixing(client, 0.0)]
-        if self.blend:
-            pulled = {name: torch.lerp(personal[name], t, 0.5) for name, t in mean.items()}
-            candidates.append(pulled | self.mixing(client, self.weight / 2))
+        halfway = {name: torch.lerp(personal[name], t, 0.5) for name, t in mean.items()}
+        candidates = [
+            Tensors(),
+            shared | self.mixing(client, 0.0),
+            halfway | self.mixing(client, self.weight / 2),
+        ]
         losses = [self.losses(client, candidate) for candidate in candidates]
         best = int(torch.stack(losses).mean(1).argmin())
         client.load(candidates[best])
         half = self.halved(client)
-        if self.halve and surely_less(self.losses(client, half), losses[best]):
+        if surely_less(self.losses(client, half), losses[best]):
             client.load(half)
         return {}
 

@@ -21,7 +21,7 @@ from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.scores import SCORES, ask_scores, own_scores
+from coterie.methods.pools import SCORES, ask_scores, own_scores
 from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
 
@@ -45,6 +45,7 @@ class CoMiGSPool(CoMiGS):
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
     packages: ClassVar[tuple[str, ...]] = ("scipy",)
+    needs_only_mean = False
 
     generalists: Annotated[
         int, Field(ge=1, description="K, generalists of the pool that each client gets")
@@ -58,10 +59,6 @@ class CoMiGSPool(CoMiGS):
             "limit",
         ),
     ] = 1
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return False
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), members=self.pool)

@@ -21,8 +21,7 @@ from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
 from coterie.methods.base import Reader
-from coterie.methods.pools import Pooling
-from coterie.methods.scores import SCORES, ask_scores, own_scores
+from coterie.methods.pools import SCORES, Pooling, ask_scores, own_scores
 from coterie.models.layout import Layout
 from coterie.models.pool_layout import GateTarget, PoolLayout
 

@@ -26,8 +26,5 @@ class FedAvg(Averaged, OneAdapter):
     def local_round(self, client: AnyClient, theta: Tensors) -> Tensors:
         client.load(theta)
         for _ in range(self.steps(client)):
-            self.iterate(client)
+            client.step(GENERALIST, on=client.train)
         return client.read(GENERALIST) | self.sample_count(client)
-
-    def iterate(self, client: AnyClient) -> None:
-        client.step(GENERALIST, on=client.train)

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from coterie.client.client import Client
-from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST, SPECIALIST
-from coterie.core.tensors import Tensors
 from coterie.methods.templates import Averaged, OneAdapter
 from coterie.models.adapter import Layout
 
@@ -25,13 +23,6 @@ class FedSALoRA(Averaged, OneAdapter):
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), local_b=True)
-
-    @task(Sends.UPDATE)
-    def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        client.load(theta)
-        for _ in range(self.steps(client)):
-            self.iterate(client)
-        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, on=client.train)

@@ -5,7 +5,7 @@ Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous 
 Resources", NeurIPS 2024, Section 3.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,13 +17,11 @@ from coterie.aggregation.lowrank import (
     own_factors,
     read_factors,
     svd_of_sum,
-    truncated,
 )
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensors import Named, Tensors, prefixed, under
-from coterie.methods.base import Reader
+from coterie.core.tensors import Named, Tensors
 from coterie.methods.templates import Ranked
 
 TOKENS = "tokens"  # how much a client counts, in its reply
@@ -38,16 +36,6 @@ class FlexLoRA(Ranked):
     form: `aggregation.lowrank`), and `ranks/<client>`, (modules,). Each round a client's basis is a
     new one, and so its optimiser starts afresh.
     """
-
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        return read_factors(model.loras()) | prefixed(
-            "ranks", {i: torch.tensor(model.ranks[i]) for i in clients}
-        )
-
-    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        ranks = under("ranks", state)
-        theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
-        return {i: truncated(theta, ranks[i].tolist()) for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)

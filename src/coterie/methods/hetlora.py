@@ -5,16 +5,14 @@ Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundatio
 2024, Algorithm 1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
 from pydantic import Field
 
 from coterie.aggregation.heterogeneous import (
-    Ranks,
     norm_weighted_mean,
     same_sizes,
     tail_gradient,
@@ -25,10 +23,8 @@ from coterie.aggregation.lowrank import modules, own_factors, ranks, read_factor
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensors import Tensors, prefixed, under
-from coterie.methods.base import Reader
+from coterie.core.tensors import Tensors, prefixed
 from coterie.methods.templates import Ranked
-from coterie.models.lora import LoRA
 
 
 @dataclass(frozen=True)
@@ -37,12 +33,9 @@ class HetLoRA(Ranked):
     for each client.
 
     The server's state holds the factors of the largest rank (their form: `aggregation.lowrank`),
-    and `ranks/<client>`, (modules,), the ranks that each client has left.
-
-    Args:
-        prune: gamma, the share of its ranks that a client keeps when it prunes; those beyond are
-            its tail.
-        regularisation: lambda of the penalty ||B_tail|| ||A_tail||, summed over modules.
+    and `ranks/<client>`, (modules,), the ranks that each client has left. The tail of a client is
+    its ranks beyond those that it would keep if it pruned; the penalty on it is
+    lambda ||B_tail|| ||A_tail||, summed over modules.
     """
 
     prune: Annotated[
@@ -54,17 +47,6 @@ class HetLoRA(Ranked):
     regularisation: Annotated[
         float, Field(ge=0, description="lambda, weight of the penalty on the tail ranks")
     ] = 5e-3
-
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
-        return read_factors(model.loras()) | prefixed(
-            "ranks", {i: torch.tensor(model.ranks[i]) for i in clients}
-        )
-
-    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Truncate: each client gets the first of the server's ranks, as many as it has left."""
-        left = under("ranks", state)
-        theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
-        return {i: truncated(theta, left[i].tolist()) for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), smaller=True)
@@ -78,9 +60,12 @@ class HetLoRA(Ranked):
         fewer = {module: max(int(self.prune * rank), 1) for module, rank in current.items()}
         client.load(own_factors(loras, theta))
         before = tail_norm(loras, fewer)
-        penalty = partial(self.penalty_gradient, loras, fewer)
         for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train, extra=penalty)
+            client.step(
+                GENERALIST,
+                on=client.train,
+                extra=lambda: tail_gradient(loras, fewer, self.regularisation),
+            )
             # Pruned ranks stay zero, whatever the old moments of the optimiser say.
             zero_beyond(loras, current)
         # self-pruning: a tail that shrank in this round is given up
@@ -88,7 +73,3 @@ class HetLoRA(Ranked):
             current = fewer
             zero_beyond(loras, current)
         return truncated(read_factors(loras), current.values())
-
-    def penalty_gradient(self, loras: Mapping[str, LoRA], fewer: Ranks) -> Tensors:
-        """Return the gradient of lambda sum ||B_tail||_F ||A_tail||_F."""
-        return tail_gradient(loras, fewer, self.regularisation)

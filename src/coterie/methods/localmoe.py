@@ -16,6 +16,5 @@ class LocalMoE(Alone, TwoExperts):
 
     @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        for _ in range(self.steps(client)):
-            self.iterate(client)
+        self.local_iterations(client)
         return {}

@@ -28,6 +28,8 @@ class Oracle(FedAvg):
     """
 
     serves_unseen_clients: ClassVar[bool] = False
+    by_examples = True
+    needs_only_mean = False  # but one mean for each cluster
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
@@ -44,12 +46,6 @@ class Oracle(FedAvg):
             )
         for members in Counter(model.clusters[i] for i in clients).values():
             self.aggregation.check(members)
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return False  # but one mean for each cluster
-
-    by_examples = True
 
     def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}

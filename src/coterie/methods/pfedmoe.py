@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from coterie.client.client import Client
-from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.core.tensors import Tensors
 from coterie.methods.templates import Averaged, Routed
 from coterie.models.adapter import Layout
 
@@ -27,13 +25,6 @@ class PFedMoE(Averaged, Routed):
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=1, specialists=1)
-
-    @task(Sends.UPDATE)
-    def local_round(self, client: Client, theta_g: Tensors) -> Tensors:
-        client.load(theta_g)
-        for _ in range(self.steps(client)):
-            self.iterate(client)
-        return client.read(GENERALIST) | self.sample_count(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)

@@ -1,5 +1,6 @@
 """The base classes of methods whose server holds a pool of whole models, of which a client trains
-some or all at once.
+some or all at once; and the scores that a gate gives the members of a pool on a client's data
+(DDOME, Section 4).
 """
 
 from abc import abstractmethod
@@ -13,15 +14,32 @@ from pydantic import Field
 from coterie.aggregation import Mean, Rule
 from coterie.client.client import Client
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, Task, task
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
+from coterie.data.splits import Split
 from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating
+from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.pool import PoolClassifier
 from coterie.models.pool_layout import PoolLayout
+
+SCORES = "scores"
+
+
+def ask_scores(question: Task, state: State, clients: Sequence[ClientId], size: int) -> Ask:
+    """Ask each client for the gate's scores of the `size` members of the pool on its data."""
+    form = {SCORES: torch.empty(size, dtype=torch.float64, device="meta")}
+    return Ask(question, {i: {GATE: state[GATE]} for i in clients}, lambda sent: form)
+
+
+def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
+    """Return sum_i softmax g(x_i), (M,) float64, over a client's embedded data x_i."""
+    with client.borrowing(gate), torch.no_grad():
+        assert isinstance(client.model, PoolClassifier | LanguageModel)
+        return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}
 
 
 @dataclass(frozen=True)

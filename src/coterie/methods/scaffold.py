@@ -53,6 +53,8 @@ class Scaffold(Averaged, OneAdapter):
     """
 
     serves_unseen_clients: ClassVar[bool] = True
+    # the server takes steps of its own, and clients also send control variates
+    needs_only_mean = False
 
     server_lr: Annotated[
         float, Field(gt=0, le=1, description="eta_g, the server's learning rate")
@@ -64,10 +66,6 @@ class Scaffold(Averaged, OneAdapter):
             "steps"
         ),
     ] = False
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return False  # the server takes steps of its own, and clients also send control variates
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)

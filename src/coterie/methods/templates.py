@@ -10,13 +10,13 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
-from coterie.aggregation.lowrank import own_factors
+from coterie.aggregation.lowrank import own_factors, read_factors, truncated
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
-from coterie.core.protocol import Ask, ClientId, Replies, Round, State, empty_reply
+from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
-from coterie.core.tensors import Named, Tensors
+from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method, Reader
 from coterie.models.adapter import Layout
 from coterie.models.layout import Balance
@@ -77,11 +77,14 @@ class Averaged(Aggregating):
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
         return state | self.combine(replies, state)
 
-    @abstractmethod
+    @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """Do the client's L local iterations from `theta`. A @task that returns the trained
-        tensors and the client's `sample_count`.
+        """Do the client's L local iterations from `theta`; return the trained tensors, and the
+        client's `sample_count`.
         """
+        client.load(theta)
+        self.local_iterations(client)
+        return client.read(*self.shared) | self.sample_count(client)
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,19 @@ class Ranked(Method):
             routing="equal",
             balance="none",
         )
+
+    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+        """Return the factors of the largest rank (their form: `aggregation.lowrank`), and
+        `ranks/<client>`, (modules,), the rank of each module at a client.
+        """
+        ranks = {i: torch.tensor(model.ranks[i]) for i in clients}
+        return read_factors(model.loras()) | prefixed("ranks", ranks)
+
+    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """Truncate: each client gets the first of the server's ranks, as many as it has."""
+        ranks = under("ranks", state)
+        theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
+        return {i: truncated(theta, ranks[i].tolist()) for i in clients}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
         """As any method's, of tensors in the form that updates of unlike ranks travel in."""
