@@ -52,10 +52,10 @@ def test_what_is_no_result_is_refused_with_what_to_do(
 def test_an_audit_is_what_was_written_to_the_letter(
     canaries: bool, words: bool, tmp_path: Path
 ) -> None:
-    assert AuditResult.read(tmp_path) is None
+    assert AuditResult.read_any(tmp_path) is None
     write_json(tmp_path / AUDITED, audited(canaries, words))
     before = (tmp_path / AUDITED).read_bytes()
-    read = AuditResult.read(tmp_path)
+    read = AuditResult.read_any(tmp_path)
     assert read is not None
     write_json(tmp_path / AUDITED, read.to_json())
     assert (tmp_path / AUDITED).read_bytes() == before

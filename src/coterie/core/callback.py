@@ -101,8 +101,8 @@ class Callback:
         """Receive a warning about a client whose reply is missing or invalid; the run continues."""
 
     def cores(self, others: int) -> None:
-        """Receive the number of other busy processes if the machine is short of cores; otherwise
-        0.
+        """Receive the number of cores that other processes keep busy if the machine is short of
+        cores; otherwise 0.
         """
 
     def evaluating(self, round: int) -> None:

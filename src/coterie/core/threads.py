@@ -15,10 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SAID = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-)  # if set, the user has chosen the number of threads
+# if one of these is set, the user has chosen the number of threads
+SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # GNU's runtime, which PyTorch's wheels for Linux bring: turns of a loop before a thread sleeps,
 # instead of 300,000. LLVM's: milliseconds.
@@ -61,25 +59,23 @@ class Usage:
     Args:
         own: Cores that this process kept busy: its CPU seconds per second.
         others: Cores that all others did; None if the system does not report it (only Linux does).
-        running: Threads of others that wanted a core; None in the same case.
         cores: Of the machine.
     """
 
     own: float
     others: float | None = None
-    running: float | None = None
     cores: int = os.cpu_count() or 1
 
     def lacking(self, threads: int) -> int:
-        """Return how many others compute where so many threads did not get the cores that they
-        wanted; 0 where they did.
+        """Return how many cores others kept busy where so many threads did not get the cores that
+        they wanted; 0 where they did.
         """
         if self.others is None:  # with half a core and less it is not that work was uneven
             return int(self.own < _WHOLE / 2)
         idle = self.cores - self.own - self.others
         if self.own >= _WHOLE * threads or self.others < 0.5 or idle > 0.1 * self.cores:
             return 0
-        return max(round(self.running or 0), round(self.others), 1)
+        return max(round(self.others), 1)
 
     @property
     def crowded(self) -> bool:
@@ -93,55 +89,37 @@ class Watch:
     """A meter of `Usage` since it was made or last read."""
 
     def __init__(self) -> None:
-        self._running: list[float] = []
         self._begin()
 
     def _begin(self) -> None:
-        self._then, self._own, (self._busy, _) = time.monotonic(), time.process_time(), _machine()
-        self._running.clear()
+        self._then, self._own, self._busy = time.monotonic(), time.process_time(), _busy_seconds()
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self._then
 
-    def sample(self, threads: int) -> None:
-        """Count who wants a core at this moment, beside so many threads of this process."""
-        running = _machine()[1]
-        if running is not None:
-            self._running.append(max(running - threads, 0))
-
     def look(self) -> Usage:
         """Return what was used since the last look."""
-        seconds, mine, (busy, _) = (
-            max(self.seconds, 1e-6),
-            time.process_time() - self._own,
-            _machine(),
-        )
-        others = (
-            None
-            if busy is None or self._busy is None
-            else max(busy - self._busy - mine, 0.0) / seconds
-        )
-        running = sum(self._running) / len(self._running) if self._running else None
+        seconds, before = max(self.seconds, 1e-6), self._busy
+        own = time.process_time() - self._own
         self._begin()
-        return Usage(mine / seconds, others, running)
+        if self._busy is None or before is None:
+            return Usage(own / seconds)
+        return Usage(own / seconds, max(self._busy - before - own, 0.0) / seconds)
 
 
-def _machine() -> tuple[float | None, int | None]:
-    """Return the seconds that all cores together were busy since the machine started, and the
-    number of threads that want one now; None if unknown.
+def _busy_seconds() -> float | None:
+    """Return the seconds that all cores together were busy since the machine started; None if the
+    system does not report it (only Linux does).
 
     Time that a hypervisor took away counts as busy: no thread here could have it.
     """
     try:
-        lines = _STAT.read_text().splitlines()
-        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, lines[0].split()[1:])
-        running = next(
-            (int(line.split()[1]) for line in lines if line.startswith("procs_running")), None
-        )
-        return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), running
-    except (OSError, ValueError, IndexError):
-        return None, None
+        line = _STAT.read_text().partition("\n")[0]
+        user, nice, system, _, _, irq, softirq, steal, *_ = map(int, line.split()[1:])
+        return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -150,7 +128,7 @@ class ThreadChoice:
 
     Args:
         threads: The number of threads.
-        others: Processes that computed meanwhile, for which one thread was taken; 0: it was not for
+        others: Cores that others kept busy, for which one thread was taken; 0: it was not for
             them.
     """
 
@@ -175,10 +153,9 @@ def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
     while watch.seconds < _PROBE_S:
         work(1)
         alone += 1
-        watch.sample(1)
     each, usage = watch.seconds / alone, watch.look()
     if usage.crowded:
-        return ThreadChoice(1, max(round(usage.running or 0), round(usage.others or 0), 1))
+        return ThreadChoice(1, max(round(usage.others or 0), 1))
     if each >= _PROBE_S:
         return ThreadChoice(most)
     work(most)

@@ -18,7 +18,6 @@ from coterie.core.errors import CheckpointError
 from coterie.core.files import write_atomically, write_json
 from coterie.core.result import Evaluation, MetricInfo, Result, Versions
 from coterie.core.result import rows as comparison
-from coterie.core.result.parsing import REMEDY
 from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
@@ -213,7 +212,9 @@ def _shown(results: Sequence[Result], figure: Figure) -> dict[str, Any]:
     metric = _GATE_ERROR if figure == "gate_error" else results[0].metric
     values = [_FIGURES[figure](result) for result in results]
     if None in values:
-        raise CheckpointError(f"{results[0]!r} does not contain what this table shows", REMEDY)
+        raise CheckpointError(
+            f"{results[0]!r} does not contain what this table shows", Result.remedy
+        )
     known = [value for value in values if value is not None]
     return {
         "metric": metric,

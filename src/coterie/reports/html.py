@@ -48,7 +48,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
     """
     result, rows = results[-1], rows_of(results)
     metric = result.metric
-    routing = Routing.read(folder)
+    routing = Routing.read_any(folder)
     about = f"seed {result.seed}, {result.rounds} rounds, {_made_with(result)}"
     sections = {
         "scores": section(
@@ -75,7 +75,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
             "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", result)
         ),
         "audit": section(
-            "audit", "What the shared part reveals", *audited(AuditResult.read(folder))
+            "audit", "What the shared part reveals", *audited(AuditResult.read_any(folder))
         ),
         "texts": section(
             "texts",

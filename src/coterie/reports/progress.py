@@ -346,7 +346,4 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
 
 def _short_of_cores(others: int) -> str:
-    return (
-        f"the machine is short of cores: {others} other "
-        f"{'process computes' if others == 1 else 'processes compute'}"
-    )
+    return f"the machine is short of cores: other processes keep {others} busy"

@@ -18,7 +18,6 @@ from coterie.runs.backends import Backend, computing_threads
 from coterie.runs.folder.metrics import METRICS, MetricsFile
 from coterie.runs.state import RunState
 
-SAMPLED_S = 1.0  # seconds between looks at how busy the machine is
 WATCHED_S = 5.0  # seconds of such looks before a judgement
 AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum is waited for
 
@@ -43,7 +42,7 @@ class Requests(Listener):
 
     def restart_watch(self) -> None:
         """Begin to watch how busy the machine is."""
-        self._watch, self._sampled = Watch(), 0.0
+        self._watch = Watch()
 
     def ask(
         self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], reply_spec: ReplySpec
@@ -150,14 +149,10 @@ class Requests(Listener):
         self.reporter.client(self.state.round, client, metrics)
 
     def _look_at_cores(self) -> None:
-        """Tell the reporter, every few seconds, how many other processes compete for the cores
-        of this machine, if the clients compute on it.
+        """Tell the reporter, every few seconds, how many cores of this machine others keep busy, if
+        the clients compute on it and are short of cores.
         """
         if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
             return
-        now = time.monotonic()
-        if now - self._sampled >= SAMPLED_S:
-            self._sampled = now
-            self._watch.sample(self.threads)
         if self._watch.seconds >= WATCHED_S:
             self.reporter.cores(self._watch.look().lacking(self.threads))

@@ -18,9 +18,17 @@ from coterie.core.result.audit import (
     WordsResult,
 )
 from coterie.core.result.comparison import Comparison, Row
-from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation, Scores
+from coterie.core.result.evaluation import (
+    ROUTING,
+    BestByValid,
+    Choices,
+    Curve,
+    Evaluation,
+    Mixture,
+    Routing,
+    Scores,
+)
 from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
-from coterie.core.result.routing import ROUTING, Mixture, Routing
 from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
 from coterie.core.result.tuning import ROUNDS, TUNING, Tried, TunedRow, Tuning
 

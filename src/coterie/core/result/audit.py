@@ -2,14 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from coterie.core.files import read_json
 from coterie.core.result.parsing import PrivacySpent, Record
 
 AUDITED = "audit.json"  # of a run that was audited
-REMEDY = "Run `coterie audit RUN` with this version: it writes a new file."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +224,8 @@ class AuditResult(Record):
         settings: The extent of the audit.
     """
 
-    remedy: ClassVar[str] = REMEDY
+    file: ClassVar[str] = AUDITED
+    remedy: ClassVar[str] = "Run `coterie audit RUN` with this version: it writes a new file."
 
     recipe: str
     method: str
@@ -242,11 +240,3 @@ class AuditResult(Record):
     shift: MembershipResult
     words: WordsResult | None
     settings: AuditSettings
-
-    @classmethod
-    def read(cls, folder: Path) -> Self | None:
-        """Return what is in the audit.json of a run's folder; None before there was an audit.
-        Raises CheckpointError.
-        """
-        path = folder / AUDITED
-        return cls.from_json(read_json(path, finite=False)) if path.exists() else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions, row_of
+from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -150,7 +150,7 @@ class Comparison(Record):
     folder: Path | None = None
 
     def __getitem__(self, method: str) -> Row:
-        return row_of(self.rows, method)
+        return {row.method: row for row in self.rows}[method]
 
     @property
     def best(self) -> Row:

@@ -1,10 +1,14 @@
-"""What one evaluation of a run found, and the curves that several of them make."""
+"""What one evaluation of a run found, the curves that several of them make, and the decisions of
+trained routers on real text, token by token.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from coterie.core.result.parsing import Json, Record
+
+ROUTING = "routing.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +117,38 @@ class BestByValid(Record):
     round: int
     valid: float
     test: float
+
+
+@dataclass(frozen=True)
+class Mixture(Record):
+    """The number of experts of a model with a router.
+
+    Args:
+        generalists: Number of shared experts.
+        specialists: Number of experts that stay with the client.
+    """
+
+    generalists: int
+    specialists: int
+
+
+@dataclass(frozen=True)
+class Routing(Record):
+    """The routing weights of every model with a router on each client's text.
+
+    Args:
+        texts: The tokens of each client's text as people read them.
+        experts: Of each model with a router.
+        weights: By model, then by text, (blocks, tokens, experts).
+        depth: Number of blocks of a model; None if no model has a router.
+        blocks: The indices of its first, middle and last one.
+    """
+
+    file: ClassVar[str] = ROUTING
+    rare: ClassVar[Collection[str]] = ("depth", "blocks")
+
+    texts: Mapping[str, Sequence[str]]
+    experts: Mapping[str, Mixture]
+    weights: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]
+    depth: int | None = None
+    blocks: Sequence[int] | None = None

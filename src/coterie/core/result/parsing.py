@@ -1,30 +1,33 @@
 """Reading results from JSON and writing them, and the small records that several results share."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from pydantic import TypeAdapter, ValidationError
 
 from coterie.core.errors import CheckpointError
+from coterie.core.files import read_json
 
 Json = dict[str, Any]
-REMEDY = (
-    "Give a file that `coterie run` or `coterie compare` wrote. If an older version wrote it, run "
-    "the recipe again with this version and another --out."
-)
 
 
 class Record:
     """A dataclass whose fields are the values of a JSON object, by their names and in their order.
 
     Fields named in `rare` are left out of the object when they are None or empty: only some results
-    have them. A `folder` is where the object was read from, and never in it.
+    have them. `file` is the name of the file that has the object. A `folder` is where the object
+    was read from, and never in it.
     """
 
+    file: ClassVar[str] = ""
     rare: ClassVar[Collection[str]] = ()
-    remedy: ClassVar[str] = REMEDY
+    remedy: ClassVar[str] = (
+        "Give a file that `coterie run` or `coterie compare` wrote. If an older version wrote it, "
+        "run the recipe again with this version and another --out."
+    )
 
     @classmethod
     def from_json(cls, value: Any, folder: Path | None = None) -> Self:
@@ -41,6 +44,18 @@ class Record:
             ) from None
         return record
 
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Return what is in the `file` of a folder. Raises CheckpointError where there is none, or
+        where it lacks something.
+        """
+        return cls.from_json(read_json(folder / cls.file, finite=False), folder)
+
+    @classmethod
+    def read_any(cls, folder: Path) -> Self | None:
+        """As `read`; None where the folder has no such file."""
+        return cls.read(folder) if (folder / cls.file).exists() else None
+
     def to_json(self) -> Json:
         """Return the JSON object."""
         return {
@@ -50,14 +65,8 @@ class Record:
         }
 
 
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {}
-
-
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    """Return what validates a class: it takes milliseconds to make."""
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
-    return _ADAPTERS[kind]
+# makes what validates a class, which takes milliseconds
+_adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _mistakes(error: ValidationError) -> str:
@@ -161,19 +170,3 @@ class Machine(Record):
     device: str
     dtype: str
     threads: int
-
-
-class _Row(Protocol):
-    @property
-    def method(self) -> str: ...
-
-
-R = TypeVar("R", bound=_Row)
-
-
-def row_of(rows: Sequence[R], method: str) -> R:
-    """Return a method's row. Raises KeyError."""
-    for row in rows:
-        if row.method == method:
-            return row
-    raise KeyError(method)

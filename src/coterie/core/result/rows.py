@@ -4,6 +4,7 @@ unlike.
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -116,10 +117,9 @@ def _lost(results: Sequence[Result]) -> dict[str, int]:
     """Return the number of replies that were dropped or did not arrive, over all seeds, by client;
     only of clients that lost any.
     """
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for result in results:
-        for client, count in (result.lost or {}).items():
-            counts[client] = counts.get(client, 0) + count
+        counts.update(result.lost or {})
     return dict(sorted(counts.items()))
 
 
@@ -129,21 +129,15 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
     A client that some run could not reach to score it has no column.
     """
-    common = (
-        [i for i in results[0].clients if all(i in result.clients for result in results)]
-        if results
-        else []
-    )
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
     lines = [
         row(name, of_method, by_method.get(ALONE, ())) for name, of_method in by_method.items()
     ]
-    return [
-        replace(line, clients={i: line.clients[i] for i in common if i in line.clients})
-        for line in lines
-    ]
+    everybody = results[0].clients if results else ()
+    common = [i for i in everybody if all(i in result.clients for result in results)]
+    return [replace(line, clients={i: line.clients[i] for i in common}) for line in lines]
 
 
 def comparability(

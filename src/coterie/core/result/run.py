@@ -2,13 +2,11 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from coterie.core.files import read_json
-from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation
-from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Record, Versions
+from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation, Scores
+from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions
 
 RESULT = "result.json"
 
@@ -39,7 +37,7 @@ class Costs(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClientResult(Record):
+class ClientResult(Costs, Scores):
     """The scores of one client in a run, and its costs.
 
     Examples:
@@ -76,29 +74,9 @@ class ClientResult(Record):
     rare: ClassVar[Collection[str]] = ("experts", "group", "kept_round")
 
     valid: float
-    test: float
-    valid_loss: float | None = None
-    test_loss: float | None = None
-    gate_accuracy: float | None = None
-    experts: Sequence[int] | None = None
     test_synced: float | None = None
     kept_round: int | None = None
-    trainable_parameters: int = 0
-    active_parameters: int | None = None
-    flops_per_token: int = 0
-    bytes_up: int = 0
-    bytes_down: int = 0
-    state_bytes: int | None = None
-    generalists: int = 0
-    specialists: int = 0
     group: str | None = None
-
-    def to_json(self) -> Json:
-        """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
-        values = super().to_json()
-        if self.experts is None and self.gate_accuracy is None:
-            del values["gate_accuracy"]
-        return values
 
 
 def headline(
@@ -163,6 +141,8 @@ class Result(Record):
         machine: What it was computed on.
     """
 
+    file: ClassVar[str] = RESULT
+
     method: str
     recipe: str
     seed: int
@@ -194,13 +174,6 @@ class Result(Record):
     peak_memory_bytes: int | None = None
     versions: Versions | None = None
     machine: Machine | None = None
-
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Return what is in the result.json of a folder. Raises CheckpointError where there is
-        none, or where it lacks something.
-        """
-        return cls.from_json(read_json(folder / RESULT, finite=False))
 
     @property
     def headline(self) -> dict[str, ClientResult]:

@@ -3,10 +3,9 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
-from coterie.core.files import read_json
-from coterie.core.result.parsing import Machine, MetricInfo, Record, Versions, row_of
+from coterie.core.result.parsing import Machine, MetricInfo, Record, Versions
 
 TUNING = "tune.json"
 ROUNDS = "method.rounds"  # the field of a recipe that says how long a run is
@@ -106,6 +105,8 @@ class Tuning(Record):
         folder: Of the search; None if it was read from JSON only.
     """
 
+    file: ClassVar[str] = TUNING
+
     recipe: str
     metric: MetricInfo
     seeds: Sequence[int]
@@ -116,13 +117,8 @@ class Tuning(Record):
     machine: Machine | None = None
     folder: Path | None = None
 
-    @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Return what is in the tune.json of a folder. Raises CheckpointError."""
-        return cls.from_json(read_json(folder / TUNING, finite=False), folder)
-
     def __getitem__(self, method: str) -> TunedRow:
-        return row_of(self.rows, method)
+        return {row.method: row for row in self.rows}[method]
 
     def path(self, method: str) -> Path:
         """Return the file of the recipe that was chosen for a method."""
