@@ -138,7 +138,7 @@ def test_clients_on_gpus_have_one_each_whatever_the_servers_is(
 WHERE = """
 import sys, time
 from flwr.app import Message
-from coterie.engines.flower.packing import _packed, _unpacked
+from coterie.engines.flower.apps import packed, unpacked
 from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Request
 
@@ -151,10 +151,10 @@ def where(node, text, body):
 grid = simulated(4, 1, where, accelerators=1)
 while len(nodes := list(grid.get_node_ids())) < 4:
     time.sleep(0.1)
-asked = _packed(Request(action="hello", run="r", recipe={}).model_dump_json(), b"")
+asked = packed(Request(action="hello", run="r", recipe={}).model_dump_json(), b"")
 sent = [Message(asked, dst_node_id=node, message_type="query.coterie") for node in nodes]
 for reply in grid.send_and_receive(sent, timeout=120):
-    print(_unpacked(reply.content)[0])
+    print(unpacked(reply.content)[0])
 """
 
 

@@ -35,9 +35,8 @@ from coterie.core.errors import TensorError
 from coterie.core.protocol import Ask, Sends, task
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.engine import Listener
-from coterie.engines.flower.apps import QUERY, client_app
+from coterie.engines.flower.apps import QUERY, client_app, packed, unpacked
 from coterie.engines.flower.engine import Flower
-from coterie.engines.flower.packing import _packed, _unpacked
 from coterie.engines.flower.secagg_device import EXCHANGE, TRAIN
 from coterie.engines.messages import Member, Reply, Request, parsed
 
@@ -536,7 +535,7 @@ def test_a_device_takes_no_terms_from_a_server(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kind", [TRAIN, "train.default"])
 def test_a_device_does_not_answer_what_flower_would_not_mask(kind: str) -> None:
     """Of "train.default" the modifier is registered and passes the reply through as it is."""
-    content = _packed(
+    content = packed(
         Request(action="task", run="run", recipe={}, client="c0", task="train").model_dump_json(),
         to_bytes(SENT),
     )
@@ -548,8 +547,8 @@ def test_a_device_does_not_answer_what_flower_would_not_mask(kind: str) -> None:
 
 def test_a_device_does_not_answer_in_the_clear_what_is_to_be_masked() -> None:
     request = Request(action="task", run="run", recipe={}, client="c0", task="train", masked=True)
-    reply = said_by(InProcess(1), _packed(request.model_dump_json(), to_bytes(SENT)), QUERY)
-    text, body = _unpacked(reply.content)
+    reply = said_by(InProcess(1), packed(request.model_dump_json(), to_bytes(SENT)), QUERY)
+    text, body = unpacked(reply.content)
     assert "asked without masks" in parsed(Reply, text).problem
     assert body == b""
 

@@ -18,9 +18,9 @@ from coterie.core.printing import printable
 from coterie.core.threads import wait_briefly
 from coterie.deploy import resident
 from coterie.engines.flower.apps import client_app, server_app
-from coterie.engines.flower.engine import Grid
 
 if TYPE_CHECKING:
+    from coterie.engines.flower.engine import Grid
     from coterie.runs.device.device import Device
     from coterie.runs.recipes.recipe import Recipe
 
@@ -64,7 +64,7 @@ def device(node: Mapping[str, Any]) -> "Device":
     )
 
 
-def serve(grid: Grid, config: Mapping[str, Any]) -> None:
+def serve(grid: "Grid", config: Mapping[str, Any]) -> None:
     """Run a recipe on the devices of a grid.
 
     Args:

@@ -5,33 +5,26 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from coterie.aggregation import secure
 from coterie.core.errors import CheckpointError, ClientError, TensorError
+from coterie.core.files import write_atomically
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
+from coterie.core.protocol import Ask, ClientId, Replies, State, trains
+from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
+from coterie.engines.engine import Listener, Write
 from coterie.engines.flower.nodes import Nodes, told
-from coterie.engines.flower.packing import _bodies
-from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, read_reply
+from coterie.engines.flower.secagg_suspects import Suspects
+from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, bodies_of, read_reply
 from coterie.engines.messages import Member, Reply, Request, check_answers
 
-if TYPE_CHECKING:
-    from coterie.core.protocol import Ask, ClientId, Replies, State
-    from coterie.engines.engine import Listener, Write
-
 __all__ = ["Flower", "Grid", "gathered"]
-
-
 _PER_TENSOR = 512  # bytes that a reply may have for a tensor, beside its values
-
-
-def _listener() -> "Listener":
-    from coterie.engines.engine import Listener
-
-    return Listener()
 
 
 @dataclass
@@ -64,13 +57,13 @@ class Flower:
     folder: str | None = None
     secure: bool = False
     journal: Path | None = None
-    listener: "Listener" = field(default_factory=_listener)
+    listener: Listener = field(default_factory=Listener)
     check: Callable[[Member], None] = lambda member: None
     # bytes to devices and from them, of all kinds
     traffic: list[int] = field(default_factory=lambda: [0, 0])
-    positions: "dict[ClientId, int]" = field(default_factory=dict)
+    positions: dict[ClientId, int] = field(default_factory=dict)
     # round and exchange of the last reply of each client
-    turns: "dict[ClientId, tuple[int, int]]" = field(default_factory=dict)
+    turns: dict[ClientId, tuple[int, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._transport = Transport(self.grid, self.traffic)
@@ -78,39 +71,36 @@ class Flower:
         self._state_bytes: dict[ClientId, int] = {}
         self._asked_last: tuple[int, int, str] | None = None
         self._number = 0
-        from coterie.engines.flower.secagg_suspects import Suspects
-
         self._suspects, self.spoilt = Suspects(), False
 
     def members(self) -> list[Member]:
         """Return the clients that have joined since the last call, see `Nodes.members`."""
         return self._nodes.members()
 
-    def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
+    def await_clients(self, clients: Collection[ClientId], patience: float) -> None:
         """Wait up to `patience` seconds for these clients to identify themselves."""
         self._nodes.await_clients(clients, patience)
 
-    def present(self) -> "set[ClientId]":
+    def present(self) -> set[ClientId]:
         """Return the clients whose nodes are connected now."""
         return self._nodes.present()
 
     def _hello(self) -> Request:
         return Request(action="hello", run=self.run, recipe=dict(self.recipe), folder=self.folder)
 
-    def answer(self, ask: "Ask", round: int, phase: int) -> "Replies":
-        from coterie.core.protocol import trains
+    def answer(self, ask: Ask, round: int, phase: int) -> Replies:
+        if self.secure and trains(ask.task):
+            return self._summed(ask, round, phase)
+        return self._asked("task", ask, round, phase)
 
-        secure = self.secure and trains(ask.task)
-        return self._summed(ask, round, phase) if secure else self._asked("task", ask, round, phase)
-
-    def keep(self, ask: "Ask", round: int, write: "Write") -> None:
+    def keep(self, ask: Ask, round: int, write: Write) -> None:
         self._asked("keep", ask, round, -1)
 
-    def _asked(self, action: Any, ask: "Ask", round: int, phase: int) -> "Replies":
+    def _asked(self, action: Any, ask: Ask, round: int, phase: int) -> Replies:
         clients, nodes = self._reachable(ask, round, phase), self._nodes.by_client
         requests = {i: self._request(action, ask.name, i, round, phase) for i in clients}
         sent = self._transport.send(
-            {nodes[i]: requests[i] for i in clients}, _bodies(ask, clients, nodes), self.deadline
+            {nodes[i]: requests[i] for i in clients}, bodies_of(ask, clients, nodes), self.deadline
         )
         answered = self._transport.collected(sent, self.deadline)
         replies: dict[ClientId, State] = {}
@@ -123,7 +113,7 @@ class Flower:
             self._heard(i, reply, round)
         return replies
 
-    def _reachable(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
+    def _reachable(self, ask: Ask, round: int, phase: int) -> list[ClientId]:
         """Select the clients to ask in an exchange, and number it; the others are lost."""
         self._count(round, phase, ask.name)
         here = self.present()
@@ -131,14 +121,14 @@ class Flower:
             self.listener.lost(i, ask.name, "its device is not connected")
         return [i for i in ask.to if i in here]
 
-    def _heard(self, client: "ClientId", reply: Reply, round: int) -> None:
+    def _heard(self, client: ClientId, reply: Reply, round: int) -> None:
         """Record the parts of a client's reply beside its tensors."""
         self.turns[client], self._state_bytes[client] = (round, self._number), reply.state_bytes
         if reply.note:
             self.listener.noted(client, printable(reply.note))
         self.listener.measured(client, dict(reply.metrics))
 
-    def _summed(self, ask: "Ask", round: int, phase: int) -> "Replies":
+    def _summed(self, ask: Ask, round: int, phase: int) -> Replies:
         """Do an exchange of which only the sum is seen; every client in it gets the mean as its
         reply.
 
@@ -146,8 +136,7 @@ class Flower:
             TensorError: Clients would be sent different tensors, or would return tensors of
                 another form, so that there is no sum. No client was asked.
         """
-        from coterie.aggregation import secure
-        from coterie.engines.flower.secagg_server import summed
+        from coterie.engines.flower.secagg_server import summed  # of Flower's older interface
 
         clients, nodes = self._trusted(ask, round, phase), self._nodes.by_client
         for i in clients:
@@ -157,7 +146,7 @@ class Flower:
         requests = {
             nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in clients
         }
-        bodies = _bodies(ask, clients, nodes)
+        bodies = bodies_of(ask, clients, nodes)
         total = summed(
             lambda messages: self._transport.collected(
                 self._transport.post(messages, self.deadline), self.deadline
@@ -179,7 +168,7 @@ class Flower:
             else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], total.mean))
         )
 
-    def _trusted(self, ask: "Ask", round: int, phase: int) -> "list[ClientId]":
+    def _trusted(self, ask: Ask, round: int, phase: int) -> list[ClientId]:
         """Select the clients to ask in a masked exchange; some that may have spoilt an earlier one
         are left out, and reported as lost.
         """
@@ -190,7 +179,7 @@ class Flower:
         self._suspects.turn += 1
         return [i for i in here if i not in left_out]
 
-    def _search(self, spoilt: "Collection[ClientId]") -> None:
+    def _search(self, spoilt: Collection[ClientId]) -> None:
         """Record the clients in a spoilt sum, and whether further exchanges can do without half of
         them, in `spoilt`.
         """
@@ -202,8 +191,6 @@ class Flower:
         """Record in the journal that a masked exchange begins. Raises SaveError, before any client
         is asked.
         """
-        from coterie.core.files import write_atomically
-
         if self.journal is not None:
             known = [then for then in self._begun() if then >= self.kept(round)]
             write_atomically(
@@ -248,13 +235,11 @@ class Flower:
             self._asked_last = (round, phase, task)
 
     def _believed(
-        self, ask: "Ask", client: "ClientId", request: Request, answered: Message | None
-    ) -> "tuple[Reply, State]":
+        self, ask: Ask, client: ClientId, request: Request, answered: Message | None
+    ) -> tuple[Reply, State]:
         """Return a client's reply. Raises TensorError if there is none, if it reports a problem, or
         if it was not requested.
         """
-        from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
-
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s", "")
         form = ask.reply_spec(ask.to[client])
@@ -276,7 +261,7 @@ class Flower:
         self,
         action: Any,
         task: str,
-        client: "ClientId",
+        client: ClientId,
         round: int,
         phase: int,
         masked: bool = False,
@@ -298,7 +283,7 @@ class Flower:
             masked=masked,
         )
 
-    def states(self) -> "Mapping[ClientId, State]":
+    def states(self) -> Mapping[ClientId, State]:
         return {}
 
     def memo(self) -> dict[str, Any]:
@@ -311,7 +296,7 @@ class Flower:
             "suspects": self._suspects.names,
         }
 
-    def restore(self, states: "Mapping[ClientId, State]", memo: Mapping[str, Any] = {}) -> None:
+    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
         """Restore the counters; devices keep their own states."""
         self.run, self.traffic[:] = memo.get("run", self.run), memo.get("traffic", self.traffic)
         self.turns = {client: (turn[0], turn[1]) for client, turn in memo.get("turns", {}).items()}
@@ -321,7 +306,7 @@ class Flower:
         if (last := memo.get("last")) is not None:
             self._asked_last, self._number = (last[0], last[1], last[2]), memo["number"]
 
-    def state_bytes(self) -> "Mapping[ClientId, int]":
+    def state_bytes(self) -> Mapping[ClientId, int]:
         return self._state_bytes
 
     def close(self) -> None:

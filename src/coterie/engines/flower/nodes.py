@@ -5,19 +5,16 @@ answer is checked.
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from flwr.app import Message
 
 from coterie.core.errors import Refused, TensorError
 from coterie.core.names import folded
 from coterie.core.printing import printable
+from coterie.core.protocol import ClientId
+from coterie.engines.engine import Listener
 from coterie.engines.flower.transport import QUICK_S, SLACK, Transport, read_reply
 from coterie.engines.messages import Member, Request
-
-if TYPE_CHECKING:
-    from coterie.core.protocol import ClientId
-    from coterie.engines.engine import Listener
 
 HELLO_S = 120.0  # seconds for a node to say who it is
 WELCOME_S = 20.0  # of them, those that a server waits for a node that it has not seen before
@@ -39,9 +36,9 @@ class Nodes:
     transport: Transport
     hello: Callable[[], Request]
     check: Callable[[Member], None]
-    listener: "Listener"
-    positions: "dict[ClientId, int]"
-    by_client: "dict[ClientId, int]" = field(default_factory=dict)
+    listener: Listener
+    positions: dict[ClientId, int]
+    by_client: dict[ClientId, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._came: list[Member] = []  # since `members` was asked last
@@ -61,7 +58,7 @@ class Nodes:
         came, self._came = self._came, []
         return came
 
-    def await_clients(self, clients: "Collection[ClientId]", patience: float) -> None:
+    def await_clients(self, clients: Collection[ClientId], patience: float) -> None:
         """Wait up to this many seconds for these clients to identify themselves; the others count
         as not connected.
         """
@@ -70,7 +67,7 @@ class Nodes:
             self._meet()
             time.sleep(QUICK_S)
 
-    def present(self) -> "set[ClientId]":
+    def present(self) -> set[ClientId]:
         """Return the clients whose nodes are connected now."""
         self._meet()
         alive = self.transport.nodes()
@@ -166,7 +163,7 @@ class _RejectedNode:
 class _NameTaken(TensorError):
     """The error of a node that claims the name of another node."""
 
-    def __init__(self, client: "ClientId", holder: int) -> None:
+    def __init__(self, client: ClientId, holder: int) -> None:
         self.holder = holder
         super().__init__(
             f"claims the name {client}, which node {holder} has, and that node is connected",

@@ -2,17 +2,18 @@
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from coterie.core.errors import TensorError
+from coterie.core.protocol import Ask, ClientId
+from coterie.core.tensors import to_bytes
 from coterie.engines.flower import POSTED
-from coterie.engines.flower.apps import QUERY
-from coterie.engines.flower.packing import _packed, _size, _unpacked
+from coterie.engines.flower.apps import QUERY, packed, unpacked
 from coterie.engines.messages import Reply, Request, parsed
 
 SLACK = 4096  # bytes that a reply may have beside the values of its tensors
@@ -57,12 +58,12 @@ class Transport:
         self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
     ) -> dict[str, int]:
         """Send requests with their tensors; return the node of each accepted message."""
-        packed = {
-            node: _packed(request.model_dump_json(), bodies.get(node, b""))
+        contents = {
+            node: packed(request.model_dump_json(), bodies.get(node, b""))
             for node, request in requests.items()
         }
         return self.post(
-            {node: Message(content, node, QUERY) for node, content in packed.items()}, seconds
+            {node: Message(content, node, QUERY) for node, content in contents.items()}, seconds
         )
 
     def post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
@@ -101,7 +102,7 @@ def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
             "Look at the log of its SuperNode.",
         )
     try:
-        text, body = _unpacked(message.content, most)
+        text, body = unpacked(message.content, most)
     except TensorError:
         raise
     except Exception as error:  # whatever a foreign node managed to send
@@ -109,3 +110,24 @@ def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
             f"unreadable: {type(error).__name__}: {error}"[:2000], "It did not come from coterie."
         ) from None
     return parsed(Reply, text), body
+
+
+def bodies_of(
+    ask: Ask, clients: Iterable[ClientId], nodes: Mapping[ClientId, int]
+) -> dict[int, bytes]:
+    """Return the tensors of an Ask as bytes, by node; shared tensors are encoded once."""
+    encoded: dict[int, bytes] = {}
+    for i in clients:
+        if id(ask.to[i]) not in encoded:
+            encoded[id(ask.to[i])] = to_bytes(ask.to[i]) if ask.to[i] else b""
+    return {nodes[i]: encoded[id(ask.to[i])] for i in clients}
+
+
+def _size(content: RecordDict) -> int:
+    """Return the bytes of the values of a message."""
+    arrays = sum(
+        len(array.data) for record in content.array_records.values() for array in record.values()
+    )
+    values = [value for record in content.config_records.values() for value in record.values()]
+    parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
+    return arrays + sum(len(part) if isinstance(part, str | bytes) else 8 for part in parts)
