@@ -44,13 +44,6 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     iteration t of Algorithm 1, or `local_steps` of them between which models are not exchanged. A
     client that does not take part in a round keeps x_i and its row of W.
 
-    Args:
-        projection: "box": each w_ij in [0, 1], symmetric, from 1; "simplex": each row on the
-            probability simplex, from 1 / (n - 1).
-        pull: "gradient": the pull is part of the gradient, so that its step is eta rho;
-            "decoupled": it follows the optimiser's step without the learning rate (language).
-        output: "last": the models after the last round; "uniform": of one drawn (Theorem I).
-
     Beside what `SamplingPairs` has, the state holds `round`; where the output is "uniform",
     `<client>/output`; of a client that joined late `<client>/joined`, until it has its x_i.
     """
@@ -68,7 +61,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     ] = 0.01
     projection: Annotated[
         Literal["box", "simplex"],
-        Field(description="box: each weight in [0, 1]; simplex: each row sums to 1"),
+        Field(description="box: each weight in [0, 1], from 1; simplex: each row sums to 1"),
     ] = "box"
     pull: Annotated[
         Literal["gradient", "decoupled"],
@@ -79,7 +72,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     ] = "gradient"
     output: Annotated[
         Literal["last", "uniform"],
-        Field(description="final models: of the last round, or of a round drawn uniformly"),
+        Field(description="final models: of the last round, or of one drawn uniformly (Theorem I)"),
     ] = "last"
 
     @property

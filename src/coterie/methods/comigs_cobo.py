@@ -33,10 +33,6 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     halfway between their generalists (CoBo, Remark 1). CoBo's weights pull, and have no w_ii; here
     a client counts itself as its best collaborator, so that two who agree share one mean.
 
-    Args:
-        pairs: Which pairs a round compares. "all" costs a client N - 1 gradients in every round;
-            "time" with a `pair_rate` of 1 most of its few in the first rounds.
-
     The server's state is `<client>/generalist`, (d,) each, `weights`, (N, N), in the order of the
     clients' ids, and `round`.
     """
@@ -49,7 +45,10 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     ] = 0.05
     pairs: Annotated[
         Literal["all", "constant", "time", "mixed"],
-        Field(description="which pairs a round compares"),
+        Field(
+            description="which pairs a round compares; all: a client computes N - 1 gradients in "
+            "every round; time: most of its few in the first rounds"
+        ),
     ] = "all"
 
     def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:

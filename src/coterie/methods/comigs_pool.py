@@ -35,10 +35,6 @@ class CoMiGSPool(CoMiGS):
 
     The gate is averaged over all clients, each generalist over those that have it.
 
-    Args:
-        load: How many clients a generalist of the pool may have while they train, see
-            `assign_experts`.
-
     The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one
     generalist in all blocks; `gate`, (d_g,); and `chosen/<client>`, (K,).
     """

@@ -41,11 +41,8 @@ class DDOME(Pooling):
 
     The server's state holds what `Pooling` says, and `anchor/<client>`, the number of the expert
     that an anchor is tied to.
-
-    Args:
-        mixture: Of the K experts' outputs in the joint loss. The paper multiplies outputs by scores
-            as the gate gives them over all M ("scores"), which in a trial collapsed the gate; by
-            default logits are mixed with scores renormalised over the K.
+    In the joint loss the paper multiplies outputs by scores as the gate gives them over all M,
+    which in a trial collapsed the gate; so logits are mixed with scores renormalised over the K.
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5

@@ -40,12 +40,6 @@ class FC(OneAdapter):
     The server's state holds `<client>/generalist`, (d,), every x_i; `<client>/size`; and
     `<client>/weights`, (n,), how much of v_i was whose gradient, over all clients in the order of
     their ids.
-
-    Args:
-        cluster_size: How many gradients the radius lets in, client i's own among them: one number,
-            or one per client in the order of the federation; None for the true size of each
-            client's cluster.
-        clustering_rounds: M, rounds of Threshold-Clustering (the authors of CoBo: 10).
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("cluster_size",)
@@ -57,8 +51,8 @@ class FC(OneAdapter):
     cluster_size: Annotated[
         Size | tuple[Size, ...] | None,
         Field(
-            description="number of gradients averaged for a client, one number or one per client; "
-            "null: the size of its true cluster"
+            description="number of gradients that the radius lets in, a client's own among them; "
+            "one number or one per client; null: the size of its true cluster"
         ),
     ] = None
     clustering_rounds: Annotated[

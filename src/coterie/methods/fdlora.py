@@ -34,11 +34,8 @@ class FDLoRA(OneAdapter, Aggregating):
     A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values
     beside it. The server's state holds the global LoRA by name, its momentum as
     `momentum/<tensor>`, and `round`.
-
-    Args:
-        alone: The share of the rounds that is stage 1, rounded down, at least one round.
-        fusion_l1: Weight of |w_1| + |w_2|. The default is LoraHub's 0.05 on their mean, which the
-            paper's fusion follows.
+    The weight of the penalty is LoraHub's 0.05 on the mean of |w_1| and |w_2|, which the paper's
+    fusion follows.
     """
 
     packages: ClassVar[tuple[str, ...]] = ("scipy",)

@@ -30,14 +30,8 @@ class FedADG(Averaged, OneAdapter):
     generator is never trained), but for their smoothed labels, learning rates of each part and
     choice of the best epoch, so that rows of a comparison share them; and all parts step at once,
     on the same batch.
-
-    Args:
-        align: The share of the adversarial loss in the feature extractor's; the rest is
-            classification.
-        alone: The share of a round's local iterations, rounded down, that train classification
-            alone; 3 of 10 epochs in the authors' code.
-        hidden: Width of the noise, the random projection, and the generator's and discriminator's
-            hidden layers; in the authors' code 1,024 to 4,096, for 4,096 features.
+    Their code trains classification alone for 3 of 10 epochs, and has hidden layers 1,024 to 4,096
+    wide, for 4,096 features.
     """
 
     serves_unseen_clients: ClassVar[bool] = True

@@ -22,16 +22,12 @@ from coterie.models.pool_layout import PoolLayout
 class FedMix(WholePool):
     """M = K: every client trains all experts and the gate by one joint loss; there are no anchors
     and no choice of experts.
-
-    Args:
-        answer: How a sample is classified: by the mixture of all, as in its paper, or by the expert
-            with the highest score.
     """
 
     experts: Annotated[int, Field(ge=1, description="M = K, experts that every client gets")] = 2
     answer: Annotated[
         Literal["best", "mixture"],
-        Field(description="which experts classify a sample: the best one, or all"),
+        Field(description="which experts classify a sample: the best one, or all, as in its paper"),
     ] = "mixture"
 
     @property

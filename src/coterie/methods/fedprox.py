@@ -19,11 +19,8 @@ from coterie.methods.templates import Averaged, OneAdapter
 class FedProx(Averaged, OneAdapter):
     """Each client minimises f_i(w) + mu/2 |w - w_t|^2 from w_t; the mean of the results is w_{t+1}.
 
-    DDOME prints the norm without its square. Running statistics are averaged, but not held.
-
-    Args:
-        mu: The strength of the pull to w_t. With 0 it is FedAvg; the authors take the best of
-            0.001, 0.01, 0.1 and 1 on each data set.
+    DDOME prints the norm without its square. Running statistics are averaged, but not held. For mu
+    the authors take the best of 0.001, 0.01, 0.1 and 1 on each data set.
     """
 
     serves_unseen_clients: ClassVar[bool] = True
@@ -33,7 +30,7 @@ class FedProx(Averaged, OneAdapter):
         Field(
             ge=0,
             description="mu, strength of the penalty that keeps a client near the model that it "
-            "received",
+            "received; 0: fedavg",
         ),
     ] = 0.01
 

@@ -22,10 +22,6 @@ class FedSR(FedAvg):
     See `StochasticClassifier` for the model. The reference r is averaged with all else; in the
     authors' code it stays with the clients. The defaults are those of their command for PACS, where
     however |z| is not squared.
-
-    Args:
-        l2: alpha_L2R, which bounds what z says of the client's own distribution of inputs.
-        cmi: alpha_CMI, which bounds what z says of x beside y.
     """
 
     l2: Annotated[

@@ -28,10 +28,7 @@ class FinetunedFedAvg(FedAvg):
 
     The server's state holds `mean/<tensor>`, the last mean; `round`; and `<client>/alone`, whether
     a client has that mean and is alone now: one that joins late starts from it too.
-
-    Args:
-        start: Of local training, as a share of all rounds (the paper does not say; half of them is
-            our decision).
+    That it does so after half of the rounds is our decision: the paper does not say.
     """
 
     serves_unseen_clients: ClassVar[bool] = False

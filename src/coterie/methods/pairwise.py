@@ -35,25 +35,23 @@ class SamplingPairs(Method):
     The server's state holds `<client>/generalist`, (d,), each client's own, and `weights`, (n, n),
     W over these clients in the order of their ids.
 
-    Args:
-        pairs: Which: "all"; "constant": n - 1 on average; "time": each with probability
-            min(1, c / (t + 1)); "mixed": "constant" for the first part of the run, then "time".
-        pair_rate: c; None for 2 switch T / n, with which the probability of a pair falls from where
-            the constant one was. At the paper's 40,000 rounds of 8 clients a pair is then compared
-            about 980 times (authors' code: 544); with c = 1 it would be 204.
-        switch: The first part of "mixed", as a share of all rounds (authors' code: 800 of 40,000).
+    With a `pair_rate` of None, c is 2 switch T / n. At the paper's 40,000 rounds of 8 clients a
+    pair is then compared about 980 times (authors' code: 544); with c = 1 it would be 204. Their
+    code has a `switch` of 800 of 40,000 rounds.
     """
 
     pairs: Annotated[
         Literal["all", "constant", "time", "mixed"],
-        Field(description="which pairs a round compares"),
+        Field(
+            description="which pairs a round compares; constant: n - 1 on average; time: each with "
+            "probability c / (t + 1); mixed: constant at first, then time"
+        ),
     ] = "mixed"
     pair_rate: Annotated[
         float | None,
         Field(
             gt=0,
-            description="c in the probability c / (t + 1) of a pair; null: `mixed` continues "
-            "where constant ended",
+            description="c; null: mixed continues where constant ended",
         ),
     ] = None
     switch: Annotated[

@@ -49,11 +49,6 @@ class Pooling(Aggregating):
 
     The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`,
     (d_g,), if there is one.
-
-    Args:
-        initial: Of the experts: at random, each from values of its own; from the common expert; or
-            from that where it fits. Where texts are classified, "at random" is from the pretrained
-            base.
     """
 
     dynamic_membership: ClassVar[bool] = True
@@ -64,8 +59,8 @@ class Pooling(Aggregating):
     initial: Annotated[
         Literal["random", "common", "auto"],
         Field(
-            description="initial values of the experts: random, from the common expert, or auto: "
-            "from the common expert where it fits"
+            description="initial values of the experts: random (of texts: the pretrained base), "
+            "from the common expert, or auto: from the common expert where it fits"
         ),
     ] = "random"
     aggregation: Annotated[

@@ -44,12 +44,8 @@ class Scaffold(Averaged, OneAdapter):
 
     The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were
     there at the start.
-
-    Args:
-        server_lr: eta_g. The authors' experiments use 1; beyond it, averaged running variances
-            could become negative.
-        momentum: Keep the recipe's momentum in the clients' steps, with eta_l as the recipe has it,
-            to see what it does.
+    The authors' experiments use an eta_g of 1; beyond it, averaged running variances could become
+    negative.
     """
 
     serves_unseen_clients: ClassVar[bool] = True

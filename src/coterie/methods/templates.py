@@ -108,19 +108,15 @@ class Alone(Method):
 
 @dataclass(frozen=True)
 class OneAdapter(Method):
-    """A method without routing, at the budget of CoMiGS-1G1S (spec section 4).
-
-    Args:
-        budget: "experts": two LoRA experts with fixed equal weights, as the authors did; "rank":
-            one LoRA of twice the rank; "one": one LoRA of the recipe's rank, the setting of CoBo.
-            An image classifier is one whole network in any case.
+    """A method without routing, at the budget of CoMiGS-1G1S (spec section 4). An image classifier
+    is one whole network in any case.
     """
 
     budget: Annotated[
         Literal["experts", "rank", "one"],
         Field(
-            description="experts: two LoRA experts with fixed equal weights; rank: one LoRA of "
-            "twice the rank; one: one of the rank"
+            description="experts: two LoRA experts with fixed equal weights, as CoMiGS' authors "
+            "did; rank: one LoRA of twice the rank; one: one of the rank, the setting of CoBo"
         ),
     ] = "experts"
 
@@ -148,10 +144,6 @@ def value_of(field: V | tuple[V, ...], position: int) -> V:
 class Ranked(Method):
     """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is
     the recipe's.
-
-    Args:
-        ranks: r_i of the MLP LoRAs: one number, or one per client in the order of the federation;
-            None for twice the recipe's rank, the budget of CoMiGS-1G1S.
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("ranks",)
@@ -159,7 +151,8 @@ class Ranked(Method):
     ranks: Annotated[
         Rank | tuple[Rank, ...] | None,
         Field(
-            description="r_i of the MLP LoRAs, one number or one per client; null: twice model.rank"
+            description="r_i of the MLP LoRAs, one number or one per client; null: twice "
+            "model.rank, the budget of CoMiGS-1G1S"
         ),
     ] = None
 
@@ -194,18 +187,13 @@ class Ranked(Method):
 
 @dataclass(frozen=True)
 class Routed(Method):
-    """A method whose MLPs are mixtures with a learned router.
-
-    Args:
-        balance: Load-balancing loss: none, uniform, or generalist-favoured (CoMiGS, eq. 6), see
-            `Layout.balance_coefficients`.
-    """
+    """A method whose MLPs are mixtures with a learned router."""
 
     top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
     balance: Annotated[
         Balance,
         Field(
-            description="load-balancing loss; generalist: eq. 6, scaled like the uniform one; "
+            description="load-balancing loss; generalist: CoMiGS, eq. 6, scaled as uniform; "
             "generalist-printed: eq. 6 as printed"
         ),
     ] = "uniform"
@@ -280,16 +268,15 @@ class WeightedMixture(Method):
 @dataclass(frozen=True)
 class TwoExperts(Routed):
     """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table
-    5, ii and iii).
-
-    Args:
-        updates: "simultaneous": experts and router in the same step; "alternating": routers on
-            fresh training batches (the rows "-tr").
+    5, ii and iii; alternating are the rows "-tr").
     """
 
     updates: Annotated[
         Literal["simultaneous", "alternating"],
-        Field(description="simultaneous: routers train with the experts; alternating: in turn"),
+        Field(
+            description="simultaneous: routers train with the experts; alternating: in turn, on "
+            "fresh training batches"
+        ),
     ] = "simultaneous"
     router_every: Annotated[
         int, Field(ge=1, description="tau, local iterations between alternating router updates")
