@@ -11,15 +11,14 @@ from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused, extra
 from coterie.core.result import PrivacySpent
 
-ORDERS = np.union1d(
-    1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100)
-)  # alpha of the Rényi divergences that are tried
+# alpha of the Rényi divergences that are tried
+ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e4, 300), np.arange(2, 100))
 MOST = 500.0  # a larger epsilon is reported as infinite: it protects nobody
 _SEEN = {
     "central": "that the server sends, whoever sees them",
     "local": "that a client sends, whoever sees them, the server too",
 }
-_BESIDE = (
+NOT_COVERED = (
     "not losses, scores, numbers of samples, who takes part, nor a personal model that its "
     "client gives away"
 )
@@ -163,14 +162,9 @@ class Accountant:
 
     @property
     def multiplier(self) -> float:
-        """The standard deviation of the noise over the sensitivity, which is C or 2C: z or z /
-        2.
-        """
-        return (
-            self.privacy.noise / 2
-            if self.drawn or self.privacy.where == "local"
-            else self.privacy.noise
-        )
+        """The standard deviation of the noise over the sensitivity, C or 2C: z or z / 2."""
+        doubled = self.drawn or self.privacy.where == "local"
+        return self.privacy.noise / 2 if doubled else self.privacy.noise
 
     def epsilon(self, delta: float) -> float:
         """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
@@ -178,9 +172,8 @@ class Accountant:
 
     def summary(self) -> PrivacySpent:
         """Return the entry of a result; an infinite epsilon is null."""
-        epsilon = self.epsilon(self.delta)
         return PrivacySpent(
-            epsilon=epsilon if math.isfinite(epsilon) else None,
+            epsilon=finite(self.epsilon(self.delta)),
             delta=self.delta,
             where=str(self.privacy.where),
             noise=self.privacy.noise,
@@ -188,7 +181,7 @@ class Accountant:
             sampling=f"{self.exchanges} exchanges, {self._sampling()}",
             experiment=self.experiment,
             assumes=self._assumed(),
-            covers=f"the shared tensors {_SEEN[str(self.privacy.where)]}; {_BESIDE}",
+            covers=f"the shared tensors {_SEEN[str(self.privacy.where)]}; {NOT_COVERED}",
         )
 
     def _assumed(self) -> str:
@@ -223,6 +216,11 @@ class Accountant:
             "all clients in each; neighbours: one client is added or removed, with their number "
             "public (sensitivity C)"
         )
+
+
+def finite(epsilon: float) -> float | None:
+    """Return an epsilon as results state it: None if it is infinite."""
+    return epsilon if math.isfinite(epsilon) else None
 
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:

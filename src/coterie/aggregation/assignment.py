@@ -37,10 +37,8 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
     from scipy.optimize import linprog
 
     n, m = scores.shape
-    members, clients = (
-        np.tile(np.eye(m), n),
-        np.repeat(np.eye(n), m, axis=1),
-    )  # which of the N M variables count for whom
+    # which of the N M variables count for whom
+    members, clients = np.tile(np.eye(m), n), np.repeat(np.eye(n), m, axis=1)
     limit = math.ceil(load * n * count / m)
     solution = linprog(
         -scores.flatten().numpy(),
@@ -51,6 +49,5 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
         bounds=(0, 1),
         method="highs-ds",
     )
-    return largest(
-        torch.from_numpy(solution.x).view(n, m), count
-    )  # corners of this programme are whole: 0 or 1 each
+    # corners of this programme are whole: 0 or 1 each
+    return largest(torch.from_numpy(solution.x).view(n, m), count)

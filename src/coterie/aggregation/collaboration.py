@@ -16,11 +16,9 @@ from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Tensors
 
 Pair = tuple[ClientId, ClientId]
-CHUNK = (
-    1 << 13
-    # columns at a time: they stay in the cache, and a product of many large models needs nothing
-    # beside its result
-)
+# columns at a time: they stay in the cache, and a product of many large models needs nothing beside
+# its result
+CHUNK = 1 << 13
 
 
 def project_simplex(rows: Tensor) -> Tensor:

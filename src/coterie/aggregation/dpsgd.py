@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from coterie.aggregation.accountant import ORDERS, epsilon_of, library
+from coterie.aggregation.accountant import NOT_COVERED, ORDERS, epsilon_of, finite, library
 from coterie.aggregation.noise import Source, grid, on_grid
 from coterie.aggregation.privacy import Privacy
 from coterie.core.errors import Refused
@@ -41,9 +41,7 @@ _EXPERIMENT = (
 _DEVICES = "each device keeps its noise, and which examples took part in a step, to itself"
 _COVERS = (
     "what single examples of a client (windows of its text, images) add to the shared tensors "
-    "that it sends, whoever sees them, the server "
-    "too; not losses, scores, numbers of samples, who takes part, nor a personal model that its "
-    "client gives away"
+    f"that it sends, whoever sees them, the server too; {NOT_COVERED}"
 )
 
 
@@ -141,9 +139,8 @@ def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
     divergences[known] = rdp.compute_rdp(
         q=rate, noise_multiplier=noise, steps=1, orders=orders[known]
     )
-    return np.where(
-        np.isfinite(divergences), divergences, ORDERS / (2 * noise**2)
-    )  # sampling never hurts
+    # sampling never hurts
+    return np.where(np.isfinite(divergences), divergences, ORDERS / (2 * noise**2))
 
 
 def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:
@@ -231,28 +228,20 @@ class ExampleAccountant:
         """Return the entry of a result; an infinite epsilon is null."""
         epsilons = {client: self.of_client(client, self.delta) for client in self.clients}
         rates = [rate_of(size, self.expected) for _, size, _ in self.runs] or [1.0]
+        low, high = (f"{rate:.3g}" for rate in (min(rates), max(rates)))
+        span = low if low == high else f"{low} to {high}"
         most = max((steps for _, _, steps in self.runs), default=0)
         return PrivacySpent(
-            epsilon=_json(max(epsilons.values(), default=0.0)),
+            epsilon=finite(max(epsilons.values(), default=0.0)),
             delta=self.delta,
             where="examples",
             noise=self.privacy.noise,
             clip=self.privacy.clip,
             sampling=f"at most {most} steps, each on every example of a client with probability "
-            f"{_span(rates)}; neighbours: what one example adds is there or not, with their "
-            f"number public (sensitivity C); epsilon is that "
-            f"of the client with the largest one",
+            f"{span}; neighbours: what one example adds is there or not, with their number public "
+            f"(sensitivity C); epsilon is that of the client with the largest one",
             experiment=self.experiment,
             assumes=_EXPERIMENT if self.experiment else _DEVICES,
             covers=_COVERS,
-            clients={i: _json(epsilon) for i, epsilon in epsilons.items()},
+            clients={i: finite(epsilon) for i, epsilon in epsilons.items()},
         )
-
-
-def _json(epsilon: float) -> float | None:
-    return epsilon if math.isfinite(epsilon) else None
-
-
-def _span(values: Sequence[float]) -> str:
-    low, high = (f"{value:.3g}" for value in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"

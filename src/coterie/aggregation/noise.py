@@ -36,20 +36,14 @@ from coterie.core.errors import Refused, SaveError, TensorError, extra
 from coterie.core.foreign import opened
 
 KEY = 32  # bytes
-MOST_STEPS = (
-    2.0**32
-)  # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
-_FINE, _FINEST = (
-    2.0**-20,
-    2.0**-45,
-    # a grid's step: at most that of the deviation; but not below that of the norm, for integers of
-    # 64 bits
-)
+# a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
+MOST_STEPS = 2.0**32
+# a grid's step: at most that of the deviation; but not below that of the norm, for integers of 64
+# bits
+_FINE, _FINEST = 2.0**-20, 2.0**-45
 _ERROR = 2.0**-46  # of scipy's ndtri(p) = z, at most, times |z| + 1; measured: 2^-50
-_FEW, _LIKELY = (
-    1 << 42,
-    2.0**-40,
-)  # with bits above the former, the error of z is below the latter, for z up to 9.2
+# with bits above the former, the error of z is below the latter, for z up to 9.2
+_FEW, _LIKELY = 1 << 42, 2.0**-40
 _HUGE = 1e140
 _PART = 1 << 14  # values at a time, which stay in a processor's cache
 T = TypeVar("T")
@@ -199,13 +193,10 @@ class Source:
 
 
 def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
-    """Whether no value that the bits leave possible is rounded to another integer than `size`,
-    from which it is `rest` away.
-    """
+    """Return whether every value that the bits leave possible is rounded to `size`."""
     z = (size + 1) / deviation
-    error = (
-        deviation * (2 / bits + (z + 1) * _ERROR) if bits else math.inf
-    )  # |dz| <= 1.26 dP / P, as phi(z) >= 0.79 Phi(z) for z <= 0
+    # |dz| <= 1.26 dP / P, as phi(z) >= 0.79 Phi(z) for z <= 0
+    error = deviation * (2 / bits + (z + 1) * _ERROR) if bits else math.inf
     return abs(rest) < 0.5 - error
 
 
@@ -236,9 +227,8 @@ def _tail(k: int, deviation: float, bits: int) -> int:
     """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1: by the series of
     Phi(x) - 1/2, whose terms are positive.
     """
-    with localcontext(
-        Context(prec=bits * 31 // 100 + 30)
-    ) as context:  # 30 digits more than asked, for a few thousand roundings
+    # 30 digits more than asked, for a few thousand roundings
+    with localcontext(Context(prec=bits * 31 // 100 + 30)) as context:
         x: Decimal = (Decimal(k) + Decimal("0.5")) / Decimal(deviation)
         square, term, total, odd = x * x, x, x, 1
         while odd < 2 * square or context.add(total, term) != total:
@@ -283,9 +273,8 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
         TensorError: A value is not a number.
     """
     step = grid(norm, deviation)
-    noisy: np.ndarray = (
-        on_grid(update, norm, step) + source.gaussian(update.size, deviation / step)
-    ) * step
+    noise = source.gaussian(update.size, deviation / step)
+    noisy: np.ndarray = (on_grid(update, norm, step) + noise) * step
     return noisy
 
 
@@ -322,9 +311,8 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
             "update to be protected: not all values are numbers",
             "Training diverged: lower the learning rate.",
         )
-    most = norm * (
-        1 - (update.size + 16) * 2.0**-52
-    )  # the norm's relative error, and that of the product, are below the difference
+    # the norm's relative error, and that of the product, are below the difference
+    most = norm * (1 - (update.size + 16) * 2.0**-52)
     bounded = bounded * ((1.0 if size <= most else most / size) / step)
     steps: np.ndarray = np.trunc(bounded).astype(np.int64)
     return steps
@@ -389,8 +377,6 @@ def _cipher(key: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError:
-        problem = (
-            "privacy: the library cryptography, which draws secret random numbers, is not installed"
-        )
+        problem = "privacy: cryptography, which draws secret random numbers, is not installed"
         raise Refused(problem, extra("privacy")) from None
     return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()

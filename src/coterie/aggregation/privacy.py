@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import numpy as np
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from coterie.aggregation.noise import Source, grid, on_grid, protected
+from coterie.aggregation.secure import difference, moved
 from coterie.core.errors import Refused
 from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Named, Tensors, axpy, check_alike
@@ -175,9 +175,7 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
         TensorError: A floating tensor of the reply was not sent in that form: it has no update that
             could be clipped.
     """
-    trained = {name: t for name, t in reply.items() if t.is_floating_point()}
-    origin = {name: sent[name].to(t.device) for name, t in trained.items() if name in sent}
-    check_alike(origin, trained, "update to be clipped")
+    trained, origin = _trained(reply, sent)
     update = axpy(-1.0, origin, trained)
     size = length(update)
     if size <= norm:
@@ -200,10 +198,10 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
     """
     if not privacy.noise:
         return clipped(reply, sent, privacy.clip)[0]
-    update, origin = _update(reply, sent)
-    return dict(reply) | _moved(
-        origin, protected(update, privacy.clip, privacy.noise * privacy.clip, source)
-    )
+    trained, origin = _trained(reply, sent)
+    update = difference(trained, origin).numpy()
+    noisy = protected(update, privacy.clip, privacy.noise * privacy.clip, source)
+    return dict(reply) | moved([origin], noisy)
 
 
 def central(
@@ -250,55 +248,35 @@ def _noisy_mean(
     first: Named = {}
     total = np.zeros((), np.int64)
     for i, reply in replies.items():
-        update, origin = _update(reply, to[i])
+        trained, origin = _trained(reply, to[i])
         first = first or origin
         check_alike(first, origin, f"update of client {i!r}, to be summed")
+        update = difference(trained, origin).numpy()
         total = total + on_grid(update, clip, step)
         within += float(np.linalg.norm(update)) <= clip
     mean = (total + source.gaussian(total.size, deviation / step)) * (step / len(replies))
-    moved = {
-        id(to[i]): _moved({name: to[i][name] for name in first}, mean) for i in replies
-    }  # most often all were sent the same
-    return {i: dict(reply) | moved[id(to[i])] for i, reply in replies.items()}, within
+    # most often all were sent the same
+    shifted = {id(to[i]): moved([{name: to[i][name] for name in first}], mean) for i in replies}
+    return {i: dict(reply) | shifted[id(to[i])] for i, reply in replies.items()}, within
 
 
-def _update(reply: Named, sent: Named) -> tuple[np.ndarray, Tensors]:
-    """Return the update, reply - sent, (d,) float64 in the order of the names, and what was sent of
-    it. Raises TensorError as `clipped`.
+def _trained(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
+    """Return the floating tensors of a reply, and what was sent of them. Raises TensorError as
+    `clipped`.
     """
-    trained = {name: reply[name] for name in sorted(reply) if reply[name].is_floating_point()}
-    origin = {name: sent[name] for name in trained if name in sent}
+    trained = {name: t for name, t in reply.items() if t.is_floating_point()}
+    origin = {name: sent[name].to(t.device) for name, t in trained.items() if name in sent}
     check_alike(origin, trained, "update to be clipped")
-    if not trained:
-        return np.empty(0), {}
-    after, before = (
-        torch.cat([t.detach().flatten().cpu() for t in named.values()]).double()
-        for named in (trained, origin)
-    )
-    return (after - before).numpy(), origin
-
-
-def _moved(origin: Named, update: np.ndarray) -> Tensors:
-    """Tensors plus an update, (d,) in the order of their names, rounded to their own precision."""
-    moved, vector, start = {}, torch.from_numpy(update), 0
-    for name in sorted(origin):
-        form = origin[name]
-        part = vector[start : start + form.numel()].view(form.shape)
-        moved[name] = (form.detach().cpu().double() + part).to(form.device, form.dtype)
-        start += form.numel()
-    return moved
+    return trained, origin
 
 
 def _next_clip(
     within: int, replies: int, adaptive: Adaptive | None, clip: float, source: Source
 ) -> float:
-    """C exp(-eta_C (b - gamma)), b being the share of updates within C as a noisy count tells
-    it.
-    """
+    """Return C exp(-eta_C (b - gamma)), b being the share of updates within C by a noisy count."""
     if adaptive is None or not replies:
         return clip
-    step = grid(
-        1.0, adaptive.noise
-    )  # at most 1/2, so that the count, less half the replies as in the paper, is on the grid
+    # at most 1/2, so that the count, less half the replies as in the paper, is on the grid
+    step = grid(1.0, adaptive.noise)
     noise = step * int(source.gaussian(1, adaptive.noise / step)[0])
     return clip * math.exp(-adaptive.lr * ((within + noise) / replies - adaptive.quantile))

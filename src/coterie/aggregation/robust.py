@@ -84,9 +84,8 @@ class TrimmedMean(_Trimming):
     ] = 0.2
 
     def cut(self, n: int) -> int:
-        return min(
-            math.ceil(self.trim * n - 1e-9), (n - 1) // 2
-        )  # 0.1 * 30 is a little more than 3
+        # 0.1 * 30 is a little more than 3
+        return min(math.ceil(self.trim * n - 1e-9), (n - 1) // 2)
 
 
 class _Selecting(Combining, ABC):

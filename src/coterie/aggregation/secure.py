@@ -60,20 +60,24 @@ def check_form(first: Named, sent: Named, back: Named) -> None:
         )
 
 
+def difference(reply: Named, sent: Named) -> Tensor:
+    """Return reply - sent as one vector, (d,) float64, tensors in the order of their names."""
+    parts = [
+        (reply[name].detach().cpu().double() - sent[name].detach().cpu().double()).flatten()
+        for name in sorted(sent)
+    ]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+
+
 def update(sent: Named, reply: Named) -> Tensor:
-    """Return the update, reply - sent, as one vector, (d,) float64, tensors in the order of their
-    names.
+    """Return the update, see `difference`.
 
     Raises:
         TensorError: The reply is not of the form of what was sent, or holds integers, or a value of
             the update is not within `RANGE`.
     """
     check_form(sent, sent, reply)
-    parts = [
-        (reply[name].detach().cpu().double() - sent[name].cpu().double()).flatten()
-        for name in sorted(sent)
-    ]
-    vector = torch.cat(parts) if parts else torch.empty(0, dtype=torch.float64)
+    vector = difference(reply, sent)
     if not bool((vector.abs() <= RANGE).all()):  # of NaN: not true
         raise TensorError(
             f"reply to be masked: an update with values that are not numbers, or beyond "
@@ -88,14 +92,14 @@ def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
 
     Args:
         sent: What each client had got that is in the sum.
-        mean: Of their updates, (d,), see `update`.
+        mean: Of their updates, (d,), see `difference`.
     """
     tensors_moved: Tensors = {}
     vector, start = torch.from_numpy(mean), 0
     for name in sorted(sent[0]):
         form = sent[0][name]
         part = vector[start : start + form.numel()].view(form.shape)
-        origin = torch.stack([tensors[name].cpu().double() for tensors in sent]).mean(dim=0)
-        tensors_moved[name] = (origin + part).to(form.device, form.dtype)
+        origins = torch.stack([tensors[name].detach().cpu().double() for tensors in sent])
+        tensors_moved[name] = (origins.mean(dim=0) + part).to(form.device, form.dtype)
         start += form.numel()
     return tensors_moved

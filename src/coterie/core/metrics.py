@@ -94,8 +94,7 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
         ):
             raise TensorError(
                 f"{split} {score[split].tolist()} cannot be sums of losses, predictions and "
-                f"correct predictions",
-                "",
+                f"correct predictions"
             )
     if "choices" in score:
         given, right = score["choices"]
@@ -107,7 +106,7 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
             and 1 <= float(given.sum()) <= MOST
         ):
             raise TensorError(
-                "choices must be counts of samples and of correctly classified samples", ""
+                "choices must be counts of samples and of correctly classified samples"
             )
 
 

@@ -196,8 +196,7 @@ class Ask:
                 continue
             if bool(((tensor < 0) | (tensor > largest.to(tensor.device))).any()):
                 raise TensorError(
-                    f"{what}: {name!r} is {tensor.tolist()}, expected from 0 to {largest.tolist()}",
-                    "",
+                    f"{what}: {name!r} is {tensor.tolist()}, expected from 0 to {largest.tolist()}"
                 )
 
 

@@ -199,8 +199,7 @@ def check_answers(reply: Reply, request: Request) -> None:
         if getattr(reply, name) != getattr(request, name):
             raise TensorError(
                 f"a reply of {reply.client!r} to {reply.task}, round {reply.round + 1}, that was "
-                f"not requested",
-                "",
+                f"not requested"
             )
 
 

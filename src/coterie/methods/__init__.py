@@ -49,11 +49,16 @@ _COMIGS = (
     "Fan et al., On-Device Collaborative Language Modeling via a Mixture of Generalists and "
     "Specialists"
 )
-
-_ELASTIC = "comigs-elastic"
-
 _ABLATION = "CoMiGS, Table 5, two experts and a router on the training loss"
 _ALTERNATING = "CoMiGS, Table 5, routers on fresh training batches"
+
+
+def _comigs(
+    title: str, paper: str, fixed: Mapping[str, Any] | None = None, home: str = "comigs.CoMiGS"
+) -> Entry:
+    """Return an entry of a form of CoMiGS."""
+    return Entry(home, title, paper, fixed or {}, "comigs-elastic")
+
 
 _SHIPPED: Mapping[str, Entry] = {
     "pretrained": Entry("pretrained.Pretrained", "Pretrained", "the base model without training"),
@@ -68,65 +73,39 @@ _SHIPPED: Mapping[str, Entry] = {
         "FedAvg",
         "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data",
     ),
-    "comigs": Entry(
-        "comigs.CoMiGS",
-        "CoMiGS",
-        f"{_COMIGS}: any number of generalists and specialists",
-        of_own_shares=_ELASTIC,
+    "comigs": _comigs("CoMiGS", f"{_COMIGS}: any number of generalists and specialists"),
+    "comigs-1g1s": _comigs(
+        "CoMiGS-1G1S", f"{_COMIGS}: one of each", {"generalists": 1, "specialists": 1}
     ),
-    "comigs-1g1s": Entry(
-        "comigs.CoMiGS",
-        "CoMiGS-1G1S",
-        f"{_COMIGS}: one of each",
-        {"generalists": 1, "specialists": 1},
-        of_own_shares=_ELASTIC,
+    "comigs-2g": _comigs(
+        "CoMiGS-2G", f"{_COMIGS}: two generalists", {"generalists": 2, "specialists": 0}
     ),
-    "comigs-2g": Entry(
-        "comigs.CoMiGS",
-        "CoMiGS-2G",
-        f"{_COMIGS}: two generalists",
-        {"generalists": 2, "specialists": 0},
-        of_own_shares=_ELASTIC,
+    "comigs-2s": _comigs(
+        "CoMiGS-2S", f"{_COMIGS}: two specialists", {"generalists": 0, "specialists": 2}
     ),
-    "comigs-2s": Entry(
-        "comigs.CoMiGS",
-        "CoMiGS-2S",
-        f"{_COMIGS}: two specialists",
-        {"generalists": 0, "specialists": 2},
-        of_own_shares=_ELASTIC,
-    ),
-    "comigs-2s-alone": Entry(
-        "comigs_alone.CoMiGSAlone",
+    "comigs-2s-alone": _comigs(
         "CoMiGS-2S, alone",
         f"{_COMIGS}: two specialists, nothing shared, as in the authors' code",
         {"generalists": 0, "specialists": 2, "aggregation": {"rule": "mean"}},
-        of_own_shares=_ELASTIC,
+        "comigs_alone.CoMiGSAlone",
     ),
-    "comigs-published": Entry(
-        "comigs_published.CoMiGSPublished",
+    "comigs-published": _comigs(
         "CoMiGS with its published code's gradient leak",
         f"{_COMIGS}: as its published code runs it, for reproductions",
-        of_own_shares=_ELASTIC,
+        home="comigs_published.CoMiGSPublished",
     ),
-    "comigs-1gxs": Entry(
-        "comigs.CoMiGS",
-        "CoMiGS-1GXS",
-        f"{_COMIGS}: one generalist, a list of specialists",
-        {"generalists": 1},
-        of_own_shares=_ELASTIC,
+    "comigs-1gxs": _comigs(
+        "CoMiGS-1GXS", f"{_COMIGS}: one generalist, a list of specialists", {"generalists": 1}
     ),
-    "comigs-tr": Entry(
-        "comigs.CoMiGS",
+    "comigs-tr": _comigs(
         "CoMiGS-tr",
         f"{_COMIGS}: routers on fresh training batches",
         {"generalists": 1, "specialists": 1, "router_data": "train"},
-        of_own_shares=_ELASTIC,
     ),
-    "comigs-cobo": Entry(
-        "comigs_cobo.CoMiGSCoBo",
+    "comigs-cobo": _comigs(
         "CoMiGS with CoBo's weights",
         "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
-        of_own_shares=_ELASTIC,
+        home="comigs_cobo.CoMiGSCoBo",
     ),
     "comigs-elastic": Entry(
         "comigs_elastic.CoMiGSElastic",
@@ -134,12 +113,11 @@ _SHIPPED: Mapping[str, Entry] = {
         "beyond the papers: FedAvg, and beside it a mixture of one's own that is pulled to its "
         "mean as far as validation says",
     ),
-    "comigs-pool": Entry(
-        "comigs_pool.CoMiGSPool",
+    "comigs-pool": _comigs(
         "CoMiGS with a pool",
         "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for "
         "each client",
-        of_own_shares=_ELASTIC,
+        home="comigs_pool.CoMiGSPool",
     ),
     "pcl": Entry(
         "pcl.PCL",

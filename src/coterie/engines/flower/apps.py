@@ -60,7 +60,7 @@ def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
     body = arrays[_TENSORS].data
     if most is not None and len(body) > most:
         raise TensorError(
-            f"a message with {len(body):,} bytes of tensors, expected at most {most:,}", ""
+            f"a message with {len(body):,} bytes of tensors, expected at most {most:,}"
         )
     return str(text[_TEXT]), body
 

@@ -241,7 +241,7 @@ class Flower:
         if it was not requested.
         """
         if answered is None:
-            raise TensorError(f"no reply within {self.deadline:g} s", "")
+            raise TensorError(f"no reply within {self.deadline:g} s")
         form = ask.reply_spec(ask.to[client])
         reply, body = read_reply(answered, nbytes(form) + _PER_TENSOR * len(form) + SLACK)
         if reply.problem:
@@ -254,7 +254,7 @@ class Flower:
             raise
         except Exception as error:  # for instance a dtype that PyTorch does not know
             raise TensorError(
-                f"unreadable tensors: {type(error).__name__}: {error}"[:2000], ""
+                f"unreadable tensors: {type(error).__name__}: {error}"[:2000]
             ) from None
 
     def _request(

@@ -117,7 +117,7 @@ class Nodes:
     def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
         """Return the client of a node. Raises TensorError if it gives none, or if a check fails."""
         if answered is None:
-            raise TensorError(f"did not say within {HELLO_S:g} s which client it is", "")
+            raise TensorError(f"did not say within {HELLO_S:g} s which client it is")
         reply, _ = read_reply(answered, SLACK)
         if reply.problem or reply.member is None:
             raise TensorError(reply.problem or "did not say which client it is", reply.remedy)

@@ -148,7 +148,7 @@ class Participants:
         ciphertexts = cast(list[bytes], configs[Key.CIPHERTEXT_LIST])
         data = cast(list[bytes], configs[PROOFS])
         if len(destinations) != len(others) or sorted(destinations) != others:
-            raise TensorError("shares of keys for others than the clients of the exchange", "")
+            raise TensorError("shares of keys for others than the clients of the exchange")
         check_lengths(ciphertexts, [CIPHERTEXT] * len(others))
         check_lengths(data, Proofs.lengths(self.clients, self.threshold))
         proofs = Proofs.from_list(data, self.digest, node)
@@ -189,7 +189,7 @@ class Participants:
         """Return whose shares a client cannot use."""
         sources = cast(list[int], values_of(content, {}, (COMPLAINTS,))[COMPLAINTS])
         if len(set(sources)) != len(sources) or not set(sources) <= self.proofs.keys() - {node}:
-            raise TensorError("complaints about others than the clients of the exchange", "")
+            raise TensorError("complaints about others than the clients of the exchange")
         return sources
 
     def _leave_out_liars(self, complaints: Mapping[int, Sequence[int]]) -> None:
@@ -245,8 +245,7 @@ class Participants:
         if len(nodes) < self.threshold:
             raise TensorError(
                 f"the sum could not be computed: fewer than {self.threshold} of {self.clients} "
-                f"clients stayed to the end",
-                "",
+                f"clients stayed to the end"
             )
 
     def _keep(self, nodes: Collection[int]) -> None:

@@ -132,7 +132,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> Bound:
             )
         state[EXCHANGE] = ConfigRecord({ABOUT: about})
     if EXCHANGE not in state:
-        raise TensorError(f"asked for {stage} before the first stage", "")
+        raise TensorError(f"asked for {stage} before the first stage")
     about = str(state[EXCHANGE][ABOUT])
     if stage == Stage.SHARE_KEYS:
         configs = content.config_records[RECORD_KEY_CONFIGS]
@@ -145,7 +145,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> Bound:
     if stage == Stage.COLLECT_MASKED_VECTORS:
         ins = compat.recorddict_to_fitins(content, keep_input=True)
         if exchange_name(parsed(Request, str(ins.config[TEXT]))) != about:
-            raise TensorError("the masks are for another exchange than the update asked for", "")
+            raise TensorError("the masks are for another exchange than the update asked for")
         sent = sha256(ins.parameters.tensors[0]).digest()
         _take_opened(content, context)
     cohort = cast(bytes, state[EXCHANGE].get(_COHORT, b""))
@@ -158,7 +158,7 @@ def _flower_state(context: Context) -> SecAggPlusState:
     """
     state = SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if state.current_stage != Stage.SHARE_KEYS:
-        raise TensorError("asked about shares of keys that were not dealt, or are in use", "")
+        raise TensorError("asked about shares of keys that were not dealt, or are in use")
     return state
 
 
@@ -196,11 +196,11 @@ def _opened(message: Message, context: Context) -> RecordDict:
     complainer = cast(int, configs[COMPLAINER])
     record = context.state.config_records[EXCHANGE]
     if record.get(OPENED, complainer) != complainer:
-        raise TensorError("asked to open the shares of a second client", "")
+        raise TensorError("asked to open the shares of a second client")
     record[OPENED] = complainer
     plain = decrypt(state.ss2_dict[complainer], cast(bytes, configs[Key.CIPHERTEXT_LIST]))
     if share_read(plain)[:2] != (state.nid, complainer):
-        raise TensorError("asked to open shares that this device did not deal", "")
+        raise TensorError("asked to open shares that this device did not deal")
     return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({SHARE_OPENED: plain})})
 
 
@@ -248,9 +248,7 @@ def _admitted(message: Message, context: Context) -> str:
                 if not isinstance(clients, int) or clients < FEWEST
                 else f"{terms(clients)}"
             )
-            raise TensorError(
-                f"secure aggregation with settings {settings}, expected {expected}", ""
-            )
+            raise TensorError(f"secure aggregation with settings {settings}, expected {expected}")
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _refuse_twice(settings.get(Key.SOURCE_LIST), "sources")
     if stage == Stage.UNMASK:
@@ -260,7 +258,7 @@ def _admitted(message: Message, context: Context) -> str:
             "clients that sent and clients that did not",
         )
         if message.metadata.dst_node_id not in cast(list[int], active):
-            raise TensorError("asked to unmask a sum that does not include this client", "")
+            raise TensorError("asked to unmask a sum that does not include this client")
     return stage
 
 
@@ -281,16 +279,14 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
     text = str(ins.config[TEXT])
     if not parsed(Request, text).masked:
-        raise TensorError("secure aggregation asked for a reply that is not to be masked", "")
+        raise TensorError("secure aggregation asked for a reply that is not to be masked")
     text, body = handle(dict(context.node_config), text, ins.parameters.tensors[0])
     reply = parsed(Reply, text)
     if reply.problem:
         raise TensorError(reply.problem, reply.remedy)
     update = load(body)[UPDATE]
     if update.dtype != np.float64 or update.ndim != 1 or not (np.abs(update) <= RANGE).all():
-        raise TensorError(
-            f"an update of {update.dtype}{list(update.shape)} that cannot be masked", ""
-        )
+        raise TensorError(f"an update of {update.dtype}{list(update.shape)} that cannot be masked")
     done = FitRes(
         Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={TEXT: text}
     )

@@ -27,11 +27,11 @@ class Gone(TensorError):
 def content_of(node: int, stage: str, answered: Message | None) -> RecordDict:
     """Return what a node answered. Raises TensorError: nothing, an error, or in another's place."""
     if answered is None:
-        raise Gone(f"no reply in time ({stage})", "")
+        raise Gone(f"no reply in time ({stage})")
     if answered.has_error():
-        raise Gone(answered.error.reason or f"no reason (code {answered.error.code})", "")
+        raise Gone(answered.error.reason or f"no reason (code {answered.error.code})")
     if answered.metadata.src_node_id != node:
-        raise TensorError(f"node {answered.metadata.src_node_id} answered in its place", "")
+        raise TensorError(f"node {answered.metadata.src_node_id} answered in its place")
     return answered.content
 
 
@@ -102,10 +102,10 @@ def integers_of(data: bytes, size: int, expected: str) -> np.ndarray:
     whole = ndarray_to_bytes(np.zeros(size, np.int64))
     head = len(whole) - 8 * size
     if len(data) != len(whole) or data[:head] != whole[:head]:
-        raise TensorError(f"a masked update of {len(data)} bytes, {expected}", "")
+        raise TensorError(f"a masked update of {len(data)} bytes, {expected}")
     values = np.frombuffer(data, np.int64, offset=head)
     if ((values < 0) | (values >= MODULUS)).any():
-        raise TensorError("a masked update with values that are not integers modulo 2^32", "")
+        raise TensorError("a masked update with values that are not integers modulo 2^32")
     return values
 
 

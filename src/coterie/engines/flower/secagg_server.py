@@ -89,8 +89,7 @@ def summed(
     ):
         raise TensorError(
             "secure aggregation: clients would be sent different tensors, so their masks would "
-            "not cancel",
-            "",
+            "not cancel"
         )
     if len(requests) < FEWEST:
         few = (
@@ -174,7 +173,7 @@ class _Exchange:
         parts = cast(list[bytes], listed(configs, {}, (Key.MASKED_PARAMETERS,)).popitem()[1])
         expected = f"expected int64[1] and int64[{self.size}]"
         if len(parts) != 2:
-            raise TensorError(f"a masked update of {len(parts)} parts, {expected}", "")
+            raise TensorError(f"a masked update of {len(parts)} parts, {expected}")
         weight = integers_of(parts[0], 1, expected)
         vector = integers_of(parts[1], self.size, expected)
         if int(weight[0]) != weight_sent(self._bound(node), self.cohort.clients):
@@ -214,7 +213,7 @@ class _Exchange:
         total %= MODULUS
         if (total > len(active) * levels(self.cohort.clients)).any():
             self.result.spoilt = sorted(active)
-            raise TensorError("the sum is out of range: a client did not follow the protocol", "")
+            raise TensorError("the sum is out of range: a client did not follow the protocol")
         mean: np.ndarray = total * (step(self.cohort.clients) / len(active)) - RANGE
         return mean
 
