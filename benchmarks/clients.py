@@ -31,7 +31,7 @@ from common import machine, report, seconds
 from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.client.site import Site
-from coterie.core.metrics import peak_memory
+from coterie.core.devices import peak_memory
 from coterie.core.protocol import Ask, State, drive
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import nbytes

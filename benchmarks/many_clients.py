@@ -30,7 +30,7 @@ import torch
 from common import report
 
 from coterie.core.callback import Callback
-from coterie.core.metrics import peak_memory
+from coterie.core.devices import peak_memory
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import run

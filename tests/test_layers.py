@@ -61,7 +61,7 @@ RENAMED = {
     "parcel": "download_for",
     "again": "independent_stream",
     "parted": "unflatten",
-    "Here": "LocalEngine",
+    "Here": "Engine",
     "badness": "sort_key",
     "front": "open_proxy",
     "Front": "Proxy",
@@ -69,9 +69,8 @@ RENAMED = {
 # The same of methods alone: elsewhere these are plain words.
 RENAMED_HOOKS = {"sums": "needs_only_mean", "shares": "row_stochastic", "size": "sample_count"}
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-# Rooms in which functions may import what imports their file: commands need the `app`, and files
-# are written in view of the free memory.
-TOP_LEVEL_ONLY = {"cli", "core"}
+# The room in which functions may import what imports their file: commands need the `app`.
+TOP_LEVEL_ONLY = {"cli"}
 API = SOURCE / "api.py"  # the one room that is a file
 FILES = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE] + [API]
 

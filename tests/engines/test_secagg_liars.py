@@ -31,7 +31,7 @@ from test_secagg import (  # noqa: F401 - the fixture
 
 from coterie.aggregation import secure
 from coterie.aggregation.sharing import Share, SharingProof
-from coterie.engines.flower.secagg_keys import (
+from coterie.engines.flower.secagg_common import (
     CHECK_SHARES,
     COMPLAINTS,
     OPEN_SHARE,
@@ -227,7 +227,7 @@ def lying_dealer(
             proof = replace(proof, digests=digests)
         return shares, proof
 
-    monkeypatch.setattr("coterie.engines.flower.secagg_masks.share_seed", lies)
+    monkeypatch.setattr("coterie.engines.flower.secagg_common.share_seed", lies)
 
 
 def test_shares_that_do_not_fit_together_are_found_before_anybody_sends(
@@ -248,7 +248,7 @@ def test_a_key_that_is_not_its_own_is_not_shared(monkeypatch: pytest.MonkeyPatch
         used = private_key_to_bytes(generate_key_pairs()[0]) if node == LIAR else private
         return share_key(used, threshold, clients, cohort, node)
 
-    monkeypatch.setattr("coterie.engines.flower.secagg_masks.share_key", lies)
+    monkeypatch.setattr("coterie.engines.flower.secagg_common.share_key", lies)
     replies, ear = answered(InProcess(5), 5)
     assert_is_mean(replies, (1, 2, 3, 4), 5)
     assert list(ear.reasons) == ["c0"]

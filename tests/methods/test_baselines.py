@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from coterie.aggregation.dual import fused, fusion_weights, nesterov
-from coterie.aggregation.heterogeneous import norm_weighted_mean, tail_gradient
 from coterie.aggregation.lowrank import (
     factors,
     modules,
+    norm_weighted_mean,
     own_factors,
     product_norm,
     read_factors,
     svd_of_sum,
+    tail_gradient,
 )
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client

@@ -155,7 +155,7 @@ def _threads() -> Check:
 
 def _memory() -> Check:
     """Check how much memory is free."""
-    from coterie.core.metrics import free_memory
+    from coterie.core.devices import free_memory
 
     free = free_memory()
     if free is None:

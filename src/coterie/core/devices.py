@@ -1,11 +1,13 @@
 """Devices that models compute on: the CPU, or any accelerator that PyTorch has (`cuda`, also of
-AMD, `mps`, `xpu`, `npu` ...).
+AMD, `mps`, `xpu`, `npu` ...); and the memory of devices and of this machine.
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,6 +130,29 @@ def memory_here() -> float | None:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def peak_memory() -> int | None:
+    """Return the peak resident memory of this process in bytes; None if the system does not report
+    it (Windows).
+    """
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def free_memory() -> int | None:
+    """Return the bytes of memory that could be used; None where the system does not say (only Linux
+    does).
+    """
+    source = Path("/proc/meminfo")
+    if not source.exists():
+        return None
+    lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
+    return 1024 * int(lines["MemAvailable"].split()[0])
 
 
 @contextmanager

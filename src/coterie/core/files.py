@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file as _encode_file
 
-from coterie.core import foreign
+from coterie.core import devices, foreign
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.tensors import MOST_HEADER, Named, Tensors, _dense, _owned, check_header
 
@@ -121,13 +121,11 @@ def _too_large(path: Path) -> CheckpointError:
 
 @contextmanager
 def _opened(path: Path, most_header: int) -> Iterator[Any]:
-    from coterie.core.metrics import free_memory  # which imports this module
-
     try:
         with foreign.opened(path) as file:
             check_header(file, most_header)
             # a sparse file takes no disk
-            if os.fstat(file.fileno()).st_size > (free_memory() or math.inf):
+            if os.fstat(file.fileno()).st_size > (devices.free_memory() or math.inf):
                 raise _too_large(path)
             with safe_open(foreign.path_of(file, path), framework="pt") as tensors:
                 yield tensors

@@ -2,10 +2,8 @@
 
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -194,26 +192,3 @@ def surely_less(losses: Tensor, others: Tensor) -> bool:
     """
     gain = others - losses
     return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))
-
-
-def peak_memory() -> int | None:
-    """Return the peak resident memory of this process in bytes; None if the system does not report
-    it (Windows).
-    """
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def free_memory() -> int | None:
-    """Return the bytes of memory that could be used; None where the system does not say (only Linux
-    does).
-    """
-    source = Path("/proc/meminfo")
-    if not source.exists():
-        return None
-    lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
-    return 1024 * int(lines["MemAvailable"].split()[0])

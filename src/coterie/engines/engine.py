@@ -1,7 +1,8 @@
 """The interface of engines: `answer`, and storage of the clients' states between tasks."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from coterie.client.client import Client
 from coterie.client.interfaces import Metrics
@@ -9,9 +10,8 @@ from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import Tensors
 from coterie.engines.messages import Member
 
-Write = Callable[
-    [Client, Tensors], None
-]  # writes a client's personal model, which needs these tensors besides
+# writes a client's personal model, which needs these tensors besides
+Write = Callable[[Client, Tensors], None]
 
 
 class Listener:
@@ -27,82 +27,62 @@ class Listener:
         """Hear that a client said something that stops nothing: that it starts afresh, say."""
 
 
-class Engine(Protocol):
-    """The interface of an engine: it carries Asks to clients and replies back."""
+class Engine(ABC):
+    """The base class of engines: an engine carries Asks to clients and replies back. What is given
+    here is that of one whose clients are all in this process.
+    """
 
-    distant: ClassVar[
-        bool
-    ]  # whether clients are on devices of their own, where their states and models stay
-    spoilt: bool  # whether one client spoilt the last sum, and later ones can leave it out
+    # whether clients are on devices of their own, where their states and models stay
+    distant: ClassVar[bool] = False
+    spoilt = False  # whether one client spoilt the last sum, and later ones can leave it out
 
+    @abstractmethod
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         """Have every client in `ask.to` do the task. Replies come in the order asked, without
         the clients that failed; unchecked.
         """
-        ...
 
+    @abstractmethod
     def keep(self, ask: Ask, round: int, write: Write) -> None:
         """Have every client in `ask.to` make its tensors part of its personal model, and that
         model written; devices write their own.
         """
-        ...
 
     def members(self) -> Sequence[Member]:
-        """Clients that have joined since the last call; none if all came at the start."""
-        ...
+        """Return the clients that have joined since the last call; none if all came at the
+        start.
+        """
+        return ()
 
     def present(self) -> Set[ClientId] | None:
         """Return the clients that can be reached now; None if all can."""
-        ...
+        return None
 
+    @abstractmethod
     def states(self) -> Mapping[ClientId, State]:
         """Return the clients' states, for a checkpoint; none if devices keep them. Callers must not
         change them.
         """
-        ...
 
     def memo(self) -> dict[str, Any]:
         """Return what else the engine needs when a run is resumed; JSON values."""
-        ...
+        return {}
 
+    @abstractmethod
     def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
         """Take over the clients' states and the memo from a checkpoint."""
-        ...
 
     def begun(self, round: int) -> Sequence[int]:
         """Return the rounds of exchanges that began since `round` and cannot be repeated: clients
         answer a masked exchange only once.
         """
-        ...
+        return ()
 
+    @abstractmethod
     def state_bytes(self) -> Mapping[ClientId, int]:
-        """Return what each client remembers, as far as it is known."""
-        ...
+        """Return the size of each client's state, as far as it is known."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to remove
         """Remove what lies on the disk only as long as the run goes on. Nothing is asked after
         that.
         """
-        ...
-
-
-class LocalEngine:
-    """The base class of engines whose clients are all in this process."""
-
-    distant: ClassVar[bool] = False
-    spoilt = False
-
-    def members(self) -> Sequence[Member]:
-        return ()
-
-    def present(self) -> Set[ClientId] | None:
-        return None
-
-    def memo(self) -> dict[str, Any]:
-        return {}
-
-    def begun(self, round: int) -> Sequence[int]:
-        return ()
-
-    def close(self) -> None:
-        """Leave all as it is."""

@@ -17,14 +17,14 @@ from coterie.core import profiling
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import nbytes
 from coterie.engines.at_once import AtOnce, Reply
-from coterie.engines.engine import Listener, LocalEngine, Write
+from coterie.engines.engine import Engine, Listener, Write
 from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.models.layout import Layout
 
 
 @dataclass
-class InProcess(LocalEngine):
+class InProcess(Engine):
     """States are dicts of tensors that stay where they are, and nothing is copied, as long as
     the keeper has room for them.
 

@@ -12,13 +12,13 @@ from typing import Any
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import from_bytes, nbytes, to_bytes
-from coterie.engines.engine import Listener, LocalEngine, Write
+from coterie.engines.engine import Engine, Listener, Write
 from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 
 
 @dataclass
-class Loopback(LocalEngine):
+class Loopback(Engine):
     """The client's half of the method is a copy, rebuilt from its hyperparameters for every
     task.
     """

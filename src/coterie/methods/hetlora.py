@@ -12,14 +12,18 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from coterie.aggregation.heterogeneous import (
+from coterie.aggregation.lowrank import (
+    modules,
     norm_weighted_mean,
+    own_factors,
+    ranks,
+    read_factors,
     same_sizes,
     tail_gradient,
     tail_norm,
+    truncated,
     zero_beyond,
 )
-from coterie.aggregation.lowrank import modules, own_factors, ranks, read_factors, truncated
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST

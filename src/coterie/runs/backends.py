@@ -14,8 +14,8 @@ from uuid import uuid4
 
 import torch
 
+from coterie.core.devices import free_memory, peak_memory
 from coterie.core.errors import CoterieError
-from coterie.core.metrics import free_memory, peak_memory
 from coterie.core.protocol import ClientId, batched
 from coterie.core.threads import SAID, ThreadChoice, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener

@@ -14,7 +14,6 @@ import torch
 from coterie.core import devices
 from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError
-from coterie.core.metrics import peak_memory
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.engines import InProcess, Listener
@@ -77,7 +76,7 @@ def estimate(prepared: Prepared) -> Estimate:
     seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
     seconds += scoring * _curve(prepared)
     seconds /= prepared.at_once
-    peak = peak_memory()
+    peak = devices.peak_memory()
     states = trial.state_bytes * len(prepared.site.data)
     return Estimate(seconds, trial.up, trial.down, None if peak is None else peak + states)
 

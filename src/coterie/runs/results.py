@@ -12,7 +12,7 @@ from coterie.aggregation import weights_error
 from coterie.client.best import kept_round, recall
 from coterie.client.client import Client
 from coterie.client.site import Site
-from coterie.core import metrics
+from coterie.core import devices, metrics
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
 from coterie.core.protocol import Ask, ClientId, State, empty_reply
@@ -129,7 +129,7 @@ class ResultWriter:
             never_took_part=list(state.absent()),
             privacy=None if self.spending is None else self.spending.accountant.summary(),
             wall_s=seconds,
-            peak_memory_bytes=metrics.peak_memory(),
+            peak_memory_bytes=devices.peak_memory(),
             versions=Versions(__version__, torch.__version__, platform.python_version()),
             machine=self._machine(),
         )

@@ -17,7 +17,7 @@ from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.core.protocol import Ask, ClientId, Replies, State, trains
 from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
-from coterie.engines.engine import Listener, Write
+from coterie.engines.engine import Engine, Listener, Write
 from coterie.engines.flower.nodes import Nodes, told
 from coterie.engines.flower.secagg_suspects import Suspects
 from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, bodies_of, read_reply
@@ -28,7 +28,7 @@ _PER_TENSOR = 512  # bytes that a reply may have for a tensor, beside its values
 
 
 @dataclass
-class Flower:
+class Flower(Engine):
     """Clients on the nodes of a grid. A client is known by its id, which its node states when it
     is asked for the first time.
 
@@ -74,7 +74,6 @@ class Flower:
         self._suspects, self.spoilt = Suspects(), False
 
     def members(self) -> list[Member]:
-        """Return the clients that have joined since the last call, see `Nodes.members`."""
         return self._nodes.members()
 
     def await_clients(self, clients: Collection[ClientId], patience: float) -> None:
@@ -82,7 +81,6 @@ class Flower:
         self._nodes.await_clients(clients, patience)
 
     def present(self) -> set[ClientId]:
-        """Return the clients whose nodes are connected now."""
         return self._nodes.present()
 
     def _hello(self) -> Request:
@@ -308,9 +306,6 @@ class Flower:
 
     def state_bytes(self) -> Mapping[ClientId, int]:
         return self._state_bytes
-
-    def close(self) -> None:
-        """Do nothing: devices keep their states."""
 
 
 def gathered(

@@ -16,7 +16,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import Key, Stage
 
 from coterie.aggregation.secure import threshold
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.secagg_keys import (
+from coterie.engines.flower.secagg_common import (
+    ABOUT,
     CHECK_SHARES,
     CHECKS,
     CIPHERTEXT,
@@ -28,15 +29,12 @@ from coterie.engines.flower.secagg_keys import (
     PUBLIC_KEY,
     SHARE_OPENED,
     SIGNATURES,
-    Proofs,
-    proves,
-)
-from coterie.engines.flower.secagg_masks import (
-    ABOUT,
     TRAIN,
     Bound,
+    Proofs,
     binding,
     digest_of,
+    proves,
     shares_hold,
     terms,
 )
@@ -62,7 +60,7 @@ class Participants:
 
     Args:
         carry: Brings the messages of one stage to nodes, and back what they answered in time.
-        about: The exchange, see `secagg_masks.exchange_name`.
+        about: The exchange, see `secagg_common.exchange_name`.
         nodes: Who is asked.
         problems: Receives why a client is not among them any more, by node; or what it did wrong
             when its update was in the sum.

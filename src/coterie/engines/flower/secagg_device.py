@@ -5,7 +5,7 @@ Device: `masked` is what `client_app` registers for messages of type "train". Se
 one exchange done so that only the sum of the clients' updates is seen. Flower's own modifier runs;
 what is here decides who may say what, and refuses the rest.
 
-Before anybody trains, each client checks what every other one dealt it (see `secagg_keys`) and says
+Before anybody trains, each client checks what every other one dealt it (`secagg_common`) and says
 whose shares it cannot use; such a share is opened once to the server, which then sees who of the
 two is wrong. So what is left when updates are sent can be unmasked, whatever one client does.
 
@@ -46,22 +46,19 @@ from flwr.compat.common import recorddict_compat as compat
 
 from coterie.aggregation.secure import FEWEST, RANGE, UPDATE, levels
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.secagg_keys import (
+from coterie.engines.flower.secagg_common import (
+    ABOUT,
     CHECK_SHARES,
     CHECKS,
     COMPLAINER,
     COMPLAINTS,
+    EXCHANGE,
     OPEN_SHARE,
     OPENED,
     PROOFS,
+    SAME_VERSION,
     SHARE_OPENED,
     SIGNATURES,
-    signatures,
-)
-from coterie.engines.flower.secagg_masks import (
-    ABOUT,
-    EXCHANGE,
-    SAME_VERSION,
     TEXT,
     TRAIN,
     Bound,
@@ -70,6 +67,7 @@ from coterie.engines.flower.secagg_masks import (
     exchange_name,
     share_read,
     shares_hold,
+    signatures,
     terms,
     weight_sent,
 )

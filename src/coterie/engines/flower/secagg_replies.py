@@ -12,8 +12,13 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from coterie.aggregation.secure import MODULUS
 from coterie.core.errors import TensorError
-from coterie.engines.flower.secagg_keys import COMPLAINTS
-from coterie.engines.flower.secagg_masks import EXCHANGE, FITRES, SAME_VERSION, TEXT
+from coterie.engines.flower.secagg_common import (
+    COMPLAINTS,
+    EXCHANGE,
+    FITRES,
+    SAME_VERSION,
+    TEXT,
+)
 from coterie.engines.messages import Reply, Request, check_answers, parsed
 
 FOREIGN = "It did not come from coterie, or was changed on its way."

@@ -23,15 +23,18 @@ from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, levels, step
 from coterie.aggregation.sharing import SHARE, Share, combined
 from coterie.core.errors import TensorError
 from coterie.engines.flower.secagg_cohort import Carry, Participants
-from coterie.engines.flower.secagg_keys import OPENED, SEED, SHARE_OPENED, private_key
-from coterie.engines.flower.secagg_masks import (
+from coterie.engines.flower.secagg_common import (
     EXCHANGE,
+    OPENED,
     SAME_VERSION,
+    SEED,
+    SHARE_OPENED,
     TEXT,
     Bound,
     binding,
     exchange_name,
     expanded,
+    private_key,
     weight_sent,
 )
 from coterie.engines.flower.secagg_replies import (
