@@ -36,10 +36,8 @@ class Attack(BaseModel):
     ] = 10.0
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
-        """Return the attackers among the federation's clients.
-
-        Raises:
-            RecipeError: There are too few clients, or an id is unknown.
+        """Return the attackers among the federation's clients. Raises RecipeError: there are too
+        few clients, or an id is unknown.
         """
         known = sorted(clients)
         if isinstance(self.clients, int):

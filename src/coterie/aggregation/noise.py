@@ -121,10 +121,7 @@ class Source:
 
     def sample(self, population: Sequence[T], size: int) -> list[T]:
         """Draw some of a population without replacement, every set of them exactly as likely
-        (Fisher and Yates' shuffle, its beginning).
-
-        Raises:
-            ValueError: There are not so many.
+        (Fisher and Yates' shuffle, its beginning). Raises ValueError: there are not so many.
         """
         rest = list(population)
         if not 0 <= size <= len(rest):

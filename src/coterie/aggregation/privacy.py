@@ -191,10 +191,7 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
     and neither the mean nor the other clients help: one reply is a Gaussian mechanism of noise
     multiplier z / 2, and so `Accountant` counts it. The server must not be able to reproduce the
     noise: the key of the source has to be the client's secret. Without noise the reply is only
-    clipped.
-
-    Raises:
-        TensorError: As `clipped`; or a value is not a number.
+    clipped. Raises TensorError: as `clipped`; or a value is not a number.
     """
     if not privacy.noise:
         return clipped(reply, sent, privacy.clip)[0]

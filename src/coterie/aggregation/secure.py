@@ -46,10 +46,8 @@ def threshold(clients: int) -> int:
 
 def check_form(first: Named, sent: Named, back: Named) -> None:
     """Refuse an exchange that has no sum of updates: one client is sent other tensors than the
-    first, or has to send other tensors back.
-
-    Raises:
-        TensorError: Naming a tensor. The exchange must not be done in the clear instead.
+    first, or has to send other tensors back. Raises TensorError that names a tensor; the exchange
+    must not be done in the clear instead.
     """
     check_alike(first, sent, "secure aggregation: sent to two clients")
     check_alike(sent, back, "secure aggregation: sent and expected back")
@@ -70,11 +68,8 @@ def difference(reply: Named, sent: Named) -> Tensor:
 
 
 def update(sent: Named, reply: Named) -> Tensor:
-    """Return the update, see `difference`.
-
-    Raises:
-        TensorError: The reply is not of the form of what was sent, or holds integers, or a value of
-            the update is not within `RANGE`.
+    """Return the update, see `difference`. Raises TensorError: the reply is not of the form of what
+    was sent, or holds integers, or a value of the update is not within `RANGE`.
     """
     check_form(sent, sent, reply)
     vector = difference(reply, sent)

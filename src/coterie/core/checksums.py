@@ -29,11 +29,7 @@ def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return what `write_sums` wrote.
-
-    Raises:
-        CheckpointError: It is missing or damaged.
-    """
+    """Return what `write_sums` wrote. Raises CheckpointError: it is missing or damaged."""
     path = folder / SUMS
     try:
         *lines, rest = read_bytes(path, _MOST).decode().split("\n")
@@ -50,10 +46,8 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
-    """Refuse files in a folder that have changed since their checksums were written.
-
-    Raises:
-        CheckpointError: Naming the first that is missing, has no checksum, or another one.
+    """Refuse files in a folder that have changed since their checksums were written. Raises
+    CheckpointError that names the first that is missing, has no checksum, or another one.
     """
     computed = {name: digest_later(folder / name) for name in names}
     for name, digest in computed.items():
@@ -80,10 +74,8 @@ def write_all_sums(folder: Path) -> None:
 
 def check_all_sums(folder: Path) -> None:
     """Refuse a folder whose files are not those that were written. Folders below it, and hidden
-    files, are not checked.
-
-    Raises:
-        CheckpointError: Naming the first file that has changed, is missing, or is one more.
+    files, are not checked. Raises CheckpointError that names the first file that has changed, is
+    missing, or is one more.
     """
     try:
         sums, present = read_sums(folder), _files(folder)
@@ -102,10 +94,8 @@ def check_all_sums(folder: Path) -> None:
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Replace files of a folder, together with their checksums. The block gets another folder to
-    write them to; they take their places when all of them are on the disk.
-
-    Raises:
-        SaveError: They could not be written; what was there before is unchanged.
+    write them to; they take their places when all of them are on the disk. Raises SaveError: they
+    could not be written; what was there before is unchanged.
     """
     new = folder / ".new"
     try:

@@ -159,11 +159,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_json(path: Path, finite: bool = True) -> Any:
-    """Read JSON, see `foreign.json_of`.
-
-    Raises:
-        CheckpointError: The file is missing or damaged.
-    """
+    """Read JSON, see `foreign.json_of`. Raises CheckpointError: the file is missing or damaged."""
     try:
         return foreign.json_of(foreign.read_bytes(path), finite)
     except FileNotFoundError:

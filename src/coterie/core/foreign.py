@@ -34,10 +34,7 @@ _OPENING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 
 
 def opened(path: Path) -> io.BufferedReader:
     """Open a regular file: to open a pipe would wait for whoever writes into it, and a device may
-    have no end.
-
-    Raises:
-        OSError: It cannot be read, or is none.
+    have no end. Raises OSError: it cannot be read, or is none.
     """
     return open(path, "rb", opener=_open_regular)
 
@@ -188,11 +185,8 @@ def _check(value: Any, depth: int = 0) -> None:
 
 
 def yaml_of(text: str) -> Any:
-    """Return the value of a text in YAML.
-
-    Raises:
-        ValueError: It is not YAML; has a key twice, or a value that is none (a month 99, a number
-            of 5,000 digits); or is too large, or nested too deep.
+    """Return the value of a text in YAML. Raises ValueError: it is not YAML; has a key twice, or a
+    value that is none (a month 99, a number of 5,000 digits); or is too large, or nested too deep.
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"{len(text):,} characters, at most {MOST_YAML:,} are read")

@@ -149,10 +149,7 @@ def encoded(name: str) -> str:
 
     Different names have different ones, also where they are cut: those of more than `LONGEST_FILE`
     bytes end in a digest. Plain ASCII names stay as they are, but for those that Windows or a shell
-    would take for something else.
-
-    Raises:
-        ValueError: It is empty.
+    would take for something else. Raises ValueError: it is empty.
     """
     if not name:
         raise ValueError("an empty name cannot name a file")

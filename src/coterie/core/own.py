@@ -31,10 +31,8 @@ def package_of(point: EntryPoint) -> str:
 
 @cache
 def imported(name: str) -> object:
-    """Import `module:Class`, also from the current folder.
-
-    Raises:
-        ImportError: The message says what went wrong.
+    """Import `module:Class`, also from the current folder. Raises ImportError: the message says
+    what went wrong.
     """
     if "" not in sys.path:
         sys.path.append("")

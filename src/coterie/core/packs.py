@@ -70,10 +70,8 @@ class Packs:
         self._count = 0
 
     def append(self, data: bytes, nbytes: int) -> Entry:
-        """Write the bytes of a set of tensors behind the others.
-
-        Raises:
-            SaveError: They could not be written; the entries before them are whole.
+        """Write the bytes of a set of tensors behind the others. Raises SaveError: they could not
+        be written; the entries before them are whole.
         """
         if self._open is not None and self._sizes[self._open] >= LARGEST:
             self.seal()

@@ -214,11 +214,8 @@ Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]
 
 
 def find_task(method: Any, name: str) -> Task:
-    """Return the bound task `name` of `method`, for engines that receive it as text.
-
-    Raises:
-        TensorError: The method has no such task (its other attributes cannot be called from
-            outside).
+    """Return the bound task `name` of `method`, for engines that receive it as text. Raises
+    TensorError: the method has no such task (its other attributes cannot be called from outside).
     """
     task = getattr(method, name, None)
     if not hasattr(task, _SENDS):

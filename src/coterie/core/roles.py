@@ -32,10 +32,8 @@ GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
 
 def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
     """Return the parameters of `module` by role, in the order of `named_parameters`: a parameter
-    that several modules share is listed once.
-
-    Raises:
-        TensorError: A trainable parameter has no declared role.
+    that several modules share is listed once. Raises TensorError: a trainable parameter has no
+    declared role.
     """
     by_role: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
     for name, parameter in module.named_parameters():

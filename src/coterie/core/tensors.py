@@ -25,10 +25,8 @@ MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, r
 
 
 def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
-    """Refuse `tensors` unless they have exactly the names, shapes and dtypes of `expected`.
-
-    Raises:
-        TensorError: Naming the first foreign, missing or misshapen tensor.
+    """Refuse `tensors` unless they have exactly the names, shapes and dtypes of `expected`. Raises
+    TensorError: naming the first foreign, missing or misshapen tensor.
     """
     if foreign := sorted(tensors.keys() - expected.keys()):
         raise TensorError(
@@ -64,10 +62,7 @@ def _form(tensor: Tensor) -> str:
 def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
     """Return sum_i w_i x_i, name by name, in the order given, on the devices of the first term: a
     server adds up its own tensors and those that clients on an accelerator sent. The sum of no
-    terms is the empty dict.
-
-    Raises:
-        TensorError: The terms differ in names, shapes or dtypes.
+    terms is the empty dict. Raises TensorError: the terms differ in names, shapes or dtypes.
     """
     total: Tensors = {}
     first: Named | None = None

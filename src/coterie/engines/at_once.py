@@ -57,9 +57,8 @@ class AtOnce:
 
         At most `most` tasks are at work, or have a state in memory that the keeper has no room for.
         Who closes the iterator early, as after an exception, stops those at their next batch.
-
-        Raises:
-            ClientError: Of the first client, in order, whose task failed; no others are begun then.
+        Raises ClientError: of the first client, in order, whose task failed; no others are begun
+        then.
         """
         todo = deque(clients)
         sites, stop = self._free(todo), threading.Event()

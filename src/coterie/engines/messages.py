@@ -214,11 +214,8 @@ def failed(problem: str, remedy: str = "", **request: Any) -> Reply:
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
-    """Return a request or a reply from its text.
-
-    Raises:
-        TensorError: It is too long, no JSON, has unknown or missing fields, or is of another
-            version of coterie.
+    """Return a request or a reply from its text. Raises TensorError: it is too long, no JSON, has
+    unknown or missing fields, or is of another version of coterie.
     """
     what = kind.__name__.lower()
     if len(text) > MOST_HEADER:

@@ -112,10 +112,8 @@ class States(Stored):
         return state
 
     def put(self, client: ClientId, state: State) -> None:
-        """Keep a client's state after a task.
-
-        Raises:
-            SaveError: It does not fit into memory, and could not be written.
+        """Keep a client's state after a task. Raises SaveError: it does not fit into memory, and
+        could not be written.
         """
         size, before = nbytes(state), self._sizes.get(client, 0)
         if self._used - before + size <= self._most:

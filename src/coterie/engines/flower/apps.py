@@ -31,10 +31,8 @@ def packed(text: str, body: bytes) -> RecordDict:
 
 
 def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
-    """Return the inverse of `packed`.
-
-    Raises:
-        TensorError: It has other records, or more than `most` bytes of tensors.
+    """Return the inverse of `packed`. Raises TensorError: it has other records, or more than `most`
+    bytes of tensors.
     """
     text, arrays = content.get(_TEXT), content.get(_TENSORS)
     if (

@@ -128,11 +128,8 @@ class Flower(Engine):
 
     def _summed(self, ask: Ask, round: int, phase: int) -> Replies:
         """Do an exchange of which only the sum is seen; every client in it gets the mean as its
-        reply.
-
-        Raises:
-            TensorError: Clients would be sent different tensors, or would return tensors of
-                another form, so that there is no sum. No client was asked.
+        reply. Raises TensorError: clients would be sent different tensors, or would return tensors
+        of another form, so that there is no sum. No client was asked.
         """
         from coterie.engines.flower.secagg_server import summed  # of Flower's older interface
 
@@ -311,10 +308,8 @@ class Flower(Engine):
 def gathered(
     engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float
 ) -> list[Member]:
-    """Wait until enough clients have identified themselves.
-
-    Raises:
-        ClientError: They did not within `patience` seconds.
+    """Wait until enough clients have identified themselves. Raises ClientError: they did not within
+    `patience` seconds.
     """
     known: dict[ClientId, Member] = {}
     end = time.monotonic() + patience

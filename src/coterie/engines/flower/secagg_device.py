@@ -116,10 +116,8 @@ def _forget(context: Context) -> None:
 
 def _bound_by(message: Message, context: Context, stage: str) -> Bound:
     """Return what a device binds the exchange to, as far as it knows by this stage, and remembers
-    until the last.
-
-    Raises:
-        TensorError: The server does not say which exchange it is, or another one than at first.
+    until the last. Raises TensorError: the server does not say which exchange it is, or another one
+    than at first.
     """
     content, state = message.content, context.state.config_records
     if stage == Stage.SETUP:
@@ -184,11 +182,9 @@ def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: byte
 
 def _opened(message: Message, context: Context) -> RecordDict:
     """Tell the server the shares that this device dealt to one client, which cannot use them. It
-    does so for one client of an exchange: with the shares of more, fewer clients than
-    `threshold` would have to collude with a server to take masks away.
-
-    Raises:
-        TensorError: It was asked about another client before, or did not send this.
+    does so for one client of an exchange: with the shares of more, fewer clients than `threshold`
+    would have to collude with a server to take masks away. Raises TensorError: it was asked about
+    another client before, or did not send this.
     """
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
     complainer = cast(int, configs[COMPLAINER])
@@ -219,11 +215,8 @@ def _take_opened(content: RecordDict, context: Context) -> None:
 
 
 def _admitted(message: Message, context: Context) -> str:
-    """Return the stage of a message that a device accepts.
-
-    Raises:
-        TensorError: Flower would not mask the reply, the server uses other settings, or it asks for
-            both masks of a client.
+    """Return the stage of a message that a device accepts. Raises TensorError: flower would not
+    mask the reply, the server uses other settings, or it asks for both masks of a client.
     """
     if message.metadata.message_type != TRAIN:
         raise TensorError(

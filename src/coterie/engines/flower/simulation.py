@@ -111,11 +111,8 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
 
 def _connect(threads: int, accelerators: int) -> None:
     """Start Ray, or connect to the cluster that RAY_ADDRESS names; not in the main thread, whose
-    SIGTERM Ray would take.
-
-    Raises:
-        ClientError: Nobody answers there, or no machine has what a program needs. Flower would
-            wait for both without end.
+    SIGTERM Ray would take. Raises ClientError: nobody answers there, or no machine has what a
+    program needs. Flower would wait for both without end.
     """
     import ray
 
