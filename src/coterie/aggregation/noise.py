@@ -198,11 +198,8 @@ def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
 
 
 class _Probability:
-    """A uniform number of [0, 1/2), of which so many bits are drawn as a comparison needs.
-
-    Args:
-        source: Of the bits to come.
-        bits: The first 64, as an integer below 2^63.
+    """A uniform number of [0, 1/2), of which as many bits are drawn as a comparison needs; the
+    first 64 are known, an integer below 2^63.
     """
 
     def __init__(self, source: Source, bits: int) -> None:

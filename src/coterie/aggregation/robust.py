@@ -278,11 +278,8 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
 
 
 def _neighbourhoods(products: Tensor, count: int) -> Tensor:
-    """(n,): the sum of the squared distances of each vector to so many of the others, the nearest.
-
-    Args:
-        products: (n, n), of the vectors.
-        count: How many; of a negative number none.
+    """Return the sum of the squared distances of each vector to the `count` nearest others, (n,),
+    from their inner products, (n, n); of a negative number none.
     """
     norms = products.diagonal()
     distances = (norms[:, None] + norms - 2 * products).clamp(min=0).fill_diagonal_(math.inf)

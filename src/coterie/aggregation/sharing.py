@@ -44,10 +44,8 @@ class Share:
         """Return the inverse of `to_bytes`. Raises ValueError for another number of bytes."""
         if len(data) != SHARE:
             raise ValueError(f"a share of {len(data)} bytes, expected {SHARE}")
-        middle = _PLACE + SCALAR
-        return Share(
-            int.from_bytes(data[:_PLACE]), _number(data[_PLACE:middle]), _number(data[middle:])
-        )
+        parts = (data[:_PLACE], *_pieces(data[_PLACE:], SCALAR))
+        return Share(*map(int.from_bytes, parts))
 
 
 SHARE = _PLACE + 2 * SCALAR  # bytes of a share
@@ -81,8 +79,7 @@ class Check:
     @staticmethod
     def from_bytes(data: bytes) -> "Check":
         """Return the inverse of `to_bytes`."""
-        middle = DIGEST + SCALAR
-        return Check(data[:DIGEST], _number(data[DIGEST:middle]), _number(data[middle:]))
+        return Check(data[:DIGEST], *map(int.from_bytes, _pieces(data[DIGEST:], SCALAR)))
 
 
 CHECK = DIGEST + 2 * SCALAR  # bytes of a check
@@ -119,7 +116,7 @@ class SharingProof:
     def from_bytes(digests: bytes, response: bytes, context: bytes) -> "SharingProof":
         """Return the inverse of `to_bytes`."""
         return SharingProof(
-            _pieces(digests, DIGEST), tuple(map(_number, _pieces(response, SCALAR))), context
+            _pieces(digests, DIGEST), tuple(map(int.from_bytes, _pieces(response, SCALAR))), context
         )
 
 
@@ -135,7 +132,10 @@ def share_secret(
         clients: Shares, by place.
         context: See `SharingProof`.
     """
-    f, r = ([first, *map(_drawn, range(threshold - 1))] for first in (secret, blind))
+    f, r = (
+        [first, *(secrets.randbelow(ORDER) for _ in range(threshold - 1))]
+        for first in (secret, blind)
+    )
     shares = [Share(place, _at(f, place), _at(r, place)) for place in range(1, clients + 1)]
     digests = tuple(sha256(share.to_bytes()).digest() for share in shares)
     c = _challenge(digests, context)
@@ -174,16 +174,8 @@ def _at(coefficients: Sequence[int], place: int) -> int:
     return value
 
 
-def _drawn(_: int) -> int:
-    return secrets.randbelow(ORDER)
-
-
 def _bytes(number: int) -> bytes:
     return number.to_bytes(SCALAR)
-
-
-def _number(data: bytes) -> int:
-    return int.from_bytes(data)
 
 
 def _pieces(data: bytes, size: int) -> tuple[bytes, ...]:

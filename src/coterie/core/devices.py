@@ -91,7 +91,7 @@ def seed(value: int, device: torch.device) -> None:
     """
     torch.default_generator.manual_seed(value)
     if device.type not in ("cpu", "meta") and (module := _module(device)) is not None:
-        with _current(module, device):
+        with torch.accelerator.device_index(device.index):
             module.manual_seed(value)
 
 
@@ -153,16 +153,6 @@ def free_memory() -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
     return 1024 * int(lines["MemAvailable"].split()[0])
-
-
-@contextmanager
-def _current(module: Any, device: torch.device) -> Iterator[None]:
-    """Within the block a device, of several of its type, is the one in use."""
-    if device.index is None or not hasattr(module, "device"):
-        yield
-    else:
-        with module.device(device):
-            yield
 
 
 def _module(device: torch.device) -> Any:

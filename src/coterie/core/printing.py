@@ -5,6 +5,7 @@ import unicodedata
 
 # which the spelling of some languages needs, and do no more than join letters
 _JOINERS = "\u200c\u200d"
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of characters that show nothing
 _BREAK = re.compile(r"(?<![ \t])[ \t]*(?:\r?\n[ \t]*)+")  # linear: of many spaces, too
 
 
@@ -24,12 +25,9 @@ def printable(text: str, lines: bool = False) -> str:
     if not lines:
         text = _BREAK.sub(" ↵ ", text)
     kept = _JOINERS + "\n\t" * lines
-    return "".join(c if c in kept or _shows(c) else _escaped(c) for c in text)
-
-
-def _shows(character: str) -> bool:
-    return unicodedata.category(character) not in {"Cc", "Cf", "Cs", "Zl", "Zp"}
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+    return "".join(
+        c
+        if c in kept or unicodedata.category(c) not in _HIDDEN
+        else c.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for c in text
+    )

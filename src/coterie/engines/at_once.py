@@ -62,7 +62,8 @@ class AtOnce:
         """
         todo = deque(clients)
         sites, stop = self._free(todo), threading.Event()
-        with _unchanged_generator() as before, _pool(len(sites), stop) as pool:
+        with torch.random.fork_rng(devices=[]), _pool(len(sites), stop) as pool:
+            before = torch.get_rng_state()
             exchange = _Exchange(pool, self.kept, answer, before, sites, todo.copy())
             try:
                 for client in todo:
@@ -168,13 +169,3 @@ def _pool(threads: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
             yield pool
     finally:
         sys.setswitchinterval(interval)
-
-
-@contextmanager
-def _unchanged_generator() -> Iterator[Tensor]:
-    """Give the state of the global generator, which is the same after the block."""
-    before = torch.get_rng_state()
-    try:
-        yield before
-    finally:
-        torch.set_rng_state(before)

@@ -27,12 +27,10 @@ MOST_HEADER = 1 << 20  # bytes of a request or reply without its tensors
 MOST_THREADS = 1024
 MOST_SAID = 20000  # characters of a problem or a remedy
 MOST_MEASURED = 1000  # names of measurements in a reply; each is kept, and shown by trackers
-Id = Annotated[
-    str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")
-]  # may name a folder
-Count = Annotated[
-    int, Field(ge=0, le=1 << 53)
-]  # as large as other programs read numbers of JSON without loss
+# may name a folder
+Id = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
+# as large as other programs read numbers of JSON without loss
+Count = Annotated[int, Field(ge=0, le=1 << 53)]
 Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
 _DAMAGED = "It was damaged, or did not come from coterie."
 _MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")

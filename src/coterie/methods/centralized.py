@@ -40,6 +40,5 @@ class Centralized(OneAdapter):
     @task(Sends.UPDATE)
     def centralized_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
+        self.local_iterations(client)
         return client.read(GENERALIST)

@@ -91,13 +91,8 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
             return {}
         rows = torch.tensor([order.index(i) for i in theta])
         shares = weights[rows][:, rows] + EPSILON * torch.eye(len(rows), dtype=torch.float64)
-        return dict(
-            zip(
-                theta,
-                mixtures(list(theta.values()), shares / shares.sum(dim=1, keepdim=True)),
-                strict=True,
-            )
-        )
+        mixed = mixtures(list(theta.values()), shares / shares.sum(dim=1, keepdim=True))
+        return dict(zip(theta, mixed, strict=True))
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta_g: Tensors) -> Tensors:

@@ -5,7 +5,7 @@ Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023,
 Federated-Clustering with Threshold-Clustering.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -80,8 +80,10 @@ class FC(OneAdapter):
         )
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        # each model needs one gradient of everybody
+        bytes_each = 4 * state[of_client(clients[0])].numel() * (len(clients) + 1)
         for _ in range(self.local_steps):
-            for part in self.exchanges(sorted(clients), state):
+            for part in parts_within(self.exchange_mb, sorted(clients), bytes_each):
                 x = {i: state[of_client(i)] for i in part}
                 gradients = yield Ask(self.gradients, dict.fromkeys(clients, x))
                 state = yield from self.step_along(gradients, part, state)
@@ -132,10 +134,3 @@ class FC(OneAdapter):
             clusters = model.clusters or {}
             return {i: list(clusters.values()).count(clusters[i]) for i in clients}
         return {i: value_of(self.cluster_size, k) for k, i in enumerate(clients)}
-
-    def exchanges(self, order: Sequence[ClientId], state: State) -> Iterator[Sequence[ClientId]]:
-        """Yield the clients whose models are evaluated together, in as few parts as memory allows:
-        each needs one gradient of everybody.
-        """
-        bytes_each = 4 * state[of_client(order[0])].numel() * (len(order) + 1)
-        return parts_within(self.exchange_mb, order, bytes_each)

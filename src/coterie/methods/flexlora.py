@@ -49,8 +49,7 @@ class FlexLoRA(Ranked):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(own_factors(client.loras, theta))
         client.reset_optimizer(GENERALIST)
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
+        self.local_iterations(client)
         return read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}
 
 

@@ -99,8 +99,7 @@ class IFCA(OneAdapter, Aggregating):
             client.reset_optimizer(GENERALIST)
         client.state[f"ifca/{_CHOICE}"] = choice
         client.load({GENERALIST: centres[str(int(choice))]})
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
+        self.local_iterations(client)
         return {GENERALIST: client.flat(), _CHOICE: choice} | self.sample_count(client)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:

@@ -85,8 +85,7 @@ class PCL(OneAdapter):
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(theta)
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
+        self.local_iterations(client)
         return client.read(GENERALIST)
 
     @task(Sends.SCORES)

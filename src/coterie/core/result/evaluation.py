@@ -13,16 +13,8 @@ ROUTING = "routing.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(Record):
-    """The scores of one client's model.
-
-    Args:
-        valid: The metric on its validation set; None at a point of a curve.
-        test: The metric on its test set, or at a point of a curve on a part of it.
-        valid_loss: Mean negative log-likelihood of the validation set, nats.
-        test_loss: Mean negative log-likelihood of the test set, nats.
-        gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
-            without a gate, and where experts have no anchors.
-        experts: The numbers of the experts of a pool that the client has; None without a pool.
+    """The scores of one client's model; the fields are described at `ClientResult`. At a point of a
+    curve `valid` is None, and `test` is of a part of the test set.
     """
 
     rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts")

@@ -13,18 +13,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(Record):
-    """What a run cost one client.
-
-    Args:
-        trainable_parameters: Number of parameters that the client trains.
-        active_parameters: Number of parameters that one prediction uses.
-        flops_per_token: Of one prediction's forward pass.
-        bytes_up: Bytes sent over the whole run.
-        bytes_down: Bytes received over the whole run.
-        state_bytes: Bytes that the client keeps between rounds.
-        generalists: Number of shared experts in its model.
-        specialists: Number of experts in its model that stay with it.
-    """
+    """What a run cost one client; its fields are described at `ClientResult`."""
 
     trainable_parameters: int = 0
     active_parameters: int | None = None
@@ -60,7 +49,7 @@ class ClientResult(Costs, Scores):
             reached. A model kept by `keep: best` is not synchronised again: the value is `test`.
         kept_round: With `keep: best`, the number of rounds after which the kept model was scored;
             None with `keep: last`.
-        trainable_parameters: As in `Costs`, like all costs below.
+        trainable_parameters: Number of parameters that the client trains.
         active_parameters: Number of parameters that one prediction uses.
         flops_per_token: Of one prediction's forward pass.
         bytes_up: Bytes sent over the whole run.

@@ -13,9 +13,8 @@ from flwr.serverapp import Grid, ServerApp
 from coterie.core.errors import TensorError
 from coterie.engines.messages import Request, failed, parsed
 
-Handle = Callable[
-    [Mapping[str, Any], str, bytes], tuple[str, bytes]
-]  # (node's configuration, request, tensors) -> (reply, tensors)
+# (node's configuration, request, tensors) -> (reply, tensors)
+Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
 Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
 QUERY = "query.coterie"  # the one kind of message; the action is in the request
 

@@ -142,18 +142,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _RejectedNode:
-    """A node that gave no valid name.
-
-    Args:
-        problem: Why its answer was rejected.
-        until: When it is asked again, on the clock of `time.monotonic`.
-        holder: The node that has the name which it claims; it is asked again as soon as that node
-            has left.
-    """
+    """A node that gave no valid name."""
 
     problem: str
-    until: float
-    holder: int | None
+    until: float  # when it is asked again, on the clock of `time.monotonic`
+    holder: int | None  # the node with the name that it claims; it is asked once that has left
 
     def due(self, now: float, alive: Collection[int]) -> bool:
         """Return whether it may be asked again now."""

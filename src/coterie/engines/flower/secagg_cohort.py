@@ -48,9 +48,8 @@ from coterie.engines.flower.secagg_replies import (
     values_of,
 )
 
-Carry = Callable[
-    [Mapping[int, Message]], Mapping[int, Message]
-]  # messages by node -> what nodes answered in time
+# messages by node -> what nodes answered in time
+Carry = Callable[[Mapping[int, Message]], Mapping[int, Message]]
 Read = TypeVar("Read")
 
 

@@ -49,11 +49,7 @@ def content_with(configs: ConfigRecord, exchange: ConfigRecord | None = None) ->
     return RecordDict(cast(Any, records))
 
 
-_ITEMS: dict[str, type] = {
-    Key.DESTINATION_LIST: int,
-    Key.NODE_ID_LIST: int,
-    COMPLAINTS: int,
-}  # others: bytes
+_INTEGERS = {Key.DESTINATION_LIST, Key.NODE_ID_LIST, COMPLAINTS}  # other lists hold bytes
 
 
 def values_of(
@@ -77,7 +73,7 @@ def listed(
     if (
         set(configs) != {*kinds, *lists}
         or not all(isinstance(configs[key], kind) for key, kind in kinds.items())
-        or not all(_is_list(configs[key], _ITEMS.get(key, bytes)) for key in lists)
+        or not all(_is_list(configs[key], int if key in _INTEGERS else bytes) for key in lists)
     ):
         raise TensorError(
             f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *lists]}",

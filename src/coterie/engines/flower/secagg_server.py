@@ -126,15 +126,7 @@ def _why(problems: Mapping[int, str]) -> str:
 
 @dataclass
 class _Exchange:
-    """Masked updates of a cohort, and their sum.
-
-    Args:
-        cohort: The clients.
-        requests: As in `summed`.
-        body: The tensors that go with them.
-        size: As in `summed`.
-        result: Receives who is in the sum.
-    """
+    """Masked updates of a cohort, and their sum; `result` receives who is in it."""
 
     cohort: Participants
     requests: Mapping[int, Request]
@@ -191,12 +183,8 @@ class _Exchange:
         return Bound(self.cohort.digest, sha256(self.body).digest(), node)
 
     def _unmasked(self, total: np.ndarray, dealers: set[int]) -> np.ndarray:
-        """Return the mean, (d,) float64, of a masked sum, (d,).
-
-        Args:
-            total: The sum.
-            dealers: The nodes whose pairwise masks are in it; those shared with nodes that sent
-                nothing do not cancel.
+        """Return the mean, (d,) float64, of a masked sum, (d,), that has the pairwise masks of the
+        dealers: those shared with nodes that sent nothing do not cancel.
         """
         active = set(self.result.replies)
         shares = self._shares(active, dealers - active)
