@@ -78,7 +78,9 @@ class Check:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Check":
-        """Return the inverse of `to_bytes`."""
+        """Return the inverse of `to_bytes`. Raises ValueError for another number of bytes."""
+        if len(data) != CHECK:
+            raise ValueError(f"a check of {len(data)} bytes, expected {CHECK}")
         return Check(data[:DIGEST], *map(int.from_bytes, _pieces(data[DIGEST:], SCALAR)))
 
 

@@ -4,13 +4,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
 from coterie.client.best import improves, recall, remember
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
@@ -18,21 +19,6 @@ from coterie.core.protocol import Adaptation, ClientId, Round, Sends, State, tas
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.models.adapter import Layout
-from coterie.models.lora import LoRA
-
-
-class Reader(Protocol):
-    """The server's view of the model: initial values of the shared tensors."""
-
-    def read(self, *roles: Role) -> Tensors: ...
-    def flat(self, role: Role = ..., start: int = ...) -> Tensor: ...
-    def loras(self) -> Mapping[str, LoRA]: ...
-    @property
-    def clusters(self) -> Mapping[ClientId, int] | None: ...
-    @property
-    def anchors(self) -> Sequence[ClientId]: ...
-    @property
-    def ranks(self) -> Mapping[ClientId, Sequence[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -99,7 +85,7 @@ class Method(ABC):
         """
 
     @abstractmethod
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         """Return the server's state before the first round."""
 
     def members(self, state: State, clients: Sequence[ClientId]) -> State:
@@ -126,7 +112,7 @@ class Method(ABC):
         yield from ()
         return state
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:  # noqa: B027 - most have nothing to refuse
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse, before anything starts, a combination that cannot work. Raises RecipeError."""
 
     @property

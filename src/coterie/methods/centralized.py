@@ -8,12 +8,12 @@ from typing import ClassVar
 
 import torch
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
 from coterie.data.federation import CENTRALIZED
-from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
 
 
@@ -25,7 +25,7 @@ class Centralized(OneAdapter):
 
     centralized: ClassVar[bool] = True
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return model.read(GENERALIST)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:

@@ -17,13 +17,13 @@ from coterie.aggregation import (
     start_weights,
     weighted_differences_on,
 )
+from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
-from coterie.methods.base import Reader
 from coterie.methods.pairwise import (
     Joining,
     Pair,
@@ -79,11 +79,11 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     def row_stochastic(self) -> bool:
         return self.projection == "simplex"
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         eta = training.experts.lr if self.pull == "gradient" else None
         check_pull(self.rho, eta, len(clients), self.row_stochastic)
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x_0 = model.flat(GENERALIST)
         state = by_client({i: x_0.clone() for i in sorted(clients)})
         if self.output == "uniform":

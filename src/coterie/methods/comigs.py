@@ -11,12 +11,12 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
-from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating, Counts, Routed, value_of
 from coterie.models.adapter import Layout
 
@@ -52,7 +52,7 @@ class CoMiGS(Routed, Aggregating):
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, self.generalists, value_of(self.specialists, position))
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return model.read(GENERALIST)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import Mean, ascend_simplex, mixtures
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
@@ -16,7 +17,6 @@ from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors
-from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.pairwise import SamplingPairs, rejoined
 
@@ -51,7 +51,7 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
         ),
     ] = "all"
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.aggregation != Mean():
             mistake = (
@@ -60,7 +60,7 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
             )
             raise RecipeError("method", [mistake])
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         generalists = {of_client(i): model.flat(GENERALIST) for i in sorted(clients)}
         return generalists | {"weights": even(len(clients)), "round": torch.tensor(0)}
 

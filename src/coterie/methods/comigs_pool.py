@@ -13,13 +13,13 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation import assign_experts
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.state import EXPERT_IDS
 from coterie.core.protocol import Adaptation, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
-from coterie.methods.base import Reader
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.pools import SCORES, ask_scores, own_scores
 from coterie.models.adapter import Layout
@@ -59,7 +59,7 @@ class CoMiGSPool(CoMiGS):
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), members=self.pool)
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         pool = {of_expert(m): model.flat(EXPERT, m) for m in range(self.pool)}
         common = super().init(model, clients) | {GATE: model.flat(GATE)}
         return common | pool | self.first(clients)

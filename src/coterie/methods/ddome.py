@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation.assignment import first_largest
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
@@ -20,7 +21,6 @@ from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sen
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
-from coterie.methods.base import Reader
 from coterie.methods.pools import SCORES, Pooling, ask_scores, own_scores
 from coterie.models.layout import Layout
 from coterie.models.pool_layout import GateTarget, PoolLayout
@@ -75,12 +75,12 @@ class DDOME(Pooling):
             start=self.initial,
         )
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.anchors:
             self.check_anchors(len(model.anchors))
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         anchors = model.anchors if self.anchors else ()
         tied = {f"{ANCHOR}/{q}": torch.tensor(m) for m, q in enumerate(anchors)}  # I_q
         return super().init(model, clients) | tied

@@ -11,11 +11,11 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
-from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating, OneAdapter
 
 
@@ -46,7 +46,7 @@ class Ditto(OneAdapter, Aggregating):
 
     by_examples = True
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:

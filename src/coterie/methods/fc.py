@@ -14,6 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation.clustering import threshold_centre
+from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
@@ -21,7 +22,6 @@ from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors, parts_within
-from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter, value_of
 
 Size = Annotated[int, Field(ge=1)]
@@ -62,7 +62,7 @@ class FC(OneAdapter):
         float, Field(gt=0, description="megabytes of models and gradients in flight at once")
     ] = 1024.0
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if self.cluster_size is None and model.clusters is None:
             mistake = (
                 "method.cluster_size: null means the size of each client's true cluster, which is "
@@ -70,7 +70,7 @@ class FC(OneAdapter):
             )
             raise RecipeError("method", [f"{mistake}; give a number, or one per client"])
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x_0, order, sizes = model.flat(GENERALIST), sorted(clients), self.sizes(model, clients)
         alone = torch.eye(len(order), dtype=torch.float64)
         return (
@@ -128,7 +128,7 @@ class FC(OneAdapter):
         rows = torch.stack([state[of_client(i, "weights")] for i in clients])
         return rows[:, [sorted(clients).index(i) for i in clients]]
 
-    def sizes(self, model: Reader, clients: Sequence[ClientId]) -> dict[ClientId, int]:
+    def sizes(self, model: Blueprint, clients: Sequence[ClientId]) -> dict[ClientId, int]:
         """Return how many gradients count for each client."""
         if self.cluster_size is None:
             clusters = model.clusters or {}

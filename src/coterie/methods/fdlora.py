@@ -13,11 +13,11 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation.dual import fused, fusion_weights, nesterov
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, axpy, prefixed, under
-from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating, OneAdapter
 
 
@@ -72,7 +72,7 @@ class FDLoRA(OneAdapter, Aggregating):
     def rounds_alone(self) -> int:
         return min(max(int(self.alone * self.rounds), 1), self.rounds)
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta = model.read(GENERALIST)
         zero = {name: torch.zeros_like(tensor) for name, tensor in theta.items()}
         return theta | prefixed("momentum", zero) | {"round": torch.tensor(0)}

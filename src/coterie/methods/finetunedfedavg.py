@@ -12,12 +12,12 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import AnyClient
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import of_client
 from coterie.core.tensors import Tensors, prefixed, under
-from coterie.methods.base import Reader
 from coterie.methods.fedavg import FedAvg
 
 
@@ -39,7 +39,7 @@ class FinetunedFedAvg(FedAvg):
         Field(ge=0, le=1, description="share of the rounds after which each client trains alone"),
     ] = 0.5
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         alone = {of_client(i, "alone"): torch.tensor(False) for i in clients}
         return prefixed("mean", super().init(model, clients)) | alone | {"round": torch.tensor(0)}
 

@@ -12,13 +12,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors, under
-from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating, OneAdapter
 
 _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
@@ -44,7 +44,7 @@ class IFCA(OneAdapter, Aggregating):
         Field(ge=1, description="K, number of models; null: the true number of clusters"),
     ] = None
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.centres is None and model.clusters is None:
             mistake = (
@@ -53,7 +53,7 @@ class IFCA(OneAdapter, Aggregating):
             )
             raise RecipeError("method", [f"{mistake}; give a number"])
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         number = self.centres or len(set((model.clusters or {}).values()))
         centres = {f"{_CENTRE}/{k}": model.flat(GENERALIST, start=k) for k in range(number)}
         return centres | {f"{_CHOICE}/{i}": torch.tensor(_UNDECIDED) for i in clients}

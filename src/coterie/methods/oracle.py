@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import torch
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, State
 from coterie.core.tensors import Tensors, prefixed, under
-from coterie.methods.base import Reader
 from coterie.methods.fedavg import FedAvg
 
 
@@ -31,7 +31,7 @@ class Oracle(FedAvg):
     by_examples = True
     needs_only_mean = False  # but one mean for each cluster
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
             mistake = (
                 "method.name: oracle needs the true cluster of each client, which is unknown for "
@@ -47,7 +47,7 @@ class Oracle(FedAvg):
         for members in Counter(model.clusters[i] for i in clients).values():
             self.aggregation.check(members)
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}
         state = {f"cluster/{i}": torch.tensor(k) for i, k in clusters.items()}
         for k in sorted(set(clusters.values())):

@@ -13,12 +13,12 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation import weighted_mean
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Tensors, prefixed, under
-from coterie.methods.base import Reader
 from coterie.methods.templates import OneAdapter
 
 _WORST = torch.finfo(torch.float64).max  # the perplexity of a broken model: its weight is 0
@@ -43,7 +43,7 @@ class PCL(OneAdapter):
         ),
     ] = None
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta, order = model.read(GENERALIST), sorted(clients)
         alone = torch.eye(len(order), dtype=torch.float64)
         return {

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 
 from coterie.aggregation import Mean, Rule
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, Task, task
@@ -19,7 +20,6 @@ from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
-from coterie.methods.base import Reader
 from coterie.methods.templates import Aggregating
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
@@ -79,7 +79,7 @@ class Pooling(Aggregating):
     @abstractmethod
     def layout(self, position: int, base: Layout) -> PoolLayout: ...
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         experts = {of_expert(m): model.flat(EXPERT, m) for m in range(self.size_of_pool)}
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 

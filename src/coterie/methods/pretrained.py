@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from coterie.client.blueprint import Blueprint
 from coterie.core.protocol import ClientId, Round, State
-from coterie.methods.base import Method, Reader
+from coterie.methods.base import Method
 from coterie.models.adapter import Layout
 
 
@@ -26,7 +27,7 @@ class Pretrained(Method):
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(base, generalists=1, specialists=0, routing="equal", balance="none")
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return {}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:

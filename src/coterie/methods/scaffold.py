@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import SGD, Optimiser, Scheduled
 from coterie.client.settings import Training
@@ -19,7 +20,6 @@ from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors, axpy, prefixed, under, weighted_sum
-from coterie.methods.base import Reader
 from coterie.methods.templates import Averaged, OneAdapter
 
 CONTROL = "control"  # c at the server, c_i at a client
@@ -63,7 +63,7 @@ class Scaffold(Averaged, OneAdapter):
         ),
     ] = False
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if not isinstance(training.experts, SGD):
             problem = (
@@ -74,7 +74,7 @@ class Scaffold(Averaged, OneAdapter):
                 "method", [f"{problem}; use optimiser: sgd with a learning rate for it"]
             )
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x = super().init(model, clients)
         zero = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
         return x | prefixed(CONTROL, zero) | {CLIENTS: torch.tensor(len(clients))}

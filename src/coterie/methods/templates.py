@@ -11,13 +11,14 @@ from pydantic import Field
 
 from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
 from coterie.aggregation.lowrank import own_factors, read_factors, truncated
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under
-from coterie.methods.base import Method, Reader
+from coterie.methods.base import Method
 from coterie.models.adapter import Layout
 from coterie.models.layout import Balance
 
@@ -39,7 +40,7 @@ class Aggregating(Method):
         ),
     ] = Mean()  # noqa: RUF009 - rules are frozen
 
-    def check(self, model: Reader, clients: Sequence[ClientId], training: Training) -> None:
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         self.aggregation.check(len(clients))
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
@@ -67,7 +68,7 @@ class Averaged(Aggregating):
     def needs_only_mean(self) -> bool:
         return self.aggregation.needs_only_mean
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return model.read(*self.shared)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
@@ -94,7 +95,7 @@ class Alone(Method):
     dynamic_membership: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = ()
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return {}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
@@ -167,7 +168,7 @@ class Ranked(Method):
             balance="none",
         )
 
-    def init(self, model: Reader, clients: Sequence[ClientId]) -> State:
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         """Return the factors of the largest rank (their form: `aggregation.lowrank`), and
         `ranks/<client>`, (modules,), the rank of each module at a client.
         """

@@ -187,23 +187,21 @@ class Flower(Engine):
         is asked.
         """
         if self.journal is not None:
-            known = [then for then in self._begun() if then >= self.kept(round)]
+            run, begun = self._journal()
+            known = [then for then in begun if run == self.run and then >= self.kept(round)]
             write_atomically(
                 self.journal, json.dumps({"run": self.run, "begun": [*known, round]}).encode()
             )
 
-    def _begun(self) -> list[int]:
-        """Return the rounds of the exchanges in the journal."""
-        journal = self._written()
-        return list(journal["begun"]) if journal is not None and journal["run"] == self.run else []
-
-    def _written(self) -> dict[str, Any] | None:
-        """Return the journal's content. Raises CheckpointError if it is damaged."""
+    def _journal(self) -> tuple[str, list[int]]:
+        """Return the run of the journal, and the rounds of the exchanges in it. Raises
+        CheckpointError if it is damaged.
+        """
         if self.journal is None or not self.journal.exists():
-            return None
+            return self.run, []
         try:
             journal = json_of(read_bytes(self.journal))
-            return {"run": str(journal["run"]), "begun": [int(round) for round in journal["begun"]]}
+            return str(journal["run"]), [int(round) for round in journal["begun"]]
         except (OSError, ValueError, TypeError, KeyError):
             raise CheckpointError(
                 f"{self.journal} is damaged", "Start a new run with another --out."
@@ -213,11 +211,11 @@ class Flower(Engine):
         """Return the rounds of masked exchanges that began since `round`: devices do not answer
         these again.
         """
-        journal = self._written()
+        run, begun = self._journal()
         # Without a checkpoint the devices still know this run by the name in the journal.
-        if journal is not None and not self.turns:
-            self.run = journal["run"]
-        return [then for then in self._begun() if then >= round]
+        if not self.turns:
+            self.run = run
+        return [then for then in begun if run == self.run and then >= round]
 
     def _count(self, round: int, phase: int, task: str) -> None:
         """Count the exchanges of a round; a repeated request keeps its number."""
