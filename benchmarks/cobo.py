@@ -30,7 +30,7 @@ import torch
 from common import RESULTS, in_turns, ratios, report, synchronise
 from torch import Tensor
 
-from coterie.aggregation import start_weights, weighted_differences
+from coterie.aggregation.collaboration import start_weights, weighted_differences
 from coterie.client.blueprint import Blueprint
 from coterie.client.optimizers import SGD
 from coterie.client.settings import Training

@@ -25,7 +25,8 @@ import coterie
 from coterie.audit import Settings, audit
 from coterie.core.errors import ClientError
 from coterie.core.files import read_json, write_json
-from coterie.core.result import RESULT, AuditResult, Estimate, Result
+from coterie.core.result import RESULT, Result
+from coterie.core.result.audit import AuditResult, Estimate
 from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 

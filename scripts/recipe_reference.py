@@ -17,17 +17,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coterie.aggregation import (
+from coterie.aggregation.attacks import Attack
+from coterie.aggregation.means import Mean
+from coterie.aggregation.privacy import Adaptive, Privacy
+from coterie.aggregation.robust import (
     ClippedMean,
     GeometricMedian,
     Krum,
-    Mean,
     Median,
     MultiKrum,
     TrimmedMean,
 )
-from coterie.aggregation.attacks import Attack
-from coterie.aggregation.privacy import Adaptive, Privacy
 from coterie.client.optimizers import SGD, AdamW
 from coterie.client.settings import Training
 from coterie.data import (

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.aggregation import (
+from coterie.aggregation import collaboration
+from coterie.aggregation.collaboration import (
     agreement,
     ascend_box,
     ascend_simplex,
-    collaboration,
     mixtures,
+    project_simplex,
     rearranged,
     start_weights,
     weighted_differences,
     weights_error,
 )
-from coterie.aggregation.collaboration import project_simplex
 
 SEEDS = st.integers(0, 10_000)
 

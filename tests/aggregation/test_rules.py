@@ -14,21 +14,18 @@ from pydantic import TypeAdapter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from coterie.aggregation import (
-    SAMPLES,
+from coterie.aggregation import robust
+from coterie.aggregation.collaboration import CHUNK
+from coterie.aggregation.means import SAMPLES, Combining, Mean, by_holders
+from coterie.aggregation.robust import (
     ClippedMean,
-    Combining,
     GeometricMedian,
     Krum,
-    Mean,
     Median,
     MultiKrum,
     Rule,
     TrimmedMean,
-    by_holders,
-    robust,
 )
-from coterie.aggregation.collaboration import CHUNK
 from coterie.core.errors import RecipeError, TensorError
 from coterie.core.tensors import Tensors
 from coterie.methods.fedavg import FedAvg

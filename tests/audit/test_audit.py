@@ -20,7 +20,7 @@ from coterie.audit import Settings, audit
 from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.files import load
-from coterie.core.result import AuditResult
+from coterie.core.result.audit import AuditResult
 from coterie.reports import audit as told
 from coterie.runs import run as runs
 from coterie.runs.folder.observations import Observations

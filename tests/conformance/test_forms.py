@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
-from coterie.aggregation import SAMPLES
+from coterie.aggregation.means import SAMPLES
 from coterie.core.errors import TensorError
 from coterie.core.protocol import empty_reply
 from coterie.core.tensors import Named, Tensors

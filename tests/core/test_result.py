@@ -9,7 +9,8 @@ from reports.samples import audited, classified, pooled, result, routing
 
 from coterie.core.errors import CheckpointError
 from coterie.core.files import write_json
-from coterie.core.result import AUDITED, AuditResult, Result, Routing, WordExample
+from coterie.core.result import Result, Routing
+from coterie.core.result.audit import AUDITED, AuditResult, WordExample
 
 
 @pytest.mark.parametrize("made", [lambda: classified("cobo"), lambda: pooled("ddome")])

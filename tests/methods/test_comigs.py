@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.aggregation import ascend_simplex
+from coterie.aggregation.collaboration import ascend_simplex
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import AdamW

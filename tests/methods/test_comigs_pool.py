@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from oracle import mixture as oracle
 from torch import Tensor, nn
 
-from coterie.aggregation import assign_experts
+from coterie.aggregation.assignment import assign_experts
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import AdamW

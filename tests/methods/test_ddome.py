@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie.aggregation import Mean
+from coterie.aggregation.means import Mean
 from coterie.client.blueprint import Blueprint
 from coterie.client.optimizers import SGD
 from coterie.client.settings import Training

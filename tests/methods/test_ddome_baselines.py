@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 from torch.nn.functional import cross_entropy, leaky_relu, softplus
 
-from coterie.aggregation import Mean
+from coterie.aggregation.means import Mean
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.optimizers import SGD, AdamW, Optimiser

@@ -9,16 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from coterie.aggregation import (
-    SAMPLES,
-    ClippedMean,
-    Combining,
-    Krum,
-    Mean,
-    Median,
-    MultiKrum,
-    TrimmedMean,
-)
+from coterie.aggregation.means import SAMPLES, Combining, Mean
+from coterie.aggregation.robust import ClippedMean, Krum, Median, MultiKrum, TrimmedMean
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.tensors import Tensors

@@ -3,7 +3,7 @@
 from reports.samples import audited
 from rich.console import Console
 
-from coterie.core.result import AuditResult
+from coterie.core.result.audit import AuditResult
 from coterie.reports import audit as told
 
 

@@ -1,63 +1,10 @@
 """One set of tensors from many: means, robust rules, collaboration weights, privacy, secure
 aggregation, simulated attacks.
+
+What methods of one's own need is imported from here; all else from the files.
 """
 
-from coterie.aggregation.assignment import assign_experts
-from coterie.aggregation.collaboration import (
-    agreement,
-    ascend_box,
-    ascend_simplex,
-    midpoints,
-    mixtures,
-    rearranged,
-    start_weights,
-    weighted_differences,
-    weighted_differences_on,
-    weights_error,
-)
-from coterie.aggregation.means import (
-    MOST_SAMPLES,
-    SAMPLES,
-    Combining,
-    Mean,
-    by_holders,
-    uniform_mean,
-    weighted_mean,
-)
-from coterie.aggregation.robust import (
-    ClippedMean,
-    GeometricMedian,
-    Krum,
-    Median,
-    MultiKrum,
-    Rule,
-    TrimmedMean,
-)
+from coterie.aggregation.collaboration import agreement, midpoints, mixtures
+from coterie.aggregation.means import by_holders, uniform_mean, weighted_mean
 
-__all__ = [
-    "MOST_SAMPLES",
-    "SAMPLES",
-    "ClippedMean",
-    "Combining",
-    "GeometricMedian",
-    "Krum",
-    "Mean",
-    "Median",
-    "MultiKrum",
-    "Rule",
-    "TrimmedMean",
-    "agreement",
-    "ascend_box",
-    "ascend_simplex",
-    "assign_experts",
-    "by_holders",
-    "midpoints",
-    "mixtures",
-    "rearranged",
-    "start_weights",
-    "uniform_mean",
-    "weighted_differences",
-    "weighted_differences_on",
-    "weighted_mean",
-    "weights_error",
-]
+__all__ = ["agreement", "by_holders", "midpoints", "mixtures", "uniform_mean", "weighted_mean"]

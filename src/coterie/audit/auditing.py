@@ -18,15 +18,14 @@ from coterie.core.errors import CheckpointError, Refused
 from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
 from coterie.core.protocol import ClientId, derive_seed
-from coterie.core.result import (
+from coterie.core.result import RESULT, Result
+from coterie.core.result.audit import (
     AUDITED,
-    RESULT,
     AuditResult,
     AuditSettings,
     CanaryResult,
     CanarySetup,
     ObserverResult,
-    Result,
     WordsResult,
 )
 from coterie.core.roles import GENERALIST

@@ -19,7 +19,7 @@ import torch
 from coterie.audit.observers import SharedText, View, calibrated
 from coterie.audit.statistics import LEVEL, Values, auc_of_pairs, bootstrapped
 from coterie.core.protocol import ClientId
-from coterie.core.result import CanaryResult, EpsilonBound, Exposure
+from coterie.core.result.audit import CanaryResult, EpsilonBound, Exposure
 from coterie.data.canaries import Canaries, Ids
 
 # of the coins that are guessed, the surest first; the others are left open

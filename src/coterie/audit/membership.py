@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coterie.audit.statistics import Values, auc, auc_of_pairs, bootstrapped, tpr_at
 from coterie.core.protocol import ClientId
-from coterie.core.result import MembershipResult, TruePositiveRate
+from coterie.core.result.audit import MembershipResult, TruePositiveRate
 from coterie.data.chats import ChatBatch
 from coterie.data.splits import Numbers, Split
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from coterie.core.result import Estimate
+from coterie.core.result.audit import Estimate
 
 Values = npt.NDArray[np.float64]
 

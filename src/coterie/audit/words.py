@@ -11,7 +11,7 @@ import numpy as np
 
 from coterie.audit.statistics import Values, bootstrapped, proportion
 from coterie.core.protocol import ClientId
-from coterie.core.result import Estimate, WordExample, WordsResult
+from coterie.core.result.audit import Estimate, WordExample, WordsResult
 from coterie.data.chats import ChatSplit
 from coterie.data.splits import Split, TokenSplit
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import (
+from coterie.aggregation.collaboration import (
     ascend_box,
     ascend_simplex,
     start_weights,

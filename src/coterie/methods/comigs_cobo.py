@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import Mean, ascend_simplex, mixtures
+from coterie.aggregation.collaboration import ascend_simplex, mixtures
+from coterie.aggregation.means import Mean
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training

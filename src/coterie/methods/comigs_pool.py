@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation import assign_experts
+from coterie.aggregation.assignment import assign_experts
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.state import EXPERT_IDS

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from coterie.aggregation import MOST_SAMPLES
 from coterie.aggregation.lowrank import (
     factors,
     modules,
@@ -18,6 +17,7 @@ from coterie.aggregation.lowrank import (
     read_factors,
     svd_of_sum,
 )
+from coterie.aggregation.means import MOST_SAMPLES
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST

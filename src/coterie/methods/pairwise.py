@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation import agreement, midpoints, rearranged
+from coterie.aggregation.collaboration import agreement, midpoints, rearranged
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.core.errors import RecipeError

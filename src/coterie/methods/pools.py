@@ -11,7 +11,8 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from coterie.aggregation import Mean, Rule
+from coterie.aggregation.means import Mean
+from coterie.aggregation.robust import Rule
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.errors import RecipeError

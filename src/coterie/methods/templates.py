@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation import MOST_SAMPLES, SAMPLES, Mean, Rule, by_holders
 from coterie.aggregation.lowrank import own_factors, read_factors, truncated
+from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Mean, by_holders
+from coterie.aggregation.robust import Rule
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient

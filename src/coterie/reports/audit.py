@@ -6,7 +6,7 @@ from html import escape
 from rich.box import SIMPLE
 from rich.table import Table
 
-from coterie.core.result import AuditResult, CanaryResult, Estimate, WordsResult
+from coterie.core.result.audit import AuditResult, CanaryResult, Estimate, WordsResult
 from coterie.reports import chart, marks
 from coterie.reports.marks import Interval
 from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, table

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from coterie.core.files import write_atomically
 from coterie.core.metrics import direction
-from coterie.core.result import RESULT, AuditResult, Comparison, MetricInfo, Result, Routing, Row
+from coterie.core.result import RESULT, Comparison, MetricInfo, Result, Routing, Row
+from coterie.core.result.audit import AuditResult
 from coterie.core.result.rows import comparability
 from coterie.core.result.rows import rows as rows_of
 from coterie.methods import METHODS

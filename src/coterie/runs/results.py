@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coterie.aggregation import weights_error
+from coterie.aggregation.collaboration import weights_error
 from coterie.client.best import kept_round, recall
 from coterie.client.client import Client
 from coterie.client.site import Site
