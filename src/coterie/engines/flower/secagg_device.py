@@ -18,7 +18,7 @@ are not signed: a server that makes up clients, or stands between them with keys
 kept out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, cast
 
@@ -46,7 +46,6 @@ from flwr.compat.common import recorddict_compat as compat
 
 from coterie.aggregation.secure import FEWEST, RANGE, UPDATE, levels
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.apps import Handle
 from coterie.engines.flower.secagg_common import (
     ABOUT,
     CHECK_SHARES,
@@ -74,6 +73,7 @@ from coterie.engines.flower.secagg_common import (
 )
 from coterie.engines.messages import Reply, Request, parsed
 
+Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
 _RAISED = 2  # Flower's code of an error of the program
 _COHORT = "cohort"
 
