@@ -225,16 +225,12 @@ def finite(epsilon: float) -> float | None:
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
     """Return the smallest epsilon that is known of a composition of mechanisms; infinite beyond
-    500.
+    500. Raises Refused: the library that counts is not installed.
 
     Args:
         squared: The sum of mu^2 over its Gaussian mechanisms.
-        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`; empty: there
-            are none.
+        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`.
         delta: Of the guarantee.
-
-    Raises:
-        Refused: The library that counts is not installed.
     """
     if not squared and not renyi.any():
         return 0.0
@@ -246,18 +242,13 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
 
 
 def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
-    """Return an upper bound of the Rényi divergence of one Gaussian mechanism on clients that are
-    drawn without replacement.
+    """Return an upper bound of the Rényi divergence of order alpha > 1 of one Gaussian mechanism on
+    clients that are drawn without replacement, m of N at the rate m / N. The multiplier is the
+    noise's standard deviation over the sensitivity to the replacement of one client.
 
     Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between whole
     orders, Corollary 10. Never more than without drawing, which joint quasi-convexity of the
     divergence forbids.
-
-    Args:
-        rate: m / N.
-        multiplier: The noise's standard deviation over the sensitivity to the replacement of one
-            client.
-        order: alpha > 1.
     """
     plain = order / (2 * multiplier**2)
     if rate == 1:

@@ -65,7 +65,8 @@ class Attack(BaseModel):
 def poisoned(
     reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator
 ) -> Tensors:
-    """Return what an attacker sends in place of an honest reply; integers are left alone.
+    """Return what an attacker sends in place of an honest reply, in its form; integers are left
+    alone.
 
     Args:
         reply: The honest reply.
@@ -74,9 +75,6 @@ def poisoned(
             it; otherwise, and for names that were not sent, around zero.
         attack: The kind of attack.
         generator: Of random directions, which are drawn in the order of the names.
-
-    Returns:
-        Tensors of the reply's names, shapes and dtypes.
 
     Raises:
         TensorError: A tensor of an update has another form than the one that was sent.

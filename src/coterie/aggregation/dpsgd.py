@@ -101,19 +101,9 @@ class Sanitizer:
 
 
 def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.NDArray[np.int64]:
-    """Clip each example's gradient to norm C and sum in integer grid steps, so that rounding never
-    increases a norm.
-
-    Args:
-        gradients: (B, ...) each, of one example in each row.
-        clip: C, of all of an example's values as one vector.
-        step: Of the grid.
-
-    Returns:
-        (d,).
-
-    Raises:
-        TensorError: A value of a gradient is not a number.
+    """Return the sum, (d,), of the gradients of examples, each clipped to norm C (`clip`), in
+    integer grid steps, so that rounding never increases a norm. Of the gradients, (B, ...) each, a
+    row is of one example. Raises TensorError: a value of a gradient is not a number.
     """
     rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).cpu().double().numpy()
     return sum(
@@ -145,19 +135,12 @@ def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
 
 def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:
     """Return the Rényi divergences, at ORDERS, that so many steps spend of the privacy of one
-    example.
+    example, with the rate of `rate_of` and z above 0. Raises Refused: the library that counts is
+    missing.
 
     Of the Gaussian mechanism on a Poisson sample (Mironov, Talwar and Zhang, "Rényi Differential
     Privacy of the Sampled Gaussian Mechanism", 2019, as opacus computes it), for neighbours of
     which one lacks what an example adds. They add up over steps, tasks, runs.
-
-    Args:
-        rate: Of `rate_of`.
-        noise: z, above 0.
-        steps: At least 0.
-
-    Raises:
-        Refused: The library that counts is not installed.
     """
     return _rdp_of_step(rate, noise) * steps if steps else np.zeros(ORDERS.shape)
 

@@ -251,20 +251,14 @@ def _pi(digits: int) -> Decimal:
 
 
 def protected(update: np.ndarray, norm: float, deviation: float, source: Source) -> np.ndarray:
-    """Return a vector with Gaussian noise, safe in floating point.
+    """Return a vector with Gaussian noise, safe in floating point: (d,) float64, multiples of the
+    grid's step. Raises TensorError: a value is not a number.
 
     Args:
-        update: (d,) float64. It is clipped to the norm, on the grid: rounding is towards zero, so
-            that no vector beyond the norm is left.
+        update: (d,) float64. It is clipped to the norm, on the grid, see `on_grid`.
         norm: C, the sensitivity to the vector's absence; any two are up to 2C apart.
         deviation: sigma, of every coordinate.
         source: Of the noise.
-
-    Returns:
-        (d,) float64, multiples of the grid's step.
-
-    Raises:
-        TensorError: A value is not a number.
     """
     step = grid(norm, deviation)
     noise = source.gaussian(update.size, deviation / step)
@@ -284,19 +278,8 @@ def grid(norm: float, deviation: float) -> float:
 
 
 def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
-    """Return a vector clipped to a norm, in steps of a grid, rounded towards zero: its norm is at
-    most `norm`, in exact arithmetic.
-
-    Args:
-        update: (d,) float64.
-        norm: C.
-        step: Of the grid.
-
-    Returns:
-        (d,) int64.
-
-    Raises:
-        TensorError: A value is not a number.
+    """Return a vector, (d,), clipped to the norm C, in steps of a grid, (d,) int64, rounded towards
+    zero: its norm is at most C in exact arithmetic. Raises TensorError: a value is not a number.
     """
     bounded = np.clip(update, -_HUGE, _HUGE)  # of which the norm does not overflow
     size = float(np.linalg.norm(bounded))

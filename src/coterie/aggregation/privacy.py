@@ -159,17 +159,13 @@ class Privacy(BaseModel):
 
 
 def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
-    """Return the reply with its update, reply - sent, multiplied by min(1, C / |update|); integers
-    are left alone.
+    """Return the reply with its update, reply - sent, multiplied by min(1, C / |update|), and
+    whether that is less than 1; otherwise it is exactly the reply. Integers are left alone.
 
     Args:
         reply: What a client sent back.
         sent: What it had got, with at least the floating tensors of the reply.
         norm: C, of all tensors of the update as one vector.
-
-    Returns:
-        The reply with a clipped update, and whether it was clipped. Within the norm it is exactly
-        the reply.
 
     Raises:
         TensorError: A floating tensor of the reply was not sent in that form: it has no update that
@@ -204,8 +200,8 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
 def central(
     replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
-    """Return replies whose uniform mean is differentially private: all of them have moved by the
-    same, the noisy mean of the clipped updates.
+    """Return replies whose uniform mean is differentially private, in their order, and C of the
+    next exchange: all replies have moved by the same, the noisy mean of the clipped updates.
 
     The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z
     C / n)^2), however many of those that were asked have replied. Nothing is made of a single
@@ -218,9 +214,6 @@ def central(
         privacy: z, and how C adapts.
         clip: C of this exchange.
         source: Of the noise; its key has to be the server's secret.
-
-    Returns:
-        The replies in their order, and C of the next exchange.
 
     Raises:
         TensorError: As `clipped`; or the updates are not of one form, or a value is not a number.

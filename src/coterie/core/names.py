@@ -145,11 +145,11 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 def encoded(name: str) -> str:
     """Return the name of a file or folder for a client's name: ASCII, never hidden, no path, and no
-    device of Windows.
+    device of Windows. Raises ValueError for an empty one.
 
     Different names have different ones, also where they are cut: those of more than `LONGEST_FILE`
     bytes end in a digest. Plain ASCII names stay as they are, but for those that Windows or a shell
-    would take for something else. Raises ValueError: it is empty.
+    would take for something else.
     """
     if not name:
         raise ValueError("an empty name cannot name a file")

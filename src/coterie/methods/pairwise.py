@@ -169,16 +169,8 @@ def rejoined(
 
 def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> None:
     """Refuse a rho with which the pull alone diverges: its step times the Laplacian's largest
-    eigenvalue, n where all weights are 1 and 2 of a row-stochastic W, must stay below 2.
-
-    Args:
-        rho: Strength of the pull.
-        eta: The learning rate, if the pull is multiplied by it.
-        n: Clients.
-        row_stochastic: Whether each row of W sums to 1.
-
-    Raises:
-        RecipeError: It diverges.
+    eigenvalue, n where all weights are 1 and 2 of a row-stochastic W, must stay below 2. Raises
+    RecipeError. The step is eta, the learning rate, if the pull is multiplied by it, otherwise 1.
     """
     step, largest = 1.0 if eta is None else eta, 2.0 if row_stochastic else n
     if rho * step * largest >= 2:

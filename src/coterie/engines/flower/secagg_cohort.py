@@ -86,14 +86,9 @@ class Participants:
         self.clients, self.threshold = len(self.nodes), threshold(len(self.nodes))
 
     def agree(self) -> dict[int, tuple[int, bytes]]:
-        """Have clients exchange keys, and shares that all have checked.
-
-        Returns:
-            By client that could not use the shares of another: whose, and these as that one opened
-            them.
-
-        Raises:
-            TensorError: Too few are left.
+        """Have clients exchange keys, and shares that all have checked. Return, by client that
+        could not use the shares of another, whose, and these as that one opened them. Raises
+        TensorError: too few are left.
         """
         self._agree_on_keys()
         self._share_secrets()

@@ -71,16 +71,13 @@ class Sum:
 def summed(
     carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int
 ) -> Sum:
-    """Do one exchange by SecAgg+.
+    """Do one exchange by SecAgg+; without a mean, `problems` of the result names every node.
 
     Args:
         carry: Sends the messages of one stage to nodes, and returns the replies that came in time.
         requests: The requests by node; the replies are masked.
         bodies: The tensors of the requests, by node.
         size: d, the number of values of an update.
-
-    Returns:
-        The mean of the masked updates; without a mean, `problems` names every node.
 
     Raises:
         TensorError: Nodes would be asked for different exchanges, or sent different tensors. No
