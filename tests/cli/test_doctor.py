@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from coterie.cli import doctor
 from coterie.cli.base import app
-from coterie.core import metrics
+from coterie.core import devices
 from coterie.core.extras import EXTRAS
 
 
@@ -28,7 +28,7 @@ def test_what_is_missing_is_named_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(metrics, "free_memory", lambda: 2**27)
+    monkeypatch.setattr(devices, "free_memory", lambda: 2**27)
     monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-package"))
     monkeypatch.setitem(sys.modules, "gradio", None)
     done = CliRunner().invoke(app, ["doctor"])
