@@ -86,7 +86,7 @@ def test_rows_that_hold_no_conversation_are_refused_by_their_places() -> None:
     assert "f.jsonl:3: messages is text, not a list" in problem
     assert "f.jsonl:4: messages[0] has role 'gardener'" in problem
     assert "f.jsonl:5: messages[0] has a part that is not text (image)" in problem
-    assert "... and 2 more rows" in problem
+    assert "... and 2 more" in problem
 
 
 # --- what counts ---------------------------------------------------------------------------------

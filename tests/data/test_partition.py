@@ -518,8 +518,8 @@ def test_digits_are_dealt_so_too() -> None:
             "anchors of dirichlet have no groups",
         ),
         (
-            {"partition": "quantity", "anchors": 2, "unseen": {"aligned": 1}, "unseen_anchors": 3},
-            "of 3 anchors each, but there are 2",
+            {"partition": "quantity", "anchors": 1, "unseen": {"aligned": 1}},
+            "of 2 anchors each, but there are 1",
         ),
         (
             {"partition": "dirichlet", "unseen": {"random": 1}, "classes_per_client": 11},
@@ -589,7 +589,6 @@ def test_all_mistakes_are_named_at_once() -> None:
     [
         {"unseen": {"other": 1}},
         {"unseen": {"random": 0}},
-        {"unseen_anchors": 1},
         {"public": -1},
         {"anchors": -1},
     ],

@@ -87,7 +87,7 @@ def test_every_token_of_a_document_is_predicted_once_behind_what_begins_it(
     tokenizer = _begin(make_tokenizer())
     texts = ["z" * length for length in lengths]
     streams = text_streams(TextEncoder(tokenizer))
-    split = streams.maker(name, streams.arrays(texts, name, context), context, 0)
+    split = streams.split(name, streams.arrays(texts, name, context), context, 0)
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     read: list[list[int]] = []
     for row in rows_of(split):
@@ -196,7 +196,7 @@ def test_the_score_is_that_of_each_text_by_itself(data_root: Path) -> None:
         total -= sum(float(p[j - 1, ids[0, j]]) for j in range(1, ids.shape[1]))
         count += ids.shape[1] - 1
     streams = text_streams(TextEncoder(tokenizer))
-    split = streams.maker("test", streams.arrays(stories, "test", 64), 64, 0)
+    split = streams.split("test", streams.arrays(stories, "test", 64), 64, 0)
     own = LanguageModel(Backbone.load(base), Layout(specialists=0, rank=1))
     nll, tokens = own.score(split.scoring(8)).tolist()
     assert tokens == count

@@ -24,10 +24,6 @@ class Corpus(Section):
     """A corpus in a folder of coterie's data: `root`, or the variable COTERIE_DATA."""
 
     root: Root = None
-    exclude_pretraining: bool = Field(
-        False, description="leave out what earlier embedded bases were pretrained on"
-    )
-
     files: ClassVar[tuple[str, ...]]  # below the root
 
     def located_files(self) -> dict[str, Path]:
@@ -126,6 +122,10 @@ class _OneFile(Corpus):
         None,
         description="folder of data; null: the environment variable COTERIE_DATA, or the "
         "part that a checkout has",
+    )
+
+    exclude_pretraining: bool = Field(
+        False, description="leave out what earlier embedded bases were pretrained on"
     )
 
     # the first says whose a row is, and its plural is the recipe's field

@@ -75,10 +75,7 @@ class Cifar100(StoredImages):
     folder: ClassVar[str] = "cifar100"
     dataset: ClassVar[str] = "uoft-cs/cifar100"
     columns: ClassVar[tuple[str, str]] = ("img", "fine_label")
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(_THINGS.split())
+    class_names: ClassVar[tuple[str, ...]] = tuple(_THINGS.split())
 
 
 class Cifar10(StoredImages):
@@ -94,11 +91,10 @@ class Cifar10(StoredImages):
     folder: ClassVar[str] = "cifar10"
     dataset: ClassVar[str] = "uoft-cs/cifar10"
     columns: ClassVar[tuple[str, str]] = ("img", "label")
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        names = "airplane automobile bird cat deer dog frog horse ship truck"
-        return tuple(names.split())
+    class_names: ClassVar[tuple[str, ...]] = (
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
+    )
 
 
 class Mnist(StoredImages):
@@ -139,10 +135,11 @@ class Emnist(StoredImages):
     )
     dataset: ClassVar[str] = "Royc30ne/emnist-byclass"
     columns: ClassVar[tuple[str, str]] = ("images", "labels")
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+    class_names: ClassVar[tuple[str, ...]] = (
+        *string.digits,
+        *string.ascii_uppercase,
+        *string.ascii_lowercase,
+    )
 
     def images(self, cache: Path) -> Labelled:
         paths = self._located() or [download(self.dataset, file) for file in self.files]

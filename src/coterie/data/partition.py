@@ -14,7 +14,7 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, ClientInfo, Federation
 from coterie.data.partition_fields import numbered
 from coterie.data.refusals import Refusals
-from coterie.data.schemes import ClientShare, PartitionSchemes
+from coterie.data.schemes import UNSEEN_ANCHORS, ClientShare, PartitionSchemes
 from coterie.data.splits import SPLITS, Numbers
 
 
@@ -57,16 +57,12 @@ class Partitioner(PartitionSchemes):
 
     mean: ClassVar[tuple[float, ...]] = ()  # of each channel of images; see `ExampleSplit`
     std: ClassVar[tuple[float, ...]] = ()
+    class_names: ClassVar[tuple[str, ...]] = ()  # of the data set, if its classes have any
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the classes; () if they have none, or if clusters permute them."""
-        return () if self.partition == "permuted-clusters" else self._names
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        """The names of the data set's classes, if any."""
-        return ()
+        return () if self.partition == "permuted-clusters" else self.class_names
 
     def federated(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
         """Return the federation. Its clients are views of the same arrays.
@@ -325,9 +321,9 @@ class Partitioner(PartitionSchemes):
                 "data.unseen.aligned: anchors of dirichlet have no groups of classes",
                 "Use data.unseen.random.",
             )
-        if "aligned" in self.unseen and self.unseen_anchors > self.anchors:
+        if "aligned" in self.unseen and self.anchors < UNSEEN_ANCHORS:
             refusals.add(
-                f"data.unseen.aligned: the classes of {self.unseen_anchors} anchors each, but "
+                f"data.unseen.aligned: the classes of {UNSEEN_ANCHORS} anchors each, but "
                 f"there are {self.anchors}",
-                "Use more data.anchors, or a smaller data.unseen_anchors.",
+                "Use more data.anchors.",
             )

@@ -81,7 +81,7 @@ class PartitionFields(BaseModel, ABC):
     unseen: dict[Unseen, Positive] = Field(
         {},
         description="number of clients that never train and are only scored: `aligned`, each "
-        "with the classes of some anchors,"
+        "with the classes of two anchors,"
         " a label set that is kept free for them; `random`, each with `classes_per_client` "
         "classes",
     )
@@ -90,9 +90,6 @@ class PartitionFields(BaseModel, ABC):
         ge=1,
         description="most validation examples of an unseen client, on which nobody trains; "
         "null: by `valid_fraction`, some of which others may train on",
-    )
-    unseen_anchors: int = Field(
-        2, ge=2, description="number of anchors whose classes an aligned unseen client has"
     )
     public: int = Field(
         0, ge=0, description="training examples that no client gets, in proportion to the classes"

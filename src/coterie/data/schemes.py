@@ -16,6 +16,7 @@ from coterie.data.splits import Numbers
 Labels = tuple[int, ...]  # in rising order
 _ATTEMPTS = 100  # at a Dirichlet draw that leaves no client without examples
 _DRAWS = 10_000  # of label sets, until there are enough that no client has
+UNSEEN_ANCHORS = 2  # whose classes an aligned unseen client has
 _HAD = 0.1  # of dirichlet: a client has the classes that make up such a share of its examples
 
 
@@ -199,8 +200,7 @@ class PartitionSchemes(PartitionFields, ABC):
                 raise DataError(
                     f"data.unseen.aligned: all label sets of {self.classes_per_client} of "
                     f"{self.classes} classes are reserved for them",
-                    "Use other data.classes_per_client, data.anchor_classes or "
-                    "data.unseen_anchors.",
+                    "Use other data.classes_per_client or data.anchor_classes.",
                 )
             holders[list(labels)] += 1
             sets.append(labels)
@@ -215,11 +215,9 @@ class PartitionSchemes(PartitionFields, ABC):
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
         """Whether aligned unseen clients have a label set: exactly the classes of some anchors."""
-        whole = sum(set(group) <= set(labels) for group in anchors) == self.unseen_anchors
+        whole = sum(set(group) <= set(labels) for group in anchors) == UNSEEN_ANCHORS
         return (
-            "aligned" in self.unseen
-            and whole
-            and len(labels) == self.unseen_anchors * self._anchor_size
+            "aligned" in self.unseen and whole and len(labels) == UNSEEN_ANCHORS * self._anchor_size
         )
 
     def _unseen_clients(
@@ -240,7 +238,7 @@ class PartitionSchemes(PartitionFields, ABC):
         label_sets: list[Labels] = []
         for _ in range(_DRAWS):
             if group == "aligned":
-                members = random.choice(self.anchors, self.unseen_anchors, replace=False)
+                members = random.choice(self.anchors, UNSEEN_ANCHORS, replace=False)
                 labels = _sorted(chain(*(anchors[q] for q in members)))
             else:
                 labels = _sorted(
@@ -252,7 +250,7 @@ class PartitionSchemes(PartitionFields, ABC):
             if len(label_sets) == count:
                 return label_sets
         kind = (
-            f"{self.unseen_anchors} anchors' classes"
+            f"{UNSEEN_ANCHORS} anchors' classes"
             if group == "aligned"
             else f"{self.classes_per_client} of {self.classes} classes"
         )

@@ -166,7 +166,7 @@ class Section(BaseModel, ABC):
         arrays, left = self.enough(every, context)
         description = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
         description = "; ".join(filter(None, (description, encoder.description(arrays), left)))
-        federation = federate(arrays, context, order_seed, description, encoder.maker)
+        federation = federate(arrays, context, order_seed, description, encoder.split)
         files = {name: digest_of(path) for name, path in source.files.items()}
         federation = replace(
             federation, files=files, notes=(*not_read(source.skipped), *source.links, *notes)

@@ -69,6 +69,16 @@ _DOMAIN = {
 }
 INTENTS = tuple(sorted(_DOMAIN))
 
+_DBPEDIA = (
+    "company, educational institution, artist, athlete, office holder, mean of transportation, "
+    "building, natural place, village, animal, plant, album, film, written work"
+)
+_TOPICS = (  # of Yahoo! Answers
+    "Society & Culture, Science & Mathematics, Health, Education & Reference, "
+    "Computers & Internet, Sports, Business & Finance, Entertainment & Music, "
+    "Family & Relationships, Politics & Government"
+)
+
 
 class Clinc150(LabelledTexts):
     """CLINC150 (Larson et al., 2019): what people ask an assistant, 150 intents in ten domains;
@@ -88,6 +98,7 @@ class Clinc150(LabelledTexts):
     columns: ClassVar[Mapping[str, type]] = {"text": str, "intent": int}
     label: ClassVar[str] = "intent"
     kinds: ClassVar[int] = len(INTENTS)
+    class_names: ClassVar[tuple[str, ...]] = INTENTS
     dataset: ClassVar[str] = "clinc/clinc_oos"
     subset: ClassVar[str | None] = "plus"
     hub_columns: ClassVar[tuple[str, ...]] = ("text", "intent")
@@ -97,8 +108,9 @@ class Clinc150(LabelledTexts):
         return len(DOMAINS) if self.labels == "domain" else self.kinds
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(sorted(DOMAINS)) if self.labels == "domain" else INTENTS
+    def names(self) -> tuple[str, ...]:
+        intents = super().names
+        return tuple(sorted(DOMAINS)) if intents and self.labels == "domain" else intents
 
     def from_hub(self, data: Any) -> Rows:
         number = [
@@ -133,15 +145,7 @@ class DBpedia14(LabelledTexts):
     kinds: ClassVar[int] = 14
     dataset: ClassVar[str] = "fancyzhx/dbpedia_14"
     hub_columns: ClassVar[tuple[str, ...]] = ("content", "label")
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        names = (
-            "company, educational institution, artist, athlete, office holder, "
-            "mean of transportation, building, natural place, village, animal, plant, album, film, "
-            "written work"
-        )
-        return tuple(names.split(", "))
+    class_names: ClassVar[tuple[str, ...]] = tuple(_DBPEDIA.split(", "))
 
     def from_hub(self, data: Any) -> Rows:
         rows: Rows = data.rename_column("content", "text")
@@ -174,15 +178,7 @@ class YahooAnswers(LabelledTexts):
     kinds: ClassVar[int] = 10
     dataset: ClassVar[str] = "community-datasets/yahoo_answers_topics"
     hub_columns: ClassVar[tuple[str, ...]] = tuple(columns)
-
-    @property
-    def _names(self) -> tuple[str, ...]:
-        names = (
-            "Society & Culture, Science & Mathematics, Health, Education & Reference, "
-            "Computers & Internet, Sports, Business & Finance, Entertainment & Music, "
-            "Family & Relationships, Politics & Government"
-        )
-        return tuple(names.split(", "))
+    class_names: ClassVar[tuple[str, ...]] = tuple(_TOPICS.split(", "))
 
     def text(self, row: Mapping[str, Any]) -> str:
         return " ".join(part for part in (row["question_title"], row["question_content"]) if part)

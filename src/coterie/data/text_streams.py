@@ -17,9 +17,9 @@ import numpy as np
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
 from coterie.data.chats.splits import ChatSplit
-from coterie.data.federation import MakeSplit, token_split
+from coterie.data.federation import token_split
 from coterie.data.refusals import SHOWN, Refusals
-from coterie.data.splits import Tokens
+from coterie.data.splits import Split, Tokens
 from coterie.data.store import LONGEST, Streams, dtype_for
 from coterie.data.text_encoding import TextEncoder
 
@@ -50,9 +50,8 @@ class StreamEncoder(Protocol):
     def notes(self) -> Iterable[str]:
         """Sentences about the documents, complete when the streams are read."""
 
-    @property
-    def maker(self) -> MakeSplit:
-        """Makes a split of arrays."""
+    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
+        """Return a split of a client's arrays. Raises DataError if it is empty."""
 
     def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
         """Return one split of a client as arrays. Raises DataError."""
@@ -135,9 +134,8 @@ class TextStreams(ABC):
 class RunningText(TextStreams):
     """An encoder of documents as running text, with the end token behind each."""
 
-    @property
-    def maker(self) -> MakeSplit:
-        return token_split
+    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
+        return token_split(name, arrays, context, seed)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return "": running text needs no explanation."""
@@ -163,9 +161,14 @@ class SeparateDocuments(TextStreams):
     longer than a window is cut into pieces that share one token: every token is predicted once.
     """
 
-    @property
-    def maker(self) -> MakeSplit:
-        return _document_split
+    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
+        lengths = arrays[f"{name}.lengths"]
+        if not len(lengths):
+            raise DataError(
+                f"{name}: no text",
+                "Give this client more text, or use larger fractions or token bounds.",
+            )
+        return ChatSplit(name, arrays[name], arrays[f"{name}.counted"], lengths, context, seed)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return a phrase about the beginning of documents."""
@@ -213,17 +216,6 @@ def text_streams(texts: TextEncoder) -> RunningText | SeparateDocuments:
     token.
     """
     return SeparateDocuments(texts) if texts.begin else RunningText(texts)
-
-
-def _document_split(name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
-    """Return a split of separate documents. Raises DataError if it is empty."""
-    if not len(arrays[f"{name}.lengths"]):
-        raise DataError(
-            f"{name}: no text",
-            "Give this client more text, or use larger fractions or token bounds.",
-        )
-    ids, counted, lengths = (arrays[key] for key in (name, f"{name}.counted", f"{name}.lengths"))
-    return ChatSplit(name, ids, counted, lengths, context, seed)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:

@@ -4,7 +4,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from coterie.data.chats.jinja_process import NO_TEMPLATE
 from coterie.data.chats.reading import Conversation
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.chats.template import ChatTemplate
-from coterie.data.federation import MakeSplit
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.text_streams import SplitTexts
@@ -111,10 +109,16 @@ class Encoder:
                     streams += [(part.client, key, [values]) for key, values in arrays.items()]
         return streams
 
-    @property
-    def maker(self) -> MakeSplit:
-        """The function that makes a split of arrays."""
-        return partial(_split, self.packing)
+    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
+        """Return a split of the arrays of a client. Raises DataError if it is empty."""
+        lengths = arrays[f"{name}.lengths"]
+        if not len(lengths):
+            raise DataError(
+                f"{name}: no conversations; {few(arrays)}",
+                "Give this client more conversations, or use larger fractions or token bounds.",
+            )
+        counted = arrays[f"{name}.counted"]
+        return ChatSplit(name, arrays[name], counted, lengths, context, seed, self.packing)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return what was made of the conversations, in words."""
@@ -137,17 +141,6 @@ class Encoder:
             more = f" and {len(left) - SHOWN:,} more" if len(left) > SHOWN else ""
             sentences.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
         return "; ".join(sentences)
-
-
-def _split(packing: bool, name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
-    """Return a split of the arrays of a client."""
-    ids, counted, lengths = (arrays[key] for key in (name, f"{name}.counted", f"{name}.lengths"))
-    if not len(lengths):
-        raise DataError(
-            f"{name}: no conversations; {few(arrays)}",
-            "Give this client more conversations, or use larger fractions or token bounds.",
-        )
-    return ChatSplit(name, ids, counted, lengths, context, seed, packing)
 
 
 def few(arrays: Arrays) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coterie.core.errors import DataError
 from coterie.data.chats.messages import (
     ASSISTANT,
     ROLES,
@@ -20,7 +19,7 @@ from coterie.data.chats.messages import (
     normal_messages,
     normal_tools,
 )
-from coterie.data.refusals import SHOWN
+from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splitting import Document, conversation_content
 
 _TOOLS = ("tools", "functions")  # OpenAI's name for them until 2023
@@ -76,20 +75,17 @@ def read_conversations(
     """Return the conversations of rows, each in a column or in the usual ones. Raises DataError for
     rows without one, by file and row.
     """
-    conversations, mistakes = list[Conversation](), list[str]()
-    for where, row in rows:
-        try:
-            conversations.append(_conversation(where, row, column))
-        except Mistake as mistake:
-            mistakes.append(f"{where}: {mistake.problem}")
-    if mistakes:
-        rest = len(mistakes) - SHOWN
-        more = [f"... and {rest:,} more rows"] if rest > 0 else []
-        raise DataError(
-            "\n".join(mistakes[:SHOWN] + more),
-            f"Every row must have {column or _FORMS}; a message has a role "
-            f"({', '.join(ROLES)}) and its content.",
-        )
+    conversations = list[Conversation]()
+    remedy = (
+        f"Every row must have {column or _FORMS}; a message has a role "
+        f"({', '.join(ROLES)}) and its content."
+    )
+    with Refusals(SHOWN) as refusals:
+        for where, row in rows:
+            try:
+                conversations.append(_conversation(where, row, column))
+            except Mistake as mistake:
+                refusals.add(f"{where}: {mistake.problem}", remedy)
     return conversations
 
 

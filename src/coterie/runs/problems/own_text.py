@@ -95,7 +95,7 @@ def _arrays(
     encoder, arrays = section.encoder(tokenizer), dict[str, Tokens]()
     for name, texts in parts.items():
         arrays |= encoder.arrays(texts, name, context)
-    return arrays, encoder.maker
+    return arrays, encoder.split
 
 
 def text_of(
