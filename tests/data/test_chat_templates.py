@@ -121,7 +121,7 @@ def test_answers_of_long_conversations_are_found_as_by_writing_all_before_each(
         decode = template.tokenizer.decode
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rendering, "_WINDOW", window)
-            parts = template.encode(conversation) + template.fitted(conversation, 60)
+            parts = template.encode(conversation) + template.encode(conversation, room=60)
             asked = [decode(template.prompt(raw[:end], tools)) for end in ends[len(ends) // 2 :]]
         return [(decode(own.ids), decode(own.ids[own.counted])) for own in parts], asked
 

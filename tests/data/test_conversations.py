@@ -162,7 +162,7 @@ def test_a_template_that_rewrites_gives_each_answer_a_conversation_of_its_own() 
     assert written(second, tokenizer) == [f"{thought}her<|im_end|>"]
     prompt = chats.prompt(TALK[:3])
     assert prompt == second.ids[: len(prompt)].tolist()
-    short = chats.fitted(Conversation("", TALK), len(first.ids))
+    short = chats.encode(Conversation("", TALK), room=len(first.ids))
     assert [own.cut for own in short] == [False, True]
     assert written(short[1], tokenizer) == [f"{thought}her<|im_end|>"]
 
@@ -210,14 +210,14 @@ def test_the_oldest_turns_are_left_out_and_the_last_stays() -> None:
     ]
     whole = len(chats.encode(Conversation("", talk))[0].ids)
     for room in range(2, whole + 1):
-        (found,) = chats.fitted(Conversation("", talk), room)
+        (found,) = chats.encode(Conversation("", talk), room=room)
         assert len(found.ids) <= room
         assert found.cut == (room < whole)
         assert found.counted.any()
         assert not found.counted[0]
         assert tokenizer.decode(found.ids).endswith("end<|im_end|>"[-room:])
     last = chats.encode(Conversation("", [talk[0], *talk[5:]]))[0]
-    (found,) = chats.fitted(Conversation("", talk), len(last.ids))
+    (found,) = chats.encode(Conversation("", talk), room=len(last.ids))
     assert found.ids.tolist() == last.ids.tolist()  # whole messages, the system's among them
     assert written(found, tokenizer) == ["the end<|im_end|>"]
 
@@ -225,7 +225,7 @@ def test_the_oldest_turns_are_left_out_and_the_last_stays() -> None:
 def test_the_end_of_a_long_plain_pair_stays() -> None:
     tokenizer = chat_tokenizer(None)
     chats = ChatTemplate(tokenizer)
-    (found,) = chats.fitted(Conversation("", text=("so long a prompt ", "her")), 6)
+    (found,) = chats.encode(Conversation("", text=("so long a prompt ", "her")), room=6)
     assert tokenizer.decode(found.ids).endswith("her<|endoftext|>")
     assert (len(found.ids), found.cut) == (6, True)
 

@@ -206,7 +206,7 @@ def test_as_few_old_turns_as_possible_are_left_out(room: int) -> None:
         *turns(*("word " * (i % 4 + 1) for i in range(20))),
     ]
     chats = ChatTemplate(chat_tokenizer())
-    (found,) = chats.fitted(Conversation("1", messages), room)
+    (found,) = chats.encode(Conversation("1", messages), room=room)
     later = [[messages[0], *messages[start:]] for start in range(1, 21, 2)]
     ids = [chats.encode(Conversation("1", part))[0].ids for part in later]
     fitting = [own for own in ids if len(own) <= room]

@@ -32,7 +32,8 @@ def similar(texts: Sequence[str]) -> list[int]:
     number of texts; a few pairs are missed.
     """
     parents = list(range(len(texts)))
-    signatures = [_signature(text) for text in texts]
+    # the smallest hash of a text's shingles by each of 64 functions
+    signatures = [(_shingles(text)[:, None] * _FACTORS + _TERMS).min(axis=0) for text in texts]
     first: dict[tuple[int, bytes], int] = {}
     for number, signature in enumerate(signatures):
         for band, rows in enumerate(signature.reshape(_BANDS, _ROWS)):
@@ -49,12 +50,6 @@ def _root(parents: list[int], number: int) -> int:
         parents[number] = parents[parents[number]]
         number = parents[number]
     return number
-
-
-def _signature(text: str) -> Hashes:
-    """Return the smallest hash of a text's shingles by each of 64 functions."""
-    smallest: Hashes = (_shingles(text)[:, None] * _FACTORS + _TERMS).min(axis=0)
-    return smallest
 
 
 def _shingles(text: str) -> Hashes:

@@ -79,12 +79,10 @@ def _is_table(data: Any) -> bool:
     """Whether a value is a table and not the fields of a section, which have a kind or a path."""
     if isinstance(data, Mapping):
         columns = list(data.values())
-        return len(columns) > 1 and all(_is_column(column) for column in columns)
+        return len(columns) > 1 and all(
+            isinstance(column, list | tuple) or hasattr(column, "tolist") for column in columns
+        )
     return hasattr(data, "column_names") or hasattr(data, "to_dict") or isinstance(data, list)
-
-
-def _is_column(value: Any) -> bool:
-    return isinstance(value, list | tuple) or hasattr(value, "tolist")
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:

@@ -28,7 +28,10 @@ def kind_of(path: Path) -> Kind | None:
         return "mail" if mail.is_maildir(path) else "slack" if slack.is_export(path) else None
     if not path.is_file():
         return None
-    beginning = _beginning(path)
+    with opened(path) as file:
+        content = file.read(_BEGINNING)
+    encoding = next((name for mark, name in MARKS if content.startswith(mark)), "utf-8")
+    beginning = content.decode(encoding, "ignore")
     if path.suffix.lower() == ".json":
         if chatgpt.BEGINNING.match(beginning):
             return "chatgpt"
@@ -36,13 +39,6 @@ def kind_of(path: Path) -> Kind | None:
     if whatsapp.recognises(beginning):
         return "whatsapp"
     return "mail" if mail.BEGINNING.match(beginning) else None
-
-
-def _beginning(path: Path) -> str:
-    with opened(path) as file:
-        content = file.read(_BEGINNING)
-    encoding = next((name for mark, name in MARKS if content.startswith(mark)), "utf-8")
-    return content.decode(encoding, "ignore")
 
 
 def files_of(path: Path) -> list[Path]:

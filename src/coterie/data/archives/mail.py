@@ -55,7 +55,10 @@ def chats(paths: Iterable[Path]) -> Iterator[Chat]:
     mails: dict[str, _Mail] = {}  # of copies in several folders the first
     for path in paths:
         for where, content in _contents(path):
-            mail = _mail(where, content)
+            try:
+                mail = _read(where, message_from_bytes(content))
+            except Exception as error:  # the parts of `email` raise whatever they like
+                raise damaged(where, f"not a mail ({type(error).__name__})") from None
             mails.setdefault(mail.id, mail)
     times = {id: time for id, mail in mails.items() if (time := mail.post.time) is not None}
     for thread in _threads(list(mails.values())):
@@ -95,13 +98,6 @@ def _whole(pieces: Iterable[bytes]) -> Iterator[bytes]:
         parts.append(piece)
     if parts:
         yield b"\n\n".join(parts)
-
-
-def _mail(where: str, content: bytes) -> _Mail:
-    try:
-        return _read(where, message_from_bytes(content))
-    except Exception as error:  # the parts of `email` raise whatever they like
-        raise damaged(where, f"not a mail ({type(error).__name__})") from None
 
 
 def _read(where: str, message: Message) -> _Mail:

@@ -74,13 +74,14 @@ class Encoder:
                     continue
                 parts = list[Rendered]()
                 with refusals.gather():
-                    parts = self.template.fitted(conversation, context + 1, self.loss)
+                    parts = self.template.encode(conversation, self.loss, context + 1)
                 tokens += sum(len(part.ids) for part in parts)
                 if limit is not None and tokens > limit:
                     break
                 counts["cut"] += any(part.cut for part in parts)
                 counts["without_tools"] += any(part.without_tools for part in parts)
-                counts["controls"] += self.template.texts.count(conversation.said)
+                texts = [conversation.text, conversation.messages, conversation.tools]
+                counts["controls"] += self.template.texts.count(texts)
                 rendered += [part for part in parts if part.counted.any()]
             if unanswered and not self.leaves_out:
                 for where in unanswered:

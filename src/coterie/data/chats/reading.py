@@ -46,11 +46,6 @@ class Conversation:
         return [i for i, message in answers if i >= self.given and is_trained(message)]
 
     @property
-    def said(self) -> list[Any]:
-        """All that is said."""
-        return [self.text, self.messages, self.tools]
-
-    @property
     def answered(self) -> bool:
         """Whether there is an answer to train on."""
         return bool(self.trained if self.text is None else self.text[1].strip())

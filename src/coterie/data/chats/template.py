@@ -153,21 +153,21 @@ class ChatTemplate:
         """
         return self.texts.begun(self._asked(messages)[1] + answer)
 
-    def encode(self, conversation: Conversation, loss: Loss = "answers") -> list[Rendered]:
-        """Return a conversation as token ids, or as several if the template rewrites what came
-        before an answer. Raises DataError.
-        """
-        return self._parts(conversation, loss, None)
-
-    def fitted(
-        self, conversation: Conversation, room: int, loss: Loss = "answers"
+    def encode(
+        self, conversation: Conversation, loss: Loss = "answers", room: int | None = None
     ) -> list[Rendered]:
-        """As `encode`, each of at most `room` tokens: the oldest messages are left out, but for a
-        system's; if the last exchange alone is too long, its beginning is cut.
-        """
-        return self._parts(conversation, loss, room)
+        """Return a conversation as token ids, or as several, where the template rewrites what came
+        before an answer.
 
-    def _parts(self, conversation: Conversation, loss: Loss, room: int | None) -> list[Rendered]:
+        Args:
+            conversation: The conversation.
+            loss: Which tokens are counted.
+            room: Most tokens of each: the oldest messages are left out, but for a system's; if the
+                last exchange alone is too long, its beginning is cut. None: all.
+
+        Raises:
+            DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
+        """
         try:
             whole = self._whole(conversation, loss)
             if room is None or len(whole.ids) <= room:
