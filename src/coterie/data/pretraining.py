@@ -58,14 +58,9 @@ def seen_in_pretraining(corpus: str, key: str) -> bool:
     """Tell whether an embedded base may have been pretrained on the document `key` of `corpus`.
 
     Args:
-        corpus: "ag_news" (never seen), "multilingual" (`key` is the text), "topics/<topic>" (`key`
-            is the document id), "dbpedia14".
+        corpus: "multilingual" (`key` is the text), or "topics/<topic>" (`key` is the document id).
         key: What identifies the document within its corpus.
     """
-    if corpus == "ag_news":
-        return False
-    if corpus == "dbpedia14":
-        return True
     if corpus == "topics/code" and any(
         fnmatch(key, pattern) for topic in STDLIB_TOPICS.values() for pattern in topic
     ):
