@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,18 +30,19 @@ _TEXTS = 1000  # encoded at a time
 Rows = Sequence[Mapping[str, Any]]  # of a file, or of a data set of the Hub
 
 
+_DRAWN = "texts to draw, the same number for each class; null: all"
+TrainingTexts = Annotated[Positive | None, Field(description=f"training {_DRAWN}")]
+TestTexts = Annotated[Positive | None, Field(description=f"test {_DRAWN}")]
+
+
 class LabelledTexts(Partitioner, ABC):
     """A `data` section of labelled texts: JSON lines below `root` or $COTERIE_DATA, otherwise on
     the Hub. They are encoded once.
     """
 
     root: Root = None
-    examples: Positive | None = Field(
-        None, description="training texts to draw, the same number for each class; null: all"
-    )
-    tests: Positive | None = Field(
-        None, description="test texts to draw, the same number for each class; null: all"
-    )
+    examples: TrainingTexts = None
+    tests: TestTexts = None
 
     things: ClassVar[str] = "texts"
     folder: ClassVar[str]  # below the root

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from coterie.data.labelled import LabelledTexts, Rows
-from coterie.data.partition_fields import Positive
+from coterie.data.labelled import LabelledTexts, Rows, TestTexts, TrainingTexts
 from coterie.data.splits import Numbers
 
 DOMAINS = {
@@ -160,12 +159,8 @@ class YahooAnswers(LabelledTexts):
     """
 
     kind: Literal["yahoo-answers"] = "yahoo-answers"
-    examples: Positive | None = Field(
-        50_000, description="training texts to draw, the same number for each class; null: all"
-    )
-    tests: Positive | None = Field(
-        10_000, description="test texts to draw, the same number for each class; null: all"
-    )
+    examples: TrainingTexts = 50_000
+    tests: TestTexts = 10_000
 
     name: ClassVar[str] = "Yahoo! Answers"
     folder: ClassVar[str] = "yahoo_answers"
