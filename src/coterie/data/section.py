@@ -211,18 +211,14 @@ class Section(BaseModel, ABC):
     ) -> tuple[Streams, Iterable[str]]:
         """Return the streams of the texts, and the notes, complete when the streams are read."""
         texts = source.read()
-        overlaps = Overlaps.of(texts, self.content_of).notes
-        return self._streams(texts, encoder, context), chain(source.notes, overlaps, encoder.notes)
-
-    def _streams(self, texts: Texts, encoder: StreamEncoder, context: int) -> Streams:
-        """Return the token streams of texts."""
         self._check(list(texts))
         parts = [
             SplitTexts(id, name, documents, self._bound(name, position))
             for position, (id, splits) in enumerate(texts.items())
             for name, documents in zip(SPLITS, splits, strict=True)
         ]
-        return encoder.streams(parts, context)
+        overlaps = Overlaps.of(texts, self.content_of).notes
+        return encoder.streams(parts, context), chain(source.notes, overlaps, encoder.notes)
 
     def _check(self, clients: list[ClientId]) -> None:
         with Refusals() as refusals:
