@@ -170,8 +170,8 @@ class Folders(ChatFields):
     def documents(
         self, paths: Sequence[Path], few: bool = False, left_out: LeftOut | None = None
     ) -> list[Document]:
-        """Return the documents of files: texts, or conversations as JSON; where there are `few`
-        texts, chunks of them. Raises DataError with all mistakes.
+        """Return the documents of files: texts, or conversations as JSON. With `few`, texts are cut
+        into chunks if there are fewer than ten. Raises DataError with all mistakes.
         """
         if self.content == "chats":
             exported = archives.archives_in(paths)
