@@ -46,8 +46,7 @@ class Images(Partitioner):
         """Return the federation. Its clients are views of the same arrays.
 
         Args:
-            cache: Folder of decoded images; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
-                else ~/.cache/coterie.
+            cache: Its folder; None: `store.default_cache`.
             order_seed: Fixes the order in which images are drawn: the run's seed.
 
         Raises:

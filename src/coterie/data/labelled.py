@@ -66,8 +66,7 @@ class LabelledTexts(Partitioner, ABC):
             tokenizer: A fast tokenizer of transformers; its special tokens are put around every
                 text.
             length: Most tokens of a text, with special ones; a longer text is cut.
-            cache: Folder of encoded texts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie,
-                else ~/.cache/coterie.
+            cache: Its folder; None: `store.default_cache`.
             order_seed: Fixes the order in which texts are drawn: the run's seed.
 
         Raises:

@@ -140,8 +140,7 @@ class Section(BaseModel, ABC):
         Args:
             tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
             context: Window length C in tokens; the cache of running text does not depend on it.
-            cache: Folder; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
-                ~/.cache/coterie.
+            cache: Its folder; None: `store.default_cache`.
             order_seed: Fixes the order in which training and validation windows are drawn: the
                 run's seed.
 

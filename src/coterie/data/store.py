@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from coterie.core.errors import DataError, SaveError
+from coterie.core.errors import SaveError
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.protocol import ClientId
 from coterie.data.splits import Tokens
+from coterie.data.text_encoding import backend_of
 
 FORMAT = 2  # raise it whenever equal keys would no longer mean equal tokens
 
@@ -52,13 +53,8 @@ def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
     """Return the name of a cache entry: a hash of the whole tokenizer and of JSON values. Raises
     DataError for a slow tokenizer.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise DataError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer",
-            "Use a base model with a tokenizer.json.",
-        )
-    text = json.dumps([FORMAT, parts, tokenizer.eos_token_id, backend.to_str()], sort_keys=True)
+    backend = backend_of(tokenizer).to_str()
+    text = json.dumps([FORMAT, parts, tokenizer.eos_token_id, backend], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
 
 

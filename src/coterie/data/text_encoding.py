@@ -39,6 +39,17 @@ _BREAK = _nonce()  # within a control token that is text
 _BEGUN = f"{_NAME}{chr(_PLANE + _LETTERS)}"  # before marked text that begins as its template says
 
 
+def backend_of(tokenizer: Any) -> Tokenizer:
+    """Return what a fast tokenizer of transformers wraps. Raises DataError for a slow one."""
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise DataError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer",
+            "Use a base model with a tokenizer.json.",
+        )
+    return backend
+
+
 class TextEncoder:
     """Encodes people's text for one base.
 
@@ -55,11 +66,7 @@ class TextEncoder:
     def __init__(
         self, tokenizer: Any, control_tokens: ControlTokens = "text", template: str | None = None
     ) -> None:
-        if getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise DataError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer",
-                "Use a base model with a tokenizer.json.",
-            )
+        backend_of(tokenizer)
         self.tokenizer, self.control_tokens = tokenizer, control_tokens
         self._template = template or ""
 
