@@ -193,6 +193,7 @@ def _planted(
     if count > len(firsts):
         problem = f"{split.name}: {count} places for canaries, but only {len(firsts)} windows"
         raise DataError(problem, "Set fewer audit.canaries or audit.repeats, or give more text.")
+    # pieces that are not planted occupy a window, too
     windows = rng.permutation(list(firsts))[:count]
     starts = np.array([firsts[number] for number in windows.tolist()], dtype=np.int64)
     if isinstance(split, TokenSplit):

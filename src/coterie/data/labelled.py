@@ -174,7 +174,7 @@ class LabelledTexts(Partitioner, ABC):
         length: int,
         lengths: list[int],
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the token ids of the chosen rows in pieces; `lengths` get those of rows."""
+        """Yield the token ids of the chosen rows in pieces, and append each length to `lengths`."""
         encoder = TextEncoder(tokenizer)
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]

@@ -96,7 +96,7 @@ def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> A
 
 def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Row]:
     """Yield the conversations in which I, whose `name_keys` are given, wrote something, as rows for
-    `read_conversations`: mine is the assistant's part. Several others are named.
+    `read_conversations`: mine is the assistant's part. If there are several others, each is named.
     """
     for chat in chats:
         speakers = {post.speaker for post in chat.posts}
@@ -109,7 +109,7 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
 
 
 def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
-    """Yield the turns between silences, not much longer than `LONGEST`; less before my first."""
+    """Yield the turns between silences, in parts not much longer than `LONGEST`."""
     part, size, answered = deque[Turn](), 0, False
     for post, is_mine in turns:
         too_long = answered and not is_mine and size > LONGEST

@@ -55,8 +55,8 @@ class _Line(NamedTuple):
     """The first line of a message or notice."""
 
     number: int
-    date: tuple[int, int, int]
-    seconds: int
+    date: tuple[int, int, int]  # in the order of the file
+    seconds: int  # of the day
     rest: str
 
 

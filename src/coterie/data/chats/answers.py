@@ -73,6 +73,7 @@ def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[I
 
 def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
     """Return whether the ids up to `start` are those of the text that ends there."""
+    # what follows the last control token decides: tokens do not cross it
     first = texts.last_control(text, start)
     alone, _ = texts.encode_marked(text[first:start])
     place = int(np.searchsorted(offsets[:, 0], first))

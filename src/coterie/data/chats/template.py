@@ -328,7 +328,7 @@ class ChatTemplate:
         }
 
     def _checked(self) -> str:
-        """Return how answers are found, in words. Raises DataError where none is, or ends."""
+        """Return how answers are found, in words. Raises DataError if none is, or none ends."""
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
             if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):
