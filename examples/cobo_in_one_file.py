@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from coterie.data.image_sets import Digits
+from coterie.data.images import Digits
 
 ROUNDS = 600  # T
 LR, MOMENTUM = 0.3, 0.9  # eta, beta

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, nll_loss
 
-from coterie.data.image_sets import Digits
+from coterie.data.images import Digits
 
 ROUNDS, ACTIVE = 120, 5  # T, and normal clients in a round
 EXPERTS, CHOSEN = 5, 2  # M, K

@@ -43,9 +43,9 @@ from coterie.data import (
 )
 from coterie.data.canaries import Audit
 from coterie.data.hub import HubClient
-from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Mnist
+from coterie.data.labelled import Clinc150, DBpedia14, YahooAnswers
 from coterie.data.partition import Partitioner
-from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes

@@ -18,7 +18,7 @@ from coterie.core.errors import ClientError, TensorError
 from coterie.core.protocol import ClientId, State, drive
 from coterie.core.roles import EXPERT, GENERALIST
 from coterie.data.federation import Federation
-from coterie.data.image_sets import Digits
+from coterie.data.images import Digits
 from coterie.engines import InProcess
 from coterie.engines.engine import Listener
 from coterie.methods import Method

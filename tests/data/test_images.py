@@ -22,8 +22,7 @@ from pydantic import ValidationError
 from coterie.core.errors import DataError
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.data.federation import CENTRALIZED, Federation
-from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
-from coterie.data.images import Images
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.splits import UnionSplit
 
 NAMES = ("train", "valid", "test")

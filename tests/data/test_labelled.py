@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from coterie.core.errors import DataError
 from coterie.data import Data
 from coterie.data.documents import read_rows
-from coterie.data.labelled import LabelledTexts
-from coterie.data.text_sets import DOMAINS, INTENTS, Clinc150, DBpedia14, YahooAnswers
+from coterie.data.labelled import DOMAINS, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 
 WORDS = [f"w{i}" for i in range(40)]
 DOMAIN_OF = {

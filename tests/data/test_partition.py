@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from coterie.core.errors import DataError
 from coterie.data.federation import ClientData, Federation
-from coterie.data.image_sets import Digits
+from coterie.data.images import Digits
 from coterie.data.partition import Labelled, Partitioner
 
 

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from coterie.core.errors import DataError
 from coterie.data.chats import Conversation
 from coterie.data.folders import Folders
-from coterie.data.similarity import similar
 from coterie.data.splitting import (
     Document,
     conversation_content,
     keyed_by_text,
+    similar,
     split,
     split_clients,
 )

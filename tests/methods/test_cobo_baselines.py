@@ -25,7 +25,7 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
-from coterie.data.image_sets import Digits
+from coterie.data.images import Digits
 from coterie.engines import InProcess
 from coterie.methods import Method
 from coterie.methods.ditto import Ditto

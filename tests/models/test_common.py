@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from coterie.core.errors import CheckpointError, CoterieError, DataError, ModelError, SaveError
 from coterie.core.roles import GENERALIST
 from coterie.data.examples import ExampleSplit
-from coterie.data.image_sets import Cifar10, Digits
+from coterie.data.images import Cifar10, Digits
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation, Pretraining, pretrained, trained
 from coterie.models.networks import NetworkShape, build

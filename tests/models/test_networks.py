@@ -12,7 +12,7 @@ from torch.nn.functional import batch_norm, conv2d, cross_entropy, linear
 
 from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.examples import ExampleSplit
-from coterie.data.image_sets import Cifar10
+from coterie.data.images import Cifar10
 from coterie.data.store import default_cache
 from coterie.models import network_tensors
 from coterie.models.classifier import Classifier

@@ -18,10 +18,8 @@ from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, DataError, ModelError, Refused
 from coterie.core.files import load, save
 from coterie.data.examples import Examples, ExampleSplit
-from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
-from coterie.data.images import Images
-from coterie.data.labelled import LabelledTexts
-from coterie.data.text_sets import _DOMAIN, INTENTS, Clinc150, DBpedia14, YahooAnswers
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
+from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation
 from coterie.models.networks import NetworkShape

@@ -23,13 +23,11 @@ from coterie.core.own import imported, installed, is_own, own_name
 from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
-from coterie.data.image_sets import Cifar10, Cifar100, Digits, Emnist, Mnist
-from coterie.data.images import Images
-from coterie.data.labelled import LabelledTexts
+from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
+from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.data.section import Section, Source
 from coterie.data.synthetic import Synthetic
 from coterie.data.table import Table
-from coterie.data.text_sets import Clinc150, DBpedia14, YahooAnswers
 
 GROUP = "coterie.data"  # of the entry points
 BASES = (Section, Images, LabelledTexts)

@@ -12,9 +12,8 @@ from coterie.core.protocol import ClientId
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.overlaps import Overlaps
-from coterie.data.similarity import similar
 from coterie.data.splits import SPLITS, Numbers, Split, TokenSplit
-from coterie.data.splitting import digest
+from coterie.data.splitting import digest, similar
 
 Texts = Mapping[ClientId, Sequence[Sequence[str]]]
 
