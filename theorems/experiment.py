@@ -1,7 +1,7 @@
 """What an experiment on a theorem reports: claims with their verdicts, a table of numbers, and
 panels to draw.
 
-All texts may hold `$mathematics$`, see `coterie.reports.mathematics`.
+All texts may hold `$mathematics$`, see `theorems.mathematics`.
 """
 
 from collections.abc import Sequence

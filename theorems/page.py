@@ -12,10 +12,10 @@ from rich.table import Table
 from coterie.core.files import write_atomically, write_json
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style
-from coterie.reports.mathematics import plain, typeset
-from coterie.reports.parts import COLOURS, escape, page, section, table, verdicts
+from coterie.reports.parts import COLOURS, page, section, table, verdicts
 from coterie.reports.tables import verdicts as print_verdicts
 from theorems.experiment import Claim, Experiment, Panel
+from theorems.mathematics import plain, typeset
 
 
 def show(console: Console, experiment: Experiment, stem: Path) -> None:
@@ -84,10 +84,7 @@ def experiment_page(experiment: Experiment) -> bytes:
     columns = list(experiment.table.columns)
     parts.append(section("numbers", "Numbers", table(columns, numbers, typeset=typeset)))
     about = f"{experiment.source}. Numbers in brackets are the paper's equations."
-    header = (
-        f"<header><h1>{escape(experiment.title)}</h1><p class=about>{typeset(about)}</p></header>"
-    )
-    return page(experiment.title, f"{header}<main>{''.join(parts)}</main>")
+    return page(experiment.title, f"<p class=about>{typeset(about)}</p>", "".join(parts))
 
 
 def picture(panel: Panel) -> str:

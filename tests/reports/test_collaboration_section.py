@@ -49,21 +49,21 @@ def test_clients_are_ordered_by_cluster_and_weights_with_them() -> None:
 def test_a_known_matrix_has_the_known_fields() -> None:
     found = weights()
     blocks = {(0, 1), (1, 0), (2, 3), (3, 2)}
-    svg = heat_map(found, found.stages[-1][1])
+    svg = heat_map(found, found.stages[-1:])
     assert fields(svg, LEVELS) == blocks
     assert fields(svg, 1) == {(i, j) for i in range(4) for j in range(4) if i != j} - blocks
-    assert fields(heat_map(found, found.stages[0][1]), 4) == {
+    assert fields(heat_map(found, found.stages[:1]), 4) == {
         (i, j) for i in range(4) for j in range(4) if i != j
     }
     assert found.truth is not None
-    truth = heat_map(found, found.truth)
+    truth = heat_map(found, [(0, found.truth)])
     assert fields(truth, LEVELS) == blocks
     assert (0, 0) not in fields(truth, LEVELS)  # diagonals are masked
 
 
 def test_what_the_script_reads_are_the_weights() -> None:
     found = weights()
-    svg = heat_map(found, found.stages[-1][1], stages=True)
+    svg = heat_map(found, found.stages)
     (held,) = re.findall(r'data-stages="([^"]*)"', svg)
     stages = json.loads(unescape(held))
     assert [at for at, _ in stages] == [10, 20, 30]
@@ -117,7 +117,7 @@ def test_of_many_clients_eight_are_drawn_with_lines_to_eight() -> None:
     assert mates.count('class="line"') == 8
     assert len(found.stages) < 60
     assert [found.stages[0][0], found.stages[-1][0]] == [10, 600]
-    assert len(heat_map(found, found.stages[-1][1], stages=True)) < 1_000_000
+    assert len(heat_map(found, found.stages)) < 1_000_000
 
 
 def test_stages_are_the_evaluations_nearest_to_what_is_asked() -> None:

@@ -72,7 +72,7 @@ def kinds(tmp_path: Path) -> list[str]:
     drawn = marks.bars({"one": [Bar(3, 1, "a", "#000")]}, "y") + marks.intervals(
         {"a row": row}, "x", (0, 10), 5
     )
-    (tmp_path / "e.html").write_bytes(whole_page("t", drawn))
+    (tmp_path / "e.html").write_bytes(whole_page("t", "", drawn))
     return [
         (tmp_path / name).as_uri() for name in (*(f"{k}/report.html" for k in "abcd"), "e.html")
     ]

@@ -8,6 +8,7 @@ from coterie.papers.judgement import Condition, Judgement
 from coterie.papers.reproduced import Cell, SeedFigures, Verdict
 from coterie.papers.tables import (
     Better,
+    Compared,
     Favours,
     Gate,
     Improved,
@@ -22,7 +23,6 @@ from coterie.papers.tables import (
 )
 
 Cells = Mapping[str, Cell]  # of a column, by row
-Compared = Lower | Better | Near
 Found = tuple[Judgement, str]  # and the measured numbers in words
 
 

@@ -1,6 +1,6 @@
 """The pages of a reproduction: measured and published numbers, verdicts and figures."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -8,11 +8,20 @@ from rich.table import Table
 
 from coterie.core.files import write_atomically
 from coterie.core.metrics import direction, prediction, sort_key
-from coterie.core.result import MetricInfo
 from coterie.papers.pictures import _name, _picture
 from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.tables import Picture
-from coterie.reports.parts import bars, escape, figure, page, prose, section, table, verdicts
+from coterie.reports.parts import (
+    bars,
+    by_columns,
+    escape,
+    figure,
+    page,
+    plus_minus,
+    prose,
+    section,
+    verdicts,
+)
 
 INTERVALS = (
     "Intervals are Student's 95 % intervals over seeds of the difference between runs of the same "
@@ -27,28 +36,15 @@ _LEADS = {
 }
 
 
-def plus_minus(mean: float | None, std: float | None, digits: int = 2) -> str:
-    """Return a mean, and its deviation where there is one."""
-    if mean is None:
-        return ""
-    return figure(mean, digits) + (f" ± {figure(std, digits)}" if std else "")
-
-
-def _measured(reproduced: Reproduced, cell: Cell) -> str:
-    return plus_minus(cell.mean, cell.std if len(reproduced.seeds) > 1 else None)
-
-
 def notes(reproduced: Reproduced) -> list[str]:
     """Return notes for a fair comparison, and the statements that could not be judged."""
     count = reproduced.unjudged
-    one, many = (
-        "statement of the paper is not judged: not all that it speaks",
-        "statements of the paper are not judged: not all that they speak",
+    what = (
+        "statement of the paper is not judged: not all that it speaks"
+        if count == 1
+        else "statements of the paper are not judged: not all that they speak"
     )
-    return [
-        *reproduced.notes,
-        *([f"{count} {one if count == 1 else many} of was run."] if count else []),
-    ]
+    return [*reproduced.notes, *([f"{count} {what} of was run."] if count else [])]
 
 
 def said(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
@@ -56,114 +52,85 @@ def said(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
     with its place in the paper; and the measured numbers.
     """
     for s in reproduced.statements:
-        yield (
-            s.state,
-            f"{reproduced.columns[s.column]}: {s.says} ({s.source})",
-            s.measured,
-        )
+        yield s.state, f"{reproduced.columns[s.column]}: {s.says} ({s.source})", s.measured
 
 
-def _metric(reproduced: Reproduced, column: str) -> MetricInfo:
-    return reproduced.metrics[column]
-
-
-def _has_published(cells: Sequence[Cell]) -> bool:
-    return any(cell.published is not None for cell in cells)
-
-
-def _percent(value: float) -> str:
-    return f"{value:.0f}"
-
-
-def _synced(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return the metric after one more synchronisation; unseen clients only have what the server
-    sent.
+def _figures(reproduced: Reproduced, column: str) -> dict[str, list[str]]:
+    """Return the columns of a table that pages show before the costs; a column without any value
+    is one of empty texts.
     """
-    return {} if cells[0].groups else {"synced": [figure(cell.mean_synced) for cell in cells]}
+    cells = reproduced.of(column)
+    figures = {
+        "row": [_name(reproduced, cell) for cell in cells],
+        "measured": [plus_minus(cell.mean, cell.std or None) for cell in cells],
+        "paper": [
+            "" if cell.published is None else plus_minus(cell.published, cell.published_std or None)
+            for cell in cells
+        ],
+    }
+    if not cells[0].groups:  # unseen clients only have what the server sent
+        figures["synced"] = [figure(cell.mean_synced) for cell in cells]
+    return figures | _beside(cells)
 
 
 def _lead(reproduced: Reproduced, column: str) -> str:
-    metric = _metric(reproduced, column)
+    metric = reproduced.metrics[column]
     return f"{_LEADS[reproduced.shows]} {metric} over clients; {direction(metric)}."
 
 
 def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return what is known of the cells of a column beside the metric: Imp.%, measured and the
-    paper's, loss, spread, W error, unseen clients.
+    """Return what is known of the cells of a column beside the metric: means of unseen clients,
+    Imp.%, measured and the paper's, loss, spread, W error, gate accuracy.
     """
-    kinds: dict[str, tuple[Callable[[Cell], float | None], Callable[[float], str]]] = {
-        "Imp.%": (lambda cell: cell.improved, _percent),
-        "Imp.%, paper": (lambda cell: cell.published_improved, _percent),
-        "loss": (lambda cell: cell.loss, lambda value: figure(value, 3)),
-        "± between clients": (lambda cell: cell.between_clients, figure),
-        "W error": (lambda cell: cell.weights_error, figure),
-        "best": (lambda cell: cell.best, figure),
-        "best of ten": (lambda cell: cell.best_of_last_ten, figure),
-        "gate, %": (lambda cell: cell.gate_accuracy, figure),
+    columns = {
+        group: [plus_minus(cell.mean_of(group), cell.std_of(group) or None) for cell in cells]
+        for group in cells[0].groups or ()
     }
-    if groups := cells[0].groups:  # the spread would mix them
-        del kinds["± between clients"]
-    else:
-        del kinds["best"], kinds["best of ten"]
-    lines = {
-        group: [plus_minus(cell.mean_of(group), cell.std_of(group)) for cell in cells]
-        for group in groups or ()
+    groups = bool(cells[0].groups)
+    kinds = [
+        ("Imp.%", [cell.improved for cell in cells], 0),
+        ("Imp.%, paper", [cell.published_improved for cell in cells], 0),
+        ("loss", [cell.loss for cell in cells], 3),
+        # over all clients, groups would be mixed
+        ("± between clients", [None if groups else cell.between_clients for cell in cells], 2),
+        ("W error", [cell.weights_error for cell in cells], 2),
+        ("best", [cell.best if groups else None for cell in cells], 2),
+        ("best of ten", [cell.best_of_last_ten if groups else None for cell in cells], 2),
+        ("gate, %", [cell.gate_accuracy for cell in cells], 2),
+    ]
+    return columns | {
+        name: ["" if value is None else figure(value, digits) for value in values]
+        for name, values, digits in kinds
+        if any(value is not None for value in values)
     }
-    for name, (of, form) in kinds.items():
-        values = [of(cell) for cell in cells]
-        if any(value is not None for value in values):
-            lines[name] = ["" if value is None else form(value) for value in values]
-    return lines
 
 
 def terminal(reproduced: Reproduced) -> list[Table]:
-    """Tables that fit 80 columns, one for each column, and a second one for classifiers and
+    """Return tables that fit 80 columns, one for each column, and a second one for classifiers and
     where the paper tells more than the metric.
     """
     shown = []
     for c, title in reproduced.columns.items():
-        cells = reproduced.of(c)
-        paper, beside = _has_published(cells), _beside(cells)
-        metric = f"{title}: {_metric(reproduced, c)}, {direction(_metric(reproduced, c))}"
+        cells, metric = reproduced.of(c), reproduced.metrics[c]
+        columns, beside = _figures(reproduced, c), _beside(cells)
+        names = [name for name in ("row", "measured", "paper") if any(columns[name])]
         one = _plain(
-            metric,
-            (
-                "row",
-                "measured",
-                *(("paper",) if paper else ()),
-                "params",
-                "MFLOPs",
-                "kB up, down",
-                "s",
-            ),
+            f"{title}: {metric}, {direction(metric)}",
+            (*names, "params", "MFLOPs", "kB up, down", "s"),
         )
-        for cell in cells:
-            traffic = ", ".join(
-                f"{count / 1000:,.0f}"
-                for count in (cell.bytes_up_per_round, cell.bytes_down_per_round)
-            )
-            work, size = (
-                f"{cell.flops_per_token / 1e6:.2f}",
-                f"{cell.trainable_parameters / 1000:,.0f} k",
-            )
-            published = (plus_minus(cell.published, cell.published_std),) if paper else ()
+        for k, cell in enumerate(cells):
             one.add_row(
-                _name(reproduced, cell),
-                _measured(reproduced, cell),
-                *published,
-                size,
-                work,
-                traffic,
+                *(columns[name][k] for name in names),
+                f"{cell.trainable_parameters / 1000:,.0f} k",
+                f"{cell.flops_per_token / 1e6:.2f}",
+                f"{cell.bytes_up_per_round / 1000:,.0f}, {cell.bytes_down_per_round / 1000:,.0f}",
                 f"{cell.wall_s:.0f}",
             )
         shown.append(one)
-        if (
-            beside.keys() & {"Imp.%, paper", "W error", "gate, %"}
-            or not _metric(reproduced, c).lower_is_better
-        ):
+        if beside.keys() & {"Imp.%, paper", "W error", "gate, %"} or not metric.lower_is_better:
             two = _plain(f"{title}, beside the mean", ("row", *beside))
-            for cell, *values in zip(cells, *beside.values(), strict=True):
-                two.add_row(_name(reproduced, cell), *values)
+            for values in zip(columns["row"], *beside.values(), strict=True):
+                two.add_row(*values)
             shown.append(two)
     return shown
 
@@ -179,21 +146,12 @@ def markdown(reproduced: Reproduced) -> str:
     """Return the whole reproduction as one Markdown page."""
     lines = [f"# {reproduced.title}", "", _about(reproduced), ""]
     for c, title in reproduced.columns.items():
-        cells = reproduced.of(c)
-        columns = {
-            "row": [_name(reproduced, cell) for cell in cells],
-            "measured": [_measured(reproduced, cell) for cell in cells],
-            "paper": [plus_minus(cell.published, cell.published_std) for cell in cells],
-            **_synced(cells),
-            **_beside(cells),
+        cells, what = reproduced.of(c), prediction(reproduced.metrics[c])
+        active = [cell.active_parameters for cell in cells]
+        columns = _figures(reproduced, c) | {
             "parameters": [f"{cell.trainable_parameters:,}" for cell in cells],
-            "active": [
-                "" if cell.active_parameters is None else f"{cell.active_parameters:,}"
-                for cell in cells
-            ],
-            f"MFLOPs/{prediction(_metric(reproduced, c))}": [
-                f"{cell.flops_per_token / 1e6:.2f}" for cell in cells
-            ],
+            "active": ["" if count is None else f"{count:,}" for count in active],
+            f"MFLOPs/{what}": [f"{cell.flops_per_token / 1e6:.2f}" for cell in cells],
             "kB up": [f"{cell.bytes_up_per_round / 1000:,.0f}" for cell in cells],
             "kB down": [f"{cell.bytes_down_per_round / 1000:,.0f}" for cell in cells],
             "s": [f"{cell.wall_s:.0f}" for cell in cells],
@@ -234,8 +192,7 @@ def _about(reproduced: Reproduced) -> str:
     options = f"--scale {reproduced.scale} --seeds {len(reproduced.seeds)}"
     command = " ".join([f"coterie reproduce {reproduced.name} {options}", *reproduced.part])
     metrics = dict.fromkeys(
-        f"{_metric(reproduced, c)} ({direction(_metric(reproduced, c))})"
-        for c in reproduced.columns
+        f"{metric} ({direction(metric)})" for metric in reproduced.metrics.values()
     )
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
@@ -264,20 +221,13 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
     ]
     for c, title in reproduced.columns.items():
         cells = reproduced.of(c)
-        metric, what = _metric(reproduced, c), prediction(_metric(reproduced, c))
+        metric = reproduced.metrics[c]
         best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
-        columns = {
-            "row": [_name(reproduced, cell) for cell in cells],
-            "measured": [_measured(reproduced, cell) for cell in cells],
-            **(
-                {"paper": [plus_minus(cell.published, cell.published_std) for cell in cells]}
-                if _has_published(cells)
-                else {}
-            ),
-            **_synced(cells),
-            **_beside(cells),
+        columns = {name: texts for name, texts in _figures(reproduced, c).items() if any(texts)} | {
             "trainable parameters": bars([cell.trainable_parameters for cell in cells], ",.0f"),
-            f"MFLOPs per {what}": bars([cell.flops_per_token for cell in cells], ",.2f", 1e6),
+            f"MFLOPs per {prediction(metric)}": bars(
+                [cell.flops_per_token for cell in cells], ",.2f", 1e6
+            ),
             "kB up per round": bars([cell.bytes_up_per_round for cell in cells], ",.1f", 1000),
             "kB down per round": bars([cell.bytes_down_per_round for cell in cells], ",.1f", 1000),
             "seconds": bars([cell.wall_s for cell in cells], ",.0f"),
@@ -293,7 +243,7 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
                 f"column-{c}",
                 title,
                 about,
-                table(list(columns), list(zip(*columns.values(), strict=True)), best),
+                by_columns(columns, best),
                 order,
             )
         )
@@ -304,8 +254,5 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         )
     noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(reproduced))
     about = escape(_about(reproduced).replace("`", ""))
-    body = (
-        f"<header><h1>{escape(reproduced.title)}</h1><p "
-        f"class=about>{about}</p>{noted}</header><main>{''.join(parts)}</main>"
-    )
-    write_atomically(path, page(reproduced.title, body))
+    header = f"<p class=about>{about}</p>{noted}"
+    write_atomically(path, page(reproduced.title, header, "".join(parts)))

@@ -7,27 +7,25 @@ from coterie.core.result import Result
 from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.tables import Picture
 from coterie.reports import chart, classes, collaboration, experts, marks
-from coterie.reports.chart import Line, Style
+from coterie.reports.chart import Line, look_of
 from coterie.reports.collaboration import Weights
 from coterie.reports.curves import Value, group_test, of_iteration, of_round, router_panels, test_of
 from coterie.reports.experts import Choices
 from coterie.reports.parts import COLOURS, escape, legend, thinned, unseen
+from coterie.runs.folder.metrics import METRICS
 
 POINTS = 120  # of a curve, at most
 Parts = tuple[str, ...]  # of a picture: its title, and HTML
 
 
-def _choice(cell: Cell) -> str:
-    return ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in cell.choice.items())
-
-
 def _name(reproduced: Reproduced, cell: Cell) -> str:
-    chosen = _choice(cell)
-    return str(reproduced.rows[cell.row]) + (f" ({chosen})" if chosen else "")
+    """Return the title of a row, with the settings that were chosen for it."""
+    chosen = ", ".join(f"{key.rpartition('.')[2]} {value:g}" for key, value in cell.choice.items())
+    return reproduced.rows[cell.row] + (f" ({chosen})" if chosen else "")
 
 
 def _picture(picture: Picture, reproduced: Reproduced, runs: Path) -> Parts:
-    """Title and parts of one picture."""
+    """Return the title and the parts of one picture."""
     cells = [
         cell
         for cell in reproduced.cells
@@ -36,117 +34,77 @@ def _picture(picture: Picture, reproduced: Reproduced, runs: Path) -> Parts:
     ]
     if not cells:
         return ("",)
-    title, *parts = _KINDS[picture.kind](picture, cells, reproduced, runs)
-    return (picture.title or title, *parts)
-
-
-def _headed(reproduced: Reproduced, cell: Cell, *parts: str) -> list[str]:
-    """Parts of one cell under its name; nothing without parts."""
-    heading = (
-        f"<h3>{escape(reproduced.rows[cell.row])}, {escape(reproduced.columns[cell.column])}</h3>"
-    )
-    return [heading, *parts] if any(parts) else []
-
-
-def _routers(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    parts: list[str] = []
-    for cell in cells:
-        clients = Result.read(runs / cell.folders[0]).clients
-        parts += _headed(
-            reproduced, cell, *router_panels(runs / cell.folders[0] / "metrics.jsonl", clients)
-        )
-    return ("Router scores over training", *parts)
-
-
-def _weights_of(cell: Cell, runs: Path) -> Weights | None:
-    return Weights.of(cell.title, Result.read(runs / cell.folders[0]))
-
-
-def _weights(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    """W of each row at some iterations."""
-    parts: list[str] = []
-    for cell in cells:
-        if weights := _weights_of(cell, runs):
-            parts += _headed(
-                reproduced,
-                cell,
-                collaboration.at_stages(weights, picture.iterations),
-                collaboration.scale(weights.top),
-            )
-    return ("Collaboration weights at stages of training, first seed", *parts)
-
-
-def _domains(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    """Return a client's weights for each other one."""
-    parts: list[str] = []
-    for cell in cells:
-        if weights := _weights_of(cell, runs):
-            parts += _headed(reproduced, cell, collaboration.domains(weights, picture.clients))
     whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
-    return (f"Collaboration weights{whose} over training, first seed", *parts)
+    if picture.kind in _OF_CELLS:
+        title, draw = _OF_CELLS[picture.kind]
+        parts: list[str] = []
+        for cell in cells:
+            names = reproduced.rows[cell.row], reproduced.columns[cell.column]
+            drawn = draw(picture, cell.title, runs / cell.folders[0])
+            parts += [f"<h3>{escape(', '.join(names))}</h3>", *drawn] if any(drawn) else []
+    else:
+        title, *parts = _OF_ALL[picture.kind](picture, cells, reproduced)
+    return (picture.title or title.format(whose=whose), *parts)
 
 
-def _labels(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    return (
+def _weights(picture: Picture, title: str, folder: Path) -> Parts:
+    """Return W at some iterations."""
+    if (weights := Weights.of(title, Result.read(folder))) is None:
+        return ()
+    stages = collaboration.at_stages(weights, picture.iterations)
+    return (stages, collaboration.scale(weights.top))
+
+
+def _domains(picture: Picture, title: str, folder: Path) -> Parts:
+    """Return clients' weights for each other over training."""
+    weights = Weights.of(title, Result.read(folder))
+    return (collaboration.domains(weights, picture.clients),) if weights else ()
+
+
+def _experts(picture: Picture, title: str, folder: Path) -> Parts:
+    choices = Choices.of(title, Result.read(folder))
+    return (experts.expert_curves(choices),) if choices else ()
+
+
+def _gate(picture: Picture, title: str, folder: Path) -> Parts:
+    result = Result.read(folder)
+    if (choices := Choices.of(title, result)) is None:
+        return ()
+    return (experts.choice_maps([choices]), experts.decisions(title, result))
+
+
+# the title of a picture, and what it shows of the run of each cell's first seed, by the title of
+# the cell's row and the run's folder
+_OF_CELLS: Mapping[str, tuple[str, Callable[[Picture, str, Path], Parts]]] = {
+    "routers": (
+        "Router scores over training",
+        lambda _, title, folder: router_panels(folder / METRICS, Result.read(folder).clients),
+    ),
+    "weights": ("Collaboration weights at stages of training, first seed", _weights),
+    "domains": ("Collaboration weights{whose} over training, first seed", _domains),
+    "labels": (
         "Who has which classes",
-        *_each(cells, reproduced, runs, lambda title, result: classes.distribution(result)),
-    )
-
-
-def _k_means(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    return (
+        lambda _, title, folder: (classes.distribution(Result.read(folder)),),
+    ),
+    "k-means": (
         "Clients clustered by their classes",
-        *_each(cells, reproduced, runs, lambda title, result: classes.clustering(result)),
-    )
+        lambda _, title, folder: (classes.clustering(Result.read(folder)),),
+    ),
+    "experts": ("Accuracy of each expert over rounds, first seed", _experts),
+    "gate": ("Decisions of the gate, first seed", _gate),
+}
 
 
-def _experts(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    def curves(title: str, result: Result) -> str:
-        choices = Choices.of(title, result)
-        return experts.expert_curves(choices) if choices else ""
-
-    return (
-        "Accuracy of each expert over rounds, first seed",
-        *_each(cells, reproduced, runs, curves),
-    )
-
-
-def _gate(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    def decided(title: str, result: Result) -> str:
-        choices = Choices.of(title, result)
-        return experts.choice_maps([choices]) + experts.decisions(title, result) if choices else ""
-
-    return ("Decisions of the gate, first seed", *_each(cells, reproduced, runs, decided))
-
-
-def _each(
-    cells: Sequence[Cell], reproduced: Reproduced, runs: Path, draw: Callable[[str, Result], str]
-) -> list[str]:
-    """Return what is drawn of the result of each cell's first seed, by the title of its row, under
-    the cell's name.
-    """
-    drawn = ((cell, draw(cell.title, Result.read(runs / cell.folders[0]))) for cell in cells)
-    return [part for cell, shown in drawn for part in _headed(reproduced, cell, shown)]
-
-
-def _styles(cells: Sequence[Cell]) -> dict[str, Style]:
-    """Return a look for each row; without markers where there are many points."""
-    points = max(len(cell.evaluations) for cell in cells)
-    rows = dict.fromkeys(cell.row for cell in cells)
-    return {
-        r: Style(COLOURS[k % len(COLOURS)], k, marked=points <= chart.MARKED)
-        for k, r in enumerate(rows)
-    }
-
-
-def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
+def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:
     """Return the test metric of each client, or its mean over clients, over training; a row that
     trains nothing is a level line.
 
     Training is counted in local iterations, or in rounds where clients are scored that take part in
     none: a panel for each group of them.
     """
-    styles = _styles(cells)
+    rows = dict.fromkeys(cell.row for cell in cells)
+    marked = max(len(cell.evaluations) for cell in cells) <= chart.MARKED
+    styles = {r: look_of(k, marked) for k, r in enumerate(rows)}
     charts: dict[str, list[Line]] = {}
     kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
     count, axis = (of_round, "rounds") if cells[0].groups else (of_iteration, "local iterations")
@@ -174,14 +132,12 @@ def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, run
             kinds[f"{title}: {i}"] = title
             charts.setdefault(f"{title}: {i}", []).append(line(cell, test_of(i)))
     samples = legend((styles[r].sample, reproduced.rows[r]) for r in styles)
-    names = {str(cell.metric): None for cell in cells}
-    name = ", ".join(names)
-    whose = f" of {', '.join(picture.clients)}" if picture.clients else ""
+    name = ", ".join(dict.fromkeys(str(cell.metric) for cell in cells))
     drawn = chart.panels(charts, axis, name, broad=picture.kind == "curves", kinds=kinds)
-    return (f"{name.capitalize()}{whose} over training, first seed", samples, drawn)
+    return (f"{name.capitalize()}{{whose}} over training, first seed", samples, drawn)
 
 
-def _bars(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
+def _bars(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:
     """Return the mean of each row, a group of bars for each column."""
     rows = list(dict.fromkeys(cell.row for cell in cells))
     colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
@@ -201,39 +157,30 @@ def _bars(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs:
     return (f"Mean {name}", samples, marks.bars(groups, name))
 
 
-def _sweep(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced, runs: Path) -> Parts:
-    """One line for each tau, over s."""
+def _sweep(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:
+    """Return a line for each tau, over s."""
     lines: dict[int, list[tuple[float, float]]] = {}
     for cell in cells:
         lines.setdefault(cell.settings["router_every"], []).append(
             (cell.settings["router_steps"], cell.mean)
         )
-    styles = {tau: Style(COLOURS[k % len(COLOURS)], k) for k, tau in enumerate(sorted(lines))}
-    drawn = [Line(sorted(points), f"tau {tau}", styles[tau]) for tau, points in lines.items()]
-    samples = legend((styles[tau].sample, f"tau {tau}") for tau in sorted(lines))
+    drawn = [
+        Line(sorted(points), f"tau {tau}", look_of(k))
+        for k, (tau, points) in enumerate(sorted(lines.items()))
+    ]
     panel = chart.panels(
         {next(iter(reproduced.columns.values())): drawn},
         "s, router steps per update",
         f"mean {cells[0].metric}",
     )
-    return (
-        f"Mean {cells[0].metric} by how often and how long routers learn",
-        samples,
-        panel,
-    )
+    title = f"Mean {cells[0].metric} by how often and how long routers learn"
+    return (title, chart.samples(drawn), panel)
 
 
-_KINDS: Mapping[str, Callable[[Picture, Sequence[Cell], Reproduced, Path], Parts]] = {
+_OF_ALL: Mapping[str, Callable[[Picture, Sequence[Cell], Reproduced], Parts]] = {
     "clients": _curves,
     "mean": _curves,
     "curves": _curves,
-    "routers": _routers,
     "sweep": _sweep,
-    "weights": _weights,
-    "domains": _domains,
     "bars": _bars,
-    "labels": _labels,
-    "k-means": _k_means,
-    "experts": _experts,
-    "gate": _gate,
 }

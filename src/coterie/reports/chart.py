@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
-from coterie.reports.parts import escape, figure, folded, level
+from coterie.reports.parts import COLOURS, captioned, escape, figure, folded, legend, level
 
 HEIGHT, BROAD = 224, 300  # heights of a panel, in pixels
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
@@ -64,6 +64,18 @@ class Line:
     points: Sequence[Point]
     name: str
     style: Style
+
+
+def look_of(number: int, marked: bool = True) -> Style:
+    """Return the style of a line by its number: colours repeat after eight, with other dashes and
+    markers.
+    """
+    return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)
+
+
+def samples(lines: Iterable[Line]) -> str:
+    """Return the legend of some lines."""
+    return legend((line.style.sample, line.name) for line in lines)
 
 
 @dataclass(frozen=True)
@@ -149,11 +161,7 @@ def panels(
         k: _shared(x, y, [charts[t] for t in charts if kind[t] == k], limits, ratios)
         for k in dict.fromkeys(kind.values())
     }
-    drawn = [
-        f"<figure><figcaption>{escape(t)}</figcaption>"
-        f"{panel(t, lines, axes[kind[t]], broad)}</figure>"
-        for t, lines in charts.items()
-    ]
+    drawn = [captioned(t, "", panel(t, lines, axes[kind[t]], broad)) for t, lines in charts.items()]
     if len(drawn) <= ALL:
         return grid(drawn, broad)
     first, others = (grid(part, broad) for part in (drawn[:FIRST], drawn[FIRST:]))
@@ -167,18 +175,10 @@ def _shared(
 ) -> Axes:
     """Return the axes of panels that are compared."""
     values = list(finite_heights(charts))
-    log = (
-        ratios
-        and limits is None
-        and min(values, default=0) > 0
-        and max(values) / min(values) > RATIO
-    )
-    return Axes(
-        x,
-        f"{y}, logarithmic" if log else y,
-        limits or (_around_log if log else _around)(values),
-        log,
-    )
+    positive = ratios and limits is None and min(values, default=0) > 0
+    if positive and max(values) / min(values) > RATIO:
+        return Axes(x, f"{y}, logarithmic", _around_log(values), log=True)
+    return Axes(x, y, limits or _around(values))
 
 
 def grid(drawn: Sequence[str], broad: bool = False) -> str:
@@ -197,30 +197,24 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
     are left out.
     """
     kept = [
-        Line(
-            [p for p in line.points if math.isfinite(p[1]) and (p[1] > 0 or not axes.log)],
-            line.name,
-            line.style,
+        replace(
+            line,
+            points=[(x, y) for x, y in line.points if math.isfinite(y) and (y > 0 or not axes.log)],
         )
         for line in lines
     ]
-    points = [p for line in kept for p in line.points]
-    values, height = [py for _, py in points], BROAD if broad else HEIGHT
+    points = list(chain.from_iterable(line.points for line in kept))
+    height = BROAD if broad else HEIGHT
     horizontal = axes.horizontal([px for px, _ in points])
+    values = [py for _, py in points]
     low, high = axes.limits or (_around_log(values) if axes.log else _around(values))
     vertical = _Scale(axes.height(low), axes.height(high), height - BOTTOM, TOP)
-    places = [
-        [(horizontal(axes.width(px)), vertical(axes.height(py))) for px, py in line.points]
-        for line in kept
-    ]
-    paths = "".join(
-        _path(line, line_places, height)
-        for line, line_places in zip(kept, places, strict=True)
-        if line_places
-    )
-    marks = "".join(
-        _marks(line, line_places, axes.x) for line, line_places in zip(kept, places, strict=True)
-    )
+    paths = marks = ""
+    for line in kept:
+        places = [(horizontal(axes.width(px)), vertical(axes.height(py))) for px, py in line.points]
+        turns = (f"{px * UNITS / 100:.4g} {py:.1f}" for px, py in places)
+        paths += line.style.path("M" + "L".join(turns)) if places else ""
+        marks += _marks(line, places, axes.x)
     return (
         f'<svg class="plot" height="{height}" role="img" '
         f'aria-label="{escape(f"{title}: {axes.y} against {axes.x}")}">'
@@ -326,10 +320,6 @@ def _power(exponent: float) -> str:
     if -3 <= exponent <= 4:
         return f"{10**exponent:g}"
     return "10" + f"{exponent:.0f}".translate(RAISED)
-
-
-def _path(line: Line, places: Sequence[Point], height: int) -> str:
-    return line.style.path("M" + "L".join(f"{px * UNITS / 100:.4g} {py:.1f}" for px, py in places))
 
 
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:

@@ -7,10 +7,10 @@ from coterie.core.errors import extra
 from coterie.core.extras import available
 from coterie.core.result import Result
 from coterie.reports import marks
-from coterie.reports.chart import Style
+from coterie.reports.chart import look_of
 from coterie.reports.heat import Heat, heat_map, scale
 from coterie.reports.marks import Dot
-from coterie.reports.parts import COLOURS, captioned, unseen
+from coterie.reports.parts import captioned, unseen
 
 CLUSTERS = 5  # clusters of K-means if there are no anchors
 # upper limits of the mean silhouette (Kaufman and Rousseeuw, 1990)
@@ -127,10 +127,3 @@ def clustering(result: Result) -> str:
         f"silhouette is {silhouette:.2f}: 1 means groups far apart, 0 groups that touch, and up "
         f"to 0.25 no substantial structure.</p>{marks.plane(dots, *axes)}"
     )
-
-
-def look_of(number: int, marked: bool = True) -> Style:
-    """Return the style of a line by its number: colours repeat after eight, with other dashes and
-    markers.
-    """
-    return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)

@@ -3,18 +3,23 @@ weights over time (CoBo, Fig. 3 to 5).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import permutations
 
 from coterie.core.result import Result
 from coterie.reports import chart, heat
-from coterie.reports.chart import Line, Style
+from coterie.reports.chart import Line, Style, look_of
 from coterie.reports.heat import Heat, Matrix
-from coterie.reports.parts import COLOURS, GREY, captioned, escape, legend, thinned
+from coterie.reports.parts import GREY, captioned, escape, folded, legend, thinned
 
 CLIENTS = 8  # panels, and lines of a panel, at most
 FAINT = 0.45  # the strength of lines to clients of other clusters
+ABOUT = (
+    "<p>The weight that the client of a row gives to the client of a column{order}; its weight for "
+    "itself is left out. Move the slider, or use the arrow keys, to step through training. Hover "
+    "over a field, tap it, or reach it with Tab and the arrow keys, to see its weight.</p>"
+)
 
 
 @dataclass(frozen=True)
@@ -116,24 +121,12 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     ]
     if not all_weights:
         return ()
-    over_time = "".join(
-        f"<h3>{escape(w.title)}: weights over training</h3>{domains(w)}"
-        if k == 0
-        else f"<details><summary>{escape(w.title)}: weights over "
-        f"training</summary>{domains(w)}</details>"
-        for k, w in enumerate(all_weights)
+    first, *others = all_weights
+    over_time = f"<h3>{escape(first.title)}: weights over training</h3>{domains(first)}" + "".join(
+        folded(f"{w.title}: weights over training", domains(w)) for w in others
     )
-    return _about(all_weights), _maps(all_weights), shares(all_weights), over_time
-
-
-def _about(all_weights: Sequence[Weights]) -> str:
-    order = ", ordered by true cluster; frames show the clusters" if all_weights[0].clusters else ""
-    return (
-        f"<p>The weight that the client of a row gives to the client of a column{order}; its "
-        "weight for itself is left out. Move the slider, or use the arrow keys, to step through "
-        "training. Hover over a field, tap it, or reach it with Tab and the arrow keys, to see its "
-        "weight.</p>"
-    )
+    order = ", ordered by true cluster; frames show the clusters" if first.clusters else ""
+    return ABOUT.format(order=order), _maps(all_weights), shares(all_weights), over_time
 
 
 def _maps(all_weights: Sequence[Weights]) -> str:
@@ -142,18 +135,12 @@ def _maps(all_weights: Sequence[Weights]) -> str:
     """
     moments = sorted({at for w in all_weights for at, _ in w.stages})
     alike = len({w.top for w in all_weights}) == 1
-    figures = [
-        captioned(
-            w.title,
-            _error_note(w),
-            heat_map(w, w.stages[-1][1], stages=True) + ("" if alike else scale(w.top)),
-        )
-        for w in all_weights
-    ]
-    if all_weights[0].truth is not None:
-        figures.append(
-            captioned("True clusters", "", heat_map(all_weights[0], all_weights[0].truth))
-        )
+    figures = []
+    for w in all_weights:
+        error = "" if w.error is None else f"W error {w.error:.2f} at the end"
+        drawn = heat_map(w, w.stages) + ("" if alike else scale(w.top))
+        figures.append(captioned(w.title, error, drawn))
+    figures += _truth(all_weights[0])
     slider = heat.slider(moments, "local iterations")
     return (
         f'<div class="staged">{slider}{scale(all_weights[0].top) if alike else ""}<div '
@@ -161,8 +148,11 @@ def _maps(all_weights: Sequence[Weights]) -> str:
     )
 
 
-def _error_note(weights: Weights) -> str:
-    return "" if weights.error is None else f"W error {weights.error:.2f} at the end"
+def _truth(weights: Weights) -> list[str]:
+    """Return a heat map of the true clusters, if they are known."""
+    if weights.truth is None:
+        return []
+    return [captioned("True clusters", "", heat_map(weights, [(0, weights.truth)]))]
 
 
 def scale(top: float) -> str:
@@ -170,40 +160,37 @@ def scale(top: float) -> str:
     return heat.scale("weight 0", f"{top:g}")
 
 
-def heat_map(weights: Weights, matrix: Matrix, stages: bool = False) -> str:
-    """Return W as fields of colour.
+def heat_map(weights: Weights, stages: Sequence[tuple[int, Matrix]]) -> str:
+    """Return W as fields of colour, with paths around the true clusters.
 
     Args:
         weights: The weights whose clients, clusters and scale are used.
-        matrix: The weights to draw, (n, n).
-        stages: Whether the map moves with the slider.
+        stages: Moments, and the weights (n, n) at them; of several, the map moves with the slider.
     """
-    names = weights.clients
-    label = f"{weights.title}: weights of {len(names)} clients for each other"
-    shown = weights.stages if stages else [(0, matrix)]
-    tooltip = "{row} takes {value} from {column}"
+    names, clusters = weights.clients, list(weights.clusters or ())
+    # clients of a cluster are neighbours
+    blocks = ((clusters.index(c), clusters.count(c)) for c in dict.fromkeys(clusters))
     return heat.heat_map(
-        Heat(names, names, shown, weights.top, label, tooltip, masked=True, frames=_blocks(weights))
+        Heat(
+            names,
+            names,
+            stages,
+            weights.top,
+            f"{weights.title}: weights of {len(names)} clients for each other",
+            "{row} takes {value} from {column}",
+            masked=True,
+            frames="".join(f"M{start} {start}h{k}v{k}h{-k}z" for start, k in blocks),
+        )
     )
-
-
-def _blocks(weights: Weights) -> str:
-    """Return a path around the true clusters, whose clients are neighbours."""
-    clusters = list(weights.clusters or ())
-    starts = {cluster: clusters.index(cluster) for cluster in clusters}
-    sizes = {cluster: clusters.count(cluster) for cluster in starts}
-    return "".join(f"M{starts[c]} {starts[c]}h{k}v{k}h{-k}z" for c, k in sizes.items())
 
 
 def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
     """Return heat maps at some stages, and the true clusters, side by side."""
     figures = [
-        captioned(f"{at:,} iterations", "", heat_map(weights, matrix))
+        captioned(f"{at:,} iterations", "", heat_map(weights, [(0, matrix)]))
         for at, matrix in weights.nearest(iterations)
     ]
-    if weights.truth is not None:
-        figures.append(captioned("True clusters", "", heat_map(weights, weights.truth)))
-    return f'<div class="maps small">{"".join(figures)}</div>'
+    return f'<div class="maps small">{"".join(figures + _truth(weights))}</div>'
 
 
 def shares(all_weights: Sequence[Weights]) -> str:
@@ -213,26 +200,20 @@ def shares(all_weights: Sequence[Weights]) -> str:
     known = [w for w in all_weights if w.clusters is not None]
     if not known:
         return ""
-    styles = [
-        Style(COLOURS[k % len(COLOURS)], k, marked=len(w.stages) <= chart.MARKED)
-        for k, w in enumerate(known)
-    ]
     lines = [
-        Line([(at, 100 * w.inside(matrix)) for at, matrix in w.stages], w.title, style)
-        for w, style in zip(known, styles, strict=True)
+        Line(
+            [(at, 100 * w.inside(matrix)) for at, matrix in w.stages],
+            w.title,
+            look_of(k, len(w.stages) <= chart.MARKED),
+        )
+        for k, w in enumerate(known)
     ]
     alike = known[0].inside([[1.0] * len(known[0].clients)] * len(known[0].clients))
     last = max(at for w in known for at, _ in w.stages)
-    lines.append(
-        Line(
-            [(0, 100 * alike), (last, 100 * alike)],
-            "if all weights were equal",
-            Style(GREY, 2, marked=False),
-        )
-    )
-    samples = legend((line.style.sample, line.name) for line in lines)
+    level = [(0, 100 * alike), (last, 100 * alike)]
+    lines.append(Line(level, "if all weights were equal", Style(GREY, 2, marked=False)))
     drawn = chart.panels({"All clients": lines}, "local iterations", "% of all weight", (0, 100))
-    return f"<h3>Weight within the true clusters</h3>{samples}{drawn}"
+    return f"<h3>Weight within the true clusters</h3>{chart.samples(lines)}{drawn}"
 
 
 def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
@@ -243,60 +224,25 @@ def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
         weights: The weights to draw.
         clients: The clients with a panel; () for the first ones.
     """
-    places = [k for k, name in enumerate(weights.clients) if name in clients or not clients][
-        :CLIENTS
-    ]
-    means = [
-        [sum(w[i][j] for _, w in weights.stages) for j in range(len(weights.clients))]
-        for i in places
-    ]
-    others = {i: _largest(i, mean) for i, mean in zip(places, means, strict=True)}
-    drawn = sorted({j for partners in others.values() for j in partners})
-    styles = {j: Style(COLOURS[j % len(COLOURS)], j, marked=False) for j in drawn}
-    charts = {
-        weights.clients[i]: [_line(weights, i, j, styles[j]) for j in partners]
-        for i, partners in others.items()
+    names, known = weights.clients, weights.clusters
+    places = [k for k, name in enumerate(names) if name in clients or not clients][:CLIENTS]
+    charts: dict[str, list[Line]] = {}
+    drawn: dict[int, Style] = {}
+    for i in places:
+        totals = [sum(w[i][j] for _, w in weights.stages) for j in range(len(names))]
+        others = sorted((j for j in range(len(names)) if j != i), key=lambda j: -totals[j])
+        for j in sorted(others[:CLIENTS]):
+            drawn[j] = look = look_of(j, marked=False)
+            if known is not None and known[i] != known[j]:
+                look = replace(look, strength=FAINT)
+            points = [(at, matrix[i][j]) for at, matrix in weights.stages]
+            charts.setdefault(names[i], []).append(Line(points, f"for {names[j]}", look))
+    samples = legend((drawn[j].sample, names[j]) for j in sorted(drawn))
+    remarks = {
+        f"{len(places)} of {len(names)} clients.": len(places) < len(names) and not clients,
+        f"Lines to the {CLIENTS} others with the largest weight.": len(names) - 1 > CLIENTS,
+        "Lines to clients of the same true cluster are strong, the others faint.": bool(known),
     }
-    samples = (
-        legend((styles[j].sample, weights.clients[j]) for j in drawn)
-        if len(drawn) <= 2 * CLIENTS
-        else ""
-    )
-    left_out = len(weights.clients) - len(places)
-    of_all = (
-        f"<p class=note>{len(places)} of {len(weights.clients)} clients.</p>"
-        if left_out and not clients
-        else ""
-    )
-    few = len(weights.clients) - 1 > CLIENTS
-    largest = (
-        f"<p class=note>Lines to the {CLIENTS} others with the largest weight.</p>" if few else ""
-    )
-    strong = (
-        "<p class=note>Lines to clients of the same true cluster are strong, the others faint.</p>"
-        if weights.clusters
-        else ""
-    )
-    return (
-        of_all
-        + largest
-        + strong
-        + samples
-        + chart.panels(charts, "local iterations", "weight", (0, weights.top))
-    )
-
-
-def _largest(client: int, means: Sequence[float]) -> list[int]:
-    """Return the other clients with the largest mean weights, in their order."""
-    ranked = sorted((j for j in range(len(means)) if j != client), key=lambda j: -means[j])
-    return sorted(ranked[:CLIENTS])
-
-
-def _line(weights: Weights, client: int, other: int, style: Style) -> Line:
-    mate = weights.clusters is None or weights.clusters[client] == weights.clusters[other]
-    look = style if mate else Style(style.colour, style.number, FAINT, marked=False)
-    return Line(
-        [(at, matrix[client][other]) for at, matrix in weights.stages],
-        f"for {weights.clients[other]}",
-        look,
-    )
+    shown = "".join(f"<p class=note>{text}</p>" for text, holds in remarks.items() if holds)
+    shown += samples if len(drawn) <= 2 * CLIENTS else ""
+    return shown + chart.panels(charts, "local iterations", "weight", (0, weights.top))

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from coterie.core.printing import printable
 from coterie.data.summary import DataSummary, Token
-from coterie.reports.parts import BLUE, FEW, escape, page, prose, section, table, tiles
+from coterie.reports.parts import BLUE, FEW, escape, notes, page, section, table, tiles
 from coterie.reports.tables import _plain
 
 _SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
@@ -122,18 +122,18 @@ def data_page(title: str, summary: DataSummary) -> bytes:
         (f"{sum(split.tokens for split in splits):,}", "tokens"),
         (f"{sum(client.crossing for client in clients):,}", "documents in two splits"),
     ]
-    sentences = (*summary.notes, *_remarks(summary))
-    notes = f'<ul class="notes">{"".join(f"<li>{prose(text)}</li>" for text in sentences)}</ul>'
     tables = "".join(
         f"{table(header, rows)}<p>{escape(about)}</p>" for header, rows, about in _tables(summary)
     )
-    body = (
-        f"<header><h1>{escape(title)}</h1><p>{escape(summary.description)}</p></header><main>"
-        f"{tiles(figures)}{section('notes', 'To know before training', notes)}"
-        f"{section('clients', 'Clients', tables)}"
-        f"{_examples(summary)}{_files(summary)}</main>"
+    remarks = notes((*summary.notes, *_remarks(summary)))
+    sections = (
+        section("notes", "To know before training", remarks),
+        section("clients", "Clients", tables),
+        _examples(summary),
+        _files(summary),
     )
-    return page(title, body)
+    header = f"<p>{escape(summary.description)}</p>"
+    return page(title, header, tiles(figures) + "".join(sections))
 
 
 def _examples(summary: DataSummary) -> str:

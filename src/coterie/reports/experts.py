@@ -12,8 +12,8 @@ from statistics import fmean
 from coterie.core.result import Choices as GateChoices
 from coterie.core.result import Result
 from coterie.reports import chart
-from coterie.reports.chart import Line, Style
-from coterie.reports.classes import anchored_classes, class_order, look_of, percentages
+from coterie.reports.chart import Line, Style, look_of
+from coterie.reports.classes import anchored_classes, class_order, percentages
 from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
 from coterie.reports.parts import captioned, escape, folded, legend, table, thinned, unseen
 

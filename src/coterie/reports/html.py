@@ -17,7 +17,7 @@ from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
-from coterie.reports.parts import escape, page, prose, section, size
+from coterie.reports.parts import computed_with, introduction, notes, page, prose, section, size
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
 
@@ -35,6 +35,22 @@ TEXTS = (
 )
 
 
+# what the navigation calls each section, and its heading
+SECTIONS = {
+    "scores": ("Scores", "{metric}"),
+    "clients": ("Clients", "Spread between clients"),
+    "training": ("Training", "{name} over training"),
+    "weights": ("Collaboration", "Collaboration"),
+    "labels": ("Classes", "Who has which classes"),
+    "experts": ("Experts", "Which expert is chosen for which class"),
+    "routers": ("Routers", "Router scores over training"),
+    "privacy": ("Privacy", "Privacy over training"),
+    "audit": ("Audit", "What the shared part reveals"),
+    "texts": ("Texts", "Which expert reads which token"),
+    "costs": ("Costs", "What it cost"),
+}
+
+
 def write_report(folder: Path, results: Sequence[Result], description: str) -> None:
     """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and
     `routing.json` that are there.
@@ -48,54 +64,21 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
         SaveError: It could not be written.
     """
     result, rows = results[-1], rows_of(results)
-    metric = result.metric
-    routing = Routing.read_any(folder)
-    about = f"seed {result.seed}, {result.rounds} rounds, {_made_with(result)}"
-    sections = {
-        "scores": section(
-            "scores",
-            _heading(metric),
-            _scored(rows),
-            _scores(rows),
-            _kept(rows),
-            _verdict(rows, result.method),
-            _notes(comparability(rows, result.method)),
-        ),
-        "training": section(
-            "training", f"{metric.name.capitalize()} over training", _curves(results)
-        ),
-        "weights": _collaboration(results),
-        "labels": _labels(results),
-        "experts": _experts(results),
-        "routers": section(
-            "routers",
-            "Router scores over training",
-            *router_panels(folder / "metrics.jsonl", result.clients),
-        ),
-        "privacy": section(
-            "privacy", "Privacy over training", *_privacy(folder / "metrics.jsonl", result)
-        ),
-        "audit": section(
-            "audit", "What the shared part reveals", *audited(AuditResult.read_any(folder))
-        ),
-        "texts": section(
-            "texts",
-            "Which expert reads which token",
-            TEXTS,
-            _of_how_many(routing, result),
-            tokens.routing(routing),
-        )
-        if routing
-        else "",
-        "costs": section(
-            "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
-        ),
+    metrics, routing = folder / "metrics.jsonl", Routing.read_any(folder)
+    parts = _parts(rows, results, result.method, comparability(rows, result.method)) | {
+        "routers": router_panels(metrics, result.clients),
+        "privacy": _privacy(metrics, result),
+        "audit": audited(AuditResult.read_any(folder)),
     }
+    if routing:
+        shown, clients = len(routing.texts), len(result.clients)
+        some = f"<p class=note>The first {shown} of {clients} clients.</p>"
+        parts["texts"] = (TEXTS, some if shown < clients else "", tokens.routing(routing))
+    about = f"seed {result.seed}, {result.rounds} rounds"
+    about += computed_with(result.machine, result.versions)
     title = f"{result.recipe}: {METHODS[result.method].title}"
-    write_atomically(
-        folder / "report.html",
-        page(title, _body(title, description, about, _headline(rows, result), sections)),
-    )
+    header = introduction(description, about)
+    _write(folder, title, header, _headline(rows, result), result.metric, parts)
 
 
 def write_comparison(folder: Path, comparison: Comparison, description: str) -> None:
@@ -110,51 +93,66 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
         SaveError: It could not be written.
     """
     rows, seeds = comparison.rows, comparison.seeds
-    metric = rows[0].metric
     firsts = [folder / r.method / f"seed-{seeds[0]}" for r in rows]
     results = [Result.read(path) for path in firsts if (path / RESULT).exists()]
-    about = (
-        f"{len(seeds)} {'seed' if len(seeds) == 1 else 'seeds'} ({', '.join(map(str, seeds))}), "
-        f"{_made_with(comparison)}"
-    )
+    several = len(seeds) > 1
     deviation = (
         "<p>± is the sample standard deviation over seeds.</p>"
-        if len(seeds) > 1
+        if several
         else "<p>One seed: no standard deviation.</p>"
     )
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
-    sections = {
-        "scores": section(
-            "scores",
-            _heading(metric),
+    parts = _parts(rows, results, comparison.own, comparison.notes, deviation, first)
+    parts["clients"] = _spread(rows, results)
+    about = f"{len(seeds)} seed{'s' * several} ({', '.join(map(str, seeds))})"
+    about += computed_with(comparison.machine, comparison.versions)
+    title = f"{comparison.recipe}: {len(rows)} methods"
+    _write(folder, title, introduction(description, about), "", rows[0].metric, parts)
+
+
+def _parts(
+    rows: Sequence[Row],
+    results: Sequence[Result],
+    own_method: str,
+    remarks: Sequence[str],
+    deviation: str = "",
+    note: str = "",
+) -> dict[str, Sequence[str]]:
+    """Return the parts of the sections that runs and comparisons have, by name; some are empty.
+
+    Args:
+        rows: The rows of the tables.
+        results: The results that are drawn, the run's own last.
+        own_method: The method that the verdict is about.
+        remarks: The notes below the scores.
+        deviation: An explanation of deviations.
+        note: A note above pictures.
+    """
+    own_first = {METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]}
+    once = max((r.once_bytes or 0 for r in results), default=0)
+    in_addition = (
+        f"<p>In addition, the common expert is sent once to every client that embeds data with it: "
+        f"{size(once)}.</p>"
+    )
+    text = verdict(rows, own_method)
+    pictures: dict[str, Sequence[str]] = {
+        "training": (_curves(results),) if results else (),
+        "weights": collaboration(own_first),
+        "labels": classes(results[-1]) if results else (),  # all methods have the same
+        "experts": experts(own_first),
+    }
+    return {
+        "scores": (
             _scored(rows),
             deviation,
             _scores(rows),
             _kept(rows),
-            _verdict(rows, comparison.own),
-            _notes(comparison.notes),
+            f'<p class="verdict">{prose(text)}</p>' if text else "",
+            notes(remarks),
         ),
-        "clients": section("clients", "Spread between clients", *_spread(rows, results)),
-        "training": section(
-            "training", f"{metric.name.capitalize()} over training", first, _curves(results)
-        )
-        if results
-        else "",
-        "weights": _collaboration(results, first),
-        "labels": _labels(results, first),
-        "experts": _experts(results, first),
-        "costs": section(
-            "costs", "What it cost", COSTS, _once(results), _costs(rows, results), PEAK
-        ),
+        **{id: (note, *drawn) for id, drawn in pictures.items() if drawn},
+        "costs": (COSTS, in_addition if once else "", _costs(rows, results), PEAK),
     }
-    title = f"{comparison.recipe}: {len(rows)} methods"
-    write_atomically(
-        folder / "report.html", page(title, _body(title, description, about, "", sections))
-    )
-
-
-def _heading(metric: MetricInfo) -> str:
-    return str(metric).capitalize()
 
 
 def _scored(rows: Sequence[Row]) -> str:
@@ -183,79 +181,20 @@ def _scored(rows: Sequence[Row]) -> str:
     )
 
 
-def _collaboration(results: Sequence[Result], note: str = "") -> str:
-    """Return the section of collaboration weights, the last method first; "" without any."""
-    parts = collaboration({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
-    return section("weights", "Collaboration", note, *parts) if parts else ""
-
-
-def _labels(results: Sequence[Result], note: str = "") -> str:
-    """Return the section of labels; all methods have the same."""
-    parts = classes(results[-1]) if results else ()
-    return section("labels", "Who has which classes", note, *parts) if parts else ""
-
-
-def _experts(results: Sequence[Result], note: str = "") -> str:
-    """Return the section of pools, the last method first; "" if no method has any."""
-    parts = experts({METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]})
-    return (
-        section("experts", "Which expert is chosen for which class", note, *parts) if parts else ""
-    )
-
-
-def _once(results: Sequence[Result]) -> str:
-    """Return a sentence on the cost of the common expert; "" without one."""
-    once = max((r.once_bytes or 0 for r in results), default=0)
-    return (
-        f"<p>In addition, the common expert is sent once to every client that embeds data with it: "
-        f"{size(once)}.</p>"
-        if once
-        else ""
-    )
-
-
-def _of_how_many(routing: Routing, result: Result) -> str:
-    shown, clients = len(routing.texts), len(result.clients)
-    return f"<p class=note>The first {shown} of {clients} clients.</p>" if shown < clients else ""
-
-
-def _made_with(result: Result | Comparison) -> str:
-    machine, versions = result.machine, result.versions
-    parts = [machine.device, machine.dtype] if machine else []
-    parts += [f"coterie {versions.coterie}", f"torch {versions.torch}"] if versions else []
-    return ", ".join(parts)
-
-
-def _body(title: str, description: str, about: str, tiles: str, sections: Mapping[str, str]) -> str:
-    names = {
-        "scores": "Scores",
-        "training": "Training",
-        "weights": "Collaboration",
-        "labels": "Classes",
-        "experts": "Experts",
-        "routers": "Routers",
-        "privacy": "Privacy",
-        "audit": "Audit",
-        "texts": "Texts",
-        "clients": "Clients",
-        "costs": "Costs",
-    }
-    links = "".join(f'<a href="#{id}">{names[id]}</a>' for id, shown in sections.items() if shown)
-    return (
-        f"<header><h1>{escape(title)}</h1><p>{escape(description)}</p><p "
-        f"class=about>{escape(about)}</p></header>"
-        f'<nav aria-label="Sections">{links}</nav><main>{tiles}{"".join(sections.values())}</main>'
-    )
-
-
-def _verdict(rows: Sequence[Row], own_method: str) -> str:
-    text = verdict(rows, own_method)
-    return f'<p class="verdict">{prose(text)}</p>' if text else ""
-
-
-def _notes(notes: Sequence[str]) -> str:
-    return (
-        '<ul class="notes">' + "".join(f"<li>{prose(note)}</li>" for note in notes) + "</ul>"
-        if notes
-        else ""
-    )
+def _write(
+    folder: Path,
+    title: str,
+    header: str,
+    tiles: str,
+    metric: MetricInfo,
+    parts: Mapping[str, Sequence[str]],
+) -> None:
+    """Write the page of the sections that have parts, with a link to each."""
+    names = {"metric": str(metric).capitalize(), "name": metric.name.capitalize()}
+    sections, links = "", ""
+    for id, (link, heading) in SECTIONS.items():
+        if shown := section(id, heading.format(**names), *parts.get(id, ())):
+            sections += shown
+            links += f'<a href="#{id}">{link}</a>'
+    nav = f'<nav aria-label="Sections">{links}</nav>'
+    write_atomically(folder / "report.html", page(title, header, tiles + sections, nav))

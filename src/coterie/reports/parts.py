@@ -12,18 +12,12 @@ from typing import TypeVar
 
 from coterie.core.metrics import best
 from coterie.core.printing import printable
-from coterie.core.result import MetricInfo
+from coterie.core.result import Machine, MetricInfo, Versions
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light
 # and on a dark ground.
-BLUE, VERMILION, GREEN, PINK, ORANGE, SKY = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-)
+BLUE, VERMILION, GREEN, PINK = "#0072b2", "#d55e00", "#009e73", "#cc79a7"
+ORANGE, SKY = "#e69f00", "#56b4e9"
 GREY, BROWN = "#7d8590", "#9c6b3f"
 COLOURS = (BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GREY, BROWN)
 T = TypeVar("T")
@@ -39,18 +33,12 @@ class Cell:
     Args:
         text: The text as people read it, not yet escaped.
         share: The length of the bar behind it, in [0, 1]; None: no bar.
-        best: Whether it is the best of its column.
+        best: Whether it is the best of its column; a bar has no such mark.
     """
 
     text: str
     share: float | None = None
     best: bool = False
-
-    def html(self, typeset: Callable[[str], str]) -> str:
-        """Return the cell as HTML; `typeset` converts its text."""
-        bar = "" if self.share is None else f' class="bar" style="--share:{100 * self.share:.1f}%"'
-        best = " class=best" if self.best and not bar else ""
-        return f"<td{bar}{best}>{typeset(self.text)}</td>"
 
 
 def escape(text: str) -> str:
@@ -77,23 +65,25 @@ def table(
     """
     shown = typeset or escape
     head = "".join(f'<th scope="col">{shown(name)}</th>' for name in header)
-    lines = "".join(
-        f"<tr{' class=best' if k == best else ''}>{_row_name(first, shown)}"
-        f"{''.join(_cell(cell).html(shown) for cell in rest)}</tr>"
-        for k, (first, *rest) in enumerate(rows)
-    )
+    lines = ""
+    for k, row in enumerate(rows):
+        first, *cells = (cell if isinstance(cell, Cell) else Cell(cell) for cell in row)
+        lines += f'<tr{" class=best" * (k == best)}><th scope="row">{shown(first.text)}</th>'
+        for cell in cells:
+            look = " class=best" * cell.best
+            if cell.share is not None:
+                look = f' class="bar" style="--share:{100 * cell.share:.1f}%"'
+            lines += f"<td{look}>{shown(cell.text)}</td>"
+        lines += "</tr>"
     return (
-        f"<div "
-        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
+        "</div>"
     )
 
 
-def _cell(cell: Cell | str) -> Cell:
-    return cell if isinstance(cell, Cell) else Cell(cell)
-
-
-def _row_name(cell: Cell | str, shown: Callable[[str], str]) -> str:
-    return f'<th scope="row">{shown(_cell(cell).text)}</th>'
+def by_columns(columns: Mapping[str, Sequence[Cell | str]], best: int | None = None) -> str:
+    """Return a table of columns by their names, see `table`."""
+    return table(list(columns), list(zip(*columns.values(), strict=True)), best)
 
 
 def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
@@ -148,6 +138,11 @@ def figure(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
+def plus_minus(mean: float, std: float | None) -> str:
+    """Return a mean with its standard deviation, if there is one."""
+    return figure(mean) + ("" if std is None else f" ± {figure(std)}")
+
+
 def prose(text: str) -> str:
     """Return a sentence as HTML, with text between backticks as code."""
     return re.sub("`(.*?)`", r"<code>\1</code>", escape(text))
@@ -185,11 +180,8 @@ def folded(summary: str, content: str, narrow: bool = False) -> str:
         narrow: Whether it is folded in a narrow window only.
     """
     opened = " open class=narrow" if narrow else ""
-    return (
-        f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>"
-        if content
-        else ""
-    )
+    shown = f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>"
+    return shown if content else ""
 
 
 def tiles(items: Sequence[tuple[str, str]]) -> str:
@@ -207,18 +199,17 @@ def level(count: int, most: int) -> int:
 
 def legend(items: Iterable[tuple[str, str]]) -> str:
     """Return a legend of pairs: a sample's HTML, and a name that is not yet escaped."""
-    return (
-        '<ul class="legend">'
-        + "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items)
-        + "</ul>"
-    )
+    shown = "".join(f"<li>{sample} {escape(name)}</li>" for sample, name in items)
+    return f'<ul class="legend">{shown}</ul>'
 
 
-VERDICTS: Mapping[bool | None, str] = {
-    True: "holds",
-    False: "does not hold",
-    None: "undecided",
-}
+def notes(sentences: Iterable[str]) -> str:
+    """Return a list of sentences, with text between backticks as code; "" without any."""
+    items = "".join(f"<li>{prose(sentence)}</li>" for sentence in sentences)
+    return f'<ul class="notes">{items}</ul>' if items else ""
+
+
+VERDICTS: Mapping[bool | None, str] = {True: "holds", False: "does not hold", None: "undecided"}
 _CLASSES: Mapping[bool | None, str] = {True: "holds", False: "fails", None: "open"}
 
 
@@ -247,16 +238,36 @@ def section(id: str, title: str, *parts: str) -> str:
     return f'<section id="{id}"><h2>{escape(title)}</h2>{shown}</section>' if shown else ""
 
 
-def page(title: str, body: str) -> bytes:
-    """Return the whole file: styles and script inline, nothing from elsewhere."""
+def page(title: str, header: str, main: str, nav: str = "") -> bytes:
+    """Return the whole file: styles and script inline, nothing from elsewhere.
+
+    Args:
+        title: The title, not yet escaped.
+        header: The HTML below the title.
+        main: The HTML of the sections.
+        nav: The HTML between the two.
+    """
     style, script = (
         files("coterie.reports").joinpath(name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")
     )
     text = (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" '
-        'href="data:,">'
-        f"<style>{style}</style></head><body>{body}<script>{script}</script></body></html>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<link rel="icon" href="data:,"><style>{style}</style></head><body>'
+        f"<header><h1>{escape(title)}</h1>{header}</header>{nav}<main>{main}</main>"
+        f"<script>{script}</script></body></html>"
     )
     return text.encode()
+
+
+def computed_with(machine: Machine | None, versions: Versions | None) -> str:
+    """Return what a result was computed with, each after a comma."""
+    parts = [machine.device, machine.dtype] if machine else []
+    parts += [f"coterie {versions.coterie}", f"torch {versions.torch}"] if versions else []
+    return "".join(f", {part}" for part in parts)
+
+
+def introduction(description: str, about: str) -> str:
+    """Return the description of a page and, in small print, what it was computed with."""
+    return f"<p>{escape(description)}</p><p class=about>{escape(about)}</p>"

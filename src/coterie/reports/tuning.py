@@ -28,12 +28,16 @@ from coterie.reports.parts import (
     VERMILION,
     Cell,
     bars,
+    by_columns,
+    captioned,
+    computed_with,
     escape,
     figure,
     folded,
+    introduction,
     legend,
+    notes,
     page,
-    prose,
     section,
     table,
 )
@@ -104,11 +108,8 @@ def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
     Raises:
         SaveError: It could not be written.
     """
-    versions, machine = tuning.versions, tuning.machine
-    software = "" if versions is None else f", coterie {versions.coterie}, torch {versions.torch}"
-    where = "" if machine is None else f", {machine.device}, {machine.dtype}"
-    about = f"seeds {', '.join(map(str, tuning.seeds))}{where}{software}"
-    notes = "".join(f"<li>{prose(note)}</li>" for note in tuning.notes)
+    computed = computed_with(tuning.machine, tuning.versions)
+    about = f"seeds {', '.join(map(str, tuning.seeds))}{computed}"
     which = f"{str(tuning.metric).capitalize()}, averaged over clients; {direction(tuning.metric)}."
     parts = [
         section(
@@ -117,14 +118,13 @@ def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
             f"<p>{escape(which)}</p><p>{escape(tuning.effort)}</p>",
             _table(tuning),
             "".join(f"<p class=note>{escape(note)}</p>" for note in READING),
-            f'<ul class="notes">{notes}</ul>' if notes else "",
+            notes(tuning.notes),
         ),
         *(_picture(k, row, tuning.metric) for k, row in enumerate(tuning.rows) if row.tried),
     ]
     title = f"{tuning.recipe}: settings of {len(tuning.rows)} methods"
-    head = f"<h1>{escape(title)}</h1><p>{escape(description)}</p>"
-    body = f"<header>{head}<p class=about>{escape(about)}</p></header><main>{''.join(parts)}</main>"
-    write_atomically(folder / TUNED_PAGE, page(title, body))
+    shown = page(title, introduction(description, about), "".join(parts))
+    write_atomically(folder / TUNED_PAGE, shown)
 
 
 def _table(tuning: Tuning) -> str:
@@ -151,7 +151,7 @@ def _table(tuning: Tuning) -> str:
         "iterations": bars([row.iterations if row.tried else None for row in rows], ",.0f"),
         "recipe": [row.recipe for row in rows],
     }
-    return table(list(columns), list(zip(*columns.values(), strict=True)))
+    return by_columns(columns)
 
 
 def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
@@ -223,8 +223,7 @@ def _panel(
         across="ratios" if ratios else "values",
         ticks=sorted(styles) if key == ROUNDS else (),
     )
-    drawn = chart.panel(title, lines, axes)
-    return f"<figure><figcaption>{escape(title)}</figcaption>{drawn}</figure>"
+    return captioned(title, "", chart.panel(title, lines, axes))
 
 
 def _trials(row: TunedRow, metric: MetricInfo) -> str:

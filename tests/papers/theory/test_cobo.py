@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coterie.reports.mathematics import plain
 from theorems import THEOREMS, Experiment
 from theorems import cobo as module
 from theorems.cobo_problem import Clusters, CoBo, polygon, safe_step, surrounding
 from theorems.cobo_runs import Run, Setting, measure
 from theorems.cobo_search import search
+from theorems.mathematics import plain
 from theory.typeset import check_page
 
 NAME = "cobo/theorem-1"

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import CoterieError
-from coterie.reports.mathematics import plain
 from theorems import THEOREMS, Experiment
 from theorems.comigs import (
     Quadratic,
@@ -22,6 +21,7 @@ from theorems.comigs import (
 )
 from theorems.experiment import excess
 from theorems.linear_experts import LinearExperts, Point, exclusive_or, newton, softmax
+from theorems.mathematics import plain
 from theory.typeset import check_page
 
 CONTRACTION, EXPERTS = "comigs/theorem-2.1", "comigs/theorem-g.2"

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 from torch import Generator, Tensor
 
-from coterie.reports.mathematics import plain
 from theorems import THEOREMS, Experiment, ddome, ddome_model, ddome_training
 from theorems.ddome_model import (
     DRAWS,
@@ -30,6 +29,7 @@ from theorems.ddome_model import (
     likelihood,
 )
 from theorems.ddome_training import Size, train_disjointly
+from theorems.mathematics import plain
 from theory.typeset import check_page
 
 NAME = "ddome/theorem-1"

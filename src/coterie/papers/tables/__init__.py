@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parent
 Scale = Literal["small", "paper"]
 SCALES: tuple[Scale, ...] = ("small", "paper")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
+Grids = Mapping[Scale, Mapping[str, tuple[Any, ...]]]  # keys of a recipe, and values to choose from
 Figure = Literal["mean", "best", "best_of_last_ten", "gate_error"]
 
 
@@ -34,155 +35,153 @@ class Regime(_Strict):
 
 
 class Row(_Strict):
-    """One row: a method, and what it sets beside the recipe's."""
+    """One row: a method, and what it sets beside the recipe's.
+
+    Attributes:
+        columns: Only in these; () for all.
+        sweep: Keys and values; the best on validation at the first seed is the row's.
+        search: Likewise, but only where rows are tuned, all with the same effort.
+    """
 
     title: str
     method: str
-    columns: tuple[str, ...] = ()  # only in these; () for all
+    columns: tuple[str, ...] = ()
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
-    sweep: Mapping[
-        Scale, Mapping[str, tuple[Any, ...]]
-    ] = {}  # keys and values; the best on validation at the first seed is the row's
-    search: Mapping[
-        Scale, Mapping[str, tuple[Any, ...]]
-    ] = {}  # likewise, but only where rows are tuned, all with the same effort
+    sweep: Grids = {}
+    search: Grids = {}
 
 
 class Column(_Strict):
-    """One data set and base at a scale or two, with the rows that it has settings of its own
-    for.
+    """One data set and base at a scale or two.
+
+    Attributes:
+        tune: Keys that every row chooses for itself, as by its sweep.
+        rows: Settings for single rows.
     """
 
     title: str
     recipes: Mapping[Scale, str]
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
-    tune: Mapping[
-        Scale, Mapping[str, tuple[Any, ...]]
-    ] = {}  # keys that every row chooses for itself, as by its sweep
+    tune: Grids = {}
     rows: Mapping[str, Settings] = {}
 
 
-class Lower(_Strict):
-    """Every row of `lower` has a smaller mean than every row of `than`."""
+class _Stated(_Strict):
+    """A statement of a paper on some columns, with its place in the paper."""
 
-    kind: Literal["lower"] = "lower"
     says: str
     source: str
     columns: tuple[str, ...]
-    lower: tuple[str, ...]
-    than: tuple[str, ...]
-    clients: tuple[str, ...] = ()  # of these clients; () for the mean over all
-    group: str | None = None  # of these unseen clients, after the last round
-    only_with: Mapping[str, Mapping[str, str]] = {}  # rows that stand for others, by what they add
 
 
-class Better(_Strict):
-    """Every row of `better` has a better mean than every row of `than`, in the direction of the
-    column's metric.
+class Replaceable(_Stated):
+    """A statement that may hold only with other rows in place of its own.
+
+    Attributes:
+        only_with: Rows that stand for others, by what they add.
     """
 
-    kind: Literal["better"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
-    better: tuple[str, ...]
-    than: tuple[str, ...]
-    by: Annotated[float, Field(ge=0)] = 0.0  # at least so much, in the metric's unit
-    clients: tuple[str, ...] = ()
-    group: str | None = None
     only_with: Mapping[str, Mapping[str, str]] = {}
 
 
-class Near(_Strict):
+class Compared(Replaceable):
+    """A comparison of rows.
+
+    Attributes:
+        clients: Of these clients; () for the mean over all.
+        group: Of these unseen clients, after the last round.
+    """
+
+    clients: tuple[str, ...] = ()
+    group: str | None = None
+
+
+class Lower(Compared):
+    """Every row of `lower` has a smaller mean than every row of `than`."""
+
+    kind: Literal["lower"] = "lower"
+    lower: tuple[str, ...]
+    than: tuple[str, ...]
+
+
+class Better(Compared):
+    """Every row of `better` has a better mean than every row of `than`, in the direction of the
+    column's metric, by at least `by` in its unit.
+    """
+
+    kind: Literal["better"]
+    better: tuple[str, ...]
+    than: tuple[str, ...]
+    by: Annotated[float, Field(ge=0)] = 0.0
+
+
+class Near(Compared):
     """A row's mean is at most `within` of the best of some worse than that: a share of it or,
     with `points`, in the metric's unit.
     """
 
     kind: Literal["near"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     best_of: tuple[str, ...]
     within: Annotated[float, Field(gt=0)]
     points: bool = False
-    clients: tuple[str, ...] = ()
-    group: str | None = None
-    only_with: Mapping[str, Mapping[str, str]] = {}
 
 
-class Weights(_Strict):
+class Weights(_Stated):
     """At the end at most this share of a row's collaboration weights, its W error, is on the
     wrong side; of the mean over seeds.
     """
 
     kind: Literal["weights"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     at_most: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
-class Improved(_Strict):
+class Improved(_Stated):
     """At least this many percent of a row's clients do better than alone (Imp.%)."""
 
     kind: Literal["improved"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     at_least: Annotated[float, Field(ge=0, le=100)]
 
 
-class Gate(_Strict):
+class Gate(_Stated):
     """At least this share of the samples of unseen clients, in percent, goes to an expert whose
     anchor has their class.
     """
 
     kind: Literal["gate"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     at_least: Annotated[float, Field(ge=0, le=100)]
 
 
-class Routers(_Strict):
+class Routers(Replaceable):
     """The change of the mean routing weight of the generalist over training, averaged over clients
     and blocks.
     """
 
     kind: Literal["routers"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     generalist: Literal["falls", "below half at the end"]
-    only_with: Mapping[str, Mapping[str, str]] = {}
 
 
-class Favours(_Strict):
+class Favours(_Stated):
     """A client gives one other client more weight than any other, in the mean over training."""
 
     kind: Literal["favours"]
-    says: str
-    source: str
-    columns: tuple[str, ...]
     row: str
     client: str
     most: str
 
 
-Compared = Lower | Better | Near
-Replaceable = Compared | Routers  # which may hold only with other rows in place of its own
 Statement = Lower | Better | Near | Weights | Improved | Gate | Routers | Favours
 
 
 class Picture(_Strict):
-    """The content of a figure, of the first seed but for `sweep` and `bars`.
+    """The content of a figure, of the first seed but for `sweep` and `bars`. Without rows, columns
+    or clients, it is of all; without a title, that says what is drawn.
 
     `clients`: test metric over iterations by client; `mean`: the same averaged over clients;
     `curves`: like `mean`, one broad panel for each column; `routers`: router scores; `sweep`: the
@@ -208,10 +207,10 @@ class Picture(_Strict):
         "experts",
         "gate",
     ]
-    title: str | None = None  # default: what is drawn
-    rows: tuple[str, ...] = ()  # () for all
-    columns: tuple[str, ...] = ()  # () for all
-    clients: tuple[str, ...] = ()  # () for all
+    title: str | None = None
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    clients: tuple[str, ...] = ()
     iterations: tuple[int, ...] = ()  # of `weights`: the nearest evaluations; () for five of them
 
 
@@ -258,21 +257,14 @@ class Reproduction(_Strict):
 
     @model_validator(mode="after")
     def _names(self) -> "Reproduction":
-        published = (self.published, self.published_improved)
-        rows = [r for c in self.columns.values() for r in c.rows] + [
-            r for known in published for r in known
-        ]
-        rows += [r for s in self.statements for r in (*spoken_of(s), *stand_ins(s))] + [
-            r for p in self.pictures for r in p.rows
-        ]
-        columns = [c for spoken in (*self.statements, *self.pictures) for c in spoken.columns]
-        cells = [p for known in published for p in known.values()]
-        columns += [c for p in cells for c in p] + [
-            c for r in self.rows.values() for c in r.columns
-        ]
-        if unknown := sorted(
-            {r for r in rows if r not in self.rows} | {c for c in columns if c not in self.columns}
-        ):
+        published = [*self.published.items(), *self.published_improved.items()]
+        rows = {r for c in self.columns.values() for r in c.rows} | {r for r, _ in published}
+        rows |= {r for s in self.statements for r in (*spoken_of(s), *stand_ins(s))}
+        rows |= {r for p in self.pictures for r in p.rows}
+        columns = {c for part in (*self.statements, *self.pictures) for c in part.columns}
+        columns |= {c for _, cells in published for c in cells}
+        columns |= {c for r in self.rows.values() for c in r.columns}
+        if unknown := sorted((rows - self.rows.keys()) | (columns - self.columns.keys())):
             raise ValueError(f"no such row or column: {', '.join(unknown)}")
         if self.regime and self.regime not in _regimes():
             raise ValueError(f"no such regime: {self.regime}")
@@ -297,7 +289,9 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
     return (statement.row,)
 
 
-def with_other_rows(statement: Replaceable, rows: Mapping[str, str]) -> Replaceable:
+def with_other_rows(
+    statement: Lower | Better | Near | Routers, rows: Mapping[str, str]
+) -> Lower | Better | Near | Routers:
     """Return a statement of other rows: those that `rows` gives for its own."""
 
     def others(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from coterie.reports.mathematics import plain, typeset
+from theorems.mathematics import plain, typeset
 
 
 def math(text: str) -> str:
