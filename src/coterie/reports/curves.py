@@ -12,8 +12,8 @@ from coterie.core.metrics import mean, prediction
 from coterie.core.result import ClientResult, Evaluation, Result
 from coterie.methods import METHODS
 from coterie.reports import chart, tokens
-from coterie.reports.chart import Line, Style
-from coterie.reports.parts import BLUE, COLOURS, captioned, folded, legend, thinned, unseen
+from coterie.reports.chart import Line, Style, look_of
+from coterie.reports.parts import BLUE, captioned, folded, legend, thinned, unseen
 from coterie.reports.tokens import Expert
 
 Value = Callable[[Evaluation], float]  # the value of a curve at an evaluation
@@ -46,8 +46,8 @@ def _curves(results: Sequence[Result]) -> str:
     windows, series = _series(results)
     last = max((at(e) for points in series for e in points), default=0)
     styles = [
-        Style(COLOURS[k % len(COLOURS)], k, marked=_marked(r, p))
-        for k, r, p in zip(looks, results, series, strict=True)
+        look_of(k, r.rounds > 0 and len(points) <= chart.MARKED)
+        for k, r, points in zip(looks, results, series, strict=True)
     ]
     # Every method starts from the base, so that all curves begin where it stands.
     base = next((r for r in results if r.method == "pretrained"), None)
@@ -56,17 +56,11 @@ def _curves(results: Sequence[Result]) -> str:
         points = [(at(e), value(e)) for e in thinned(evaluations, POINTS)]
         start = [(0, value(base.evaluations[0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
-        return Line(
-            level if result.rounds == 0 else start + points,
-            METHODS[result.method].title,
-            style,
-        )
+        shown = level if result.rounds == 0 else start + points
+        return Line(shown, METHODS[result.method].title, style)
 
     def lines(value: Value) -> list[Line]:
-        return [
-            line(r, points, style, value)
-            for r, points, style in zip(results, series, styles, strict=True)
-        ]
+        return [line(r, p, s, value) for r, p, s in zip(results, series, styles, strict=True)]
 
     axes, ratios = (count, str(metric)), metric.lower_is_better
     mean_title = f"Mean over {len(own_result.clients)} clients"
@@ -75,51 +69,35 @@ def _curves(results: Sequence[Result]) -> str:
     far = ratios and not groups and _far(means[mean_title])
     if far:
         means["The same without the base"] = _trained(means[mean_title])
-    samples = legend(
-        (style.sample, METHODS[r.method].title) for r, style in zip(results, styles, strict=True)
-    )
-    kinds = (
-        {t: t for t in (*means, *own_result.clients)} if far else None
-    )  # each has a range of its own
+    drawn_methods = zip(results, styles, strict=True)
+    samples = legend((style.sample, METHODS[r.method].title) for r, style in drawn_methods)
+    # each has a range of its own
+    kinds = {t: t for t in (*means, *own_result.clients)} if far else None
     whole = chart.panels(means, *axes, broad=True, ratios=ratios, kinds=kinds)
     members = {
         g: [i for i, client in own_result.clients.items() if (client.group or "") == g]
         for g in groups or [""]
     }
     charts = {
-        g: {
-            i: _trained(lines(test_of(i))) if far else lines(test_of(i))
-            for i in clients[: PANELS // len(members)]
-        }
+        g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]}
         for g, clients in members.items()
     }
-    limits = (
-        chart.around(drawn for of_group in charts.values() for drawn in of_group.values())
-        if groups
-        else None
-    )
-    parts = []
+    limits = chart.around(chain.from_iterable(c.values() for c in charts.values()))
+    parts = ""
     for g, drawn in charts.items():
         known = len(members[g])
-        note = (
-            f"<p class=note>The first {len(drawn)} of {known} clients.</p>"
-            if len(drawn) < known
-            else ""
-        )
-        panels = chart.panels(drawn, *axes, limits, ratios=ratios, kinds=kinds)
-        parts.append(
-            note
-            + (folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels)
-        )
+        some = f"<p class=note>The first {len(drawn)} of {known} clients.</p>"
+        parts += some if len(drawn) < known else ""
+        shown = {i: _trained(of_client) for i, of_client in drawn.items()} if far else drawn
+        panels = chart.panels(shown, *axes, limits if g else None, ratios=ratios, kinds=kinds)
+        parts += folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels
     alone = ", without the base" if far else ""
     what = "windows" if prediction(metric) == "token" else "examples"
     part = (
         f"<p class=note>On {windows} {what} of each client's test set, to show progress; the "
         f"tables use the whole test sets.</p>"
     )
-    return (
-        f"{samples}{part if windows else ''}{whole}<h3>Client by client{alone}</h3>{''.join(parts)}"
-    )
+    return f"{samples}{part if windows else ''}{whole}<h3>Client by client{alone}</h3>{parts}"
 
 
 def _far(lines: Sequence[Line]) -> bool:
@@ -169,10 +147,6 @@ def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evalua
     return windows, [r.curve.points if windows and r.curve else r.evaluations for r in results]
 
 
-def _marked(result: Result, points: Sequence[Evaluation]) -> bool:
-    return result.rounds > 0 and len(points) <= chart.MARKED
-
-
 def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str, ...]:
     """Return panels of the mean routing weights over training, from metrics.jsonl; () if no client
     has a router.
@@ -206,11 +180,8 @@ def _privacy(path: Path, result: Result) -> tuple[str, ...]:
     """
     if (privacy := result.privacy) is None:
         return ()
-    lines, style, drawn = (
-        _of_kind(path, "privacy"),
-        Style(BLUE, marked=result.rounds <= chart.MARKED),
-        [],
-    )
+    lines, drawn = _of_kind(path, "privacy"), []
+    style = Style(BLUE, marked=result.rounds <= chart.MARKED)
     curves = {
         "epsilon": ("epsilon", f"Epsilon at delta {privacy.delta:.2g}", 0.0),
         "clip": ("C", "Clipping norm C", privacy.clip),
@@ -219,13 +190,9 @@ def _privacy(path: Path, result: Result) -> tuple[str, ...]:
         # the last exchange of each round counts
         values = {0: start} | {line["round"]: line[key] for line in lines if key in line}
         if len(set(values.values())) > 1:
-            line, limits = (
-                Line(list(values.items()), title, style),
-                (0, 1.06 * max(values.values())),
-            )
-            drawn.append(
-                captioned(title, "", chart.panel(title, [line], chart.Axes("rounds", axis, limits)))
-            )
+            axes = chart.Axes("rounds", axis, (0, 1.06 * max(values.values())))
+            line = Line(list(values.items()), title, style)
+            drawn.append(captioned(title, "", chart.panel(title, [line], axes)))
     return (SPENT, chart.grid(drawn)) if drawn else ()
 
 
@@ -235,14 +202,9 @@ def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
     """
     series: dict[str, list[tuple[int, list[list[float]]]]] = {}
     for line in _of_kind(path, "train"):
-        weights = next(
-            (
-                value
-                for name, value in line.items()
-                if name.startswith("router/") and name != "router/router"
-            ),
-            None,
-        )
+        routers = {name: value for name, value in line.items() if name.startswith("router/")}
+        routers.pop("router/router", None)
+        weights = next(iter(routers.values()), None)
         if weights is not None:
             series.setdefault(line["client"], []).append((line["iteration"], weights))
     return series
@@ -264,27 +226,20 @@ def _depths(
     experts where all are of one kind.
     """
     depth, generalists = len(series[0][1]), sum(expert.key[0] == "g" for expert in mixture)
+    specialists = len(mixture) - generalists
     kinds = [(expert.name, slice(j, j + 1)) for j, expert in enumerate(mixture)]
-    if 0 < generalists < len(mixture):
-        halves = {
-            "generalist": slice(0, generalists),
-            "specialist": slice(generalists, len(mixture)),
-        }
+    if generalists and specialists:
         kinds = [
-            (kind if half.stop - half.start == 1 else f"{kind}s", half)
-            for kind, half in halves.items()
+            ("generalist" + "s" * (generalists > 1), slice(0, generalists)),
+            ("specialist" + "s" * (specialists > 1), slice(generalists, len(mixture))),
         ]
+    strengths = [FAINT + (1 - FAINT) * block / depth for block in range(depth - 1)] + [1.0]
     return [
         Line(
             [(at, sum(weights[block][part])) for at, weights in series],
             f"{name}, block {block + 1}",
-            Style(
-                mixture[part.start].colour,
-                k,
-                1 if block == depth - 1 else FAINT + (1 - FAINT) * block / depth,
-                marked=False,
-            ),
+            Style(mixture[part.start].colour, k, strength, marked=False),
         )
         for k, (name, part) in enumerate(kinds)
-        for block in range(depth)
+        for block, strength in enumerate(strengths)
     ]

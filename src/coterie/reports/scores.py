@@ -17,8 +17,11 @@ from coterie.reports.parts import (
     MANY,
     Cell,
     bars,
+    by_columns,
     escape,
     figure,
+    folded,
+    plus_minus,
     ranked,
     size,
     table,
@@ -27,16 +30,8 @@ from coterie.reports.parts import (
     unseen,
 )
 
-# the share of clients that do better
-QUANTILES = {
-    "best": 0.0,
-    "10 %": 0.1,
-    "25 %": 0.25,
-    "median": 0.5,
-    "75 %": 0.75,
-    "90 %": 0.9,
-    "worst": 1.0,
-}
+QUANTILES = {"best": 0.0, "10 %": 0.1, "25 %": 0.25, "median": 0.5}
+QUANTILES |= {"75 %": 0.75, "90 %": 0.9, "worst": 1.0}  # the share of clients that do better
 COSTS = (
     "<p>Per client. Bytes count the tensors in training messages. A client's state is what it "
     "keeps between rounds: its own parameters, the moments of its optimisers, and counters.</p>"
@@ -52,9 +47,8 @@ def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
     """Return an explanation, and a strip of all clients or, if some are unseen, of each group of
     them, with one range for all.
     """
-    of_group = (
-        {i: client.group or "" for i, client in results[-1].clients.items()} if results else {}
-    )
+    clients = results[-1].clients if results else {}
+    of_group = {i: client.group or "" for i, client in clients.items()}
     strips: dict[str, marks.Strip] = {}
     for group in rows[0].groups or [""]:
         shown = [i for i in rows[0].clients if of_group.get(i, "") == group]
@@ -100,58 +94,30 @@ def _headline(rows: Sequence[Row], result: Result) -> str:
     figures += [_against(own_row, others, group) for group in groups] if others else []
     if (privacy := own_row.privacy) and privacy.epsilon is not None:
         of = ", of an experiment," if privacy.experiment else ""
-        figures.append(
-            (
-                f"{privacy.epsilon:.2f}",
-                f"epsilon{of} at delta {privacy.delta:.2g}, {privacy.where}",
-            )
-        )
-    for group, gate in _gates(result).items():
-        figures.append(
-            (
-                f"{gate:.1f} %",
-                f"gate accuracy of {unseen(group)}: samples given to an expert whose anchor has "
-                f"their class",
-            )
-        )
+        about = f"epsilon{of} at delta {privacy.delta:.2g}, {privacy.where}"
+        figures.append((f"{privacy.epsilon:.2f}", about))
+    for group, choices in result.gates.items():
+        if (gate := choices.gate_accuracy) is not None:
+            about = "samples given to an expert whose anchor has their class"
+            figures.append((f"{gate:.1f} %", f"gate accuracy of {unseen(group)}: {about}"))
     if own_row.improved is not None:
         figures.append((f"{own_row.improved:.0f} %", "of clients do better than alone"))
-    if own_row.weights_error is not None:
-        figures.append(
-            (f"{own_row.weights_error:.2f}", "W error: share of wrong collaboration weights")
-        )
+    if (error := own_row.weights_error) is not None:
+        figures.append((f"{error:.2f}", "W error: share of wrong collaboration weights"))
     figures.append((size(own_row.bytes_up_per_round), "up per client and round"))
     if own_row.state_bytes is not None:
         figures.append((size(own_row.state_bytes), "state of a client"))
     return tiles(figures)
 
 
-def _gates(result: Result) -> dict[str, float]:
-    """Return the final gate accuracy of each group of unseen clients; {} without a gate, or
-    anchors.
-    """
-    return {
-        group: choices.gate_accuracy
-        for group, choices in result.gates.items()
-        if choices.gate_accuracy is not None
-    }
-
-
 def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
     """Return how far a row is from the best other one, for a group of unseen clients or, with "",
     for all; and a text that states which is better.
     """
-
-    def value(row: Row) -> float:
-        return row.mean_of(group)
-
     metric = own_row.metric
-    other = min(others, key=lambda r: sort_key(value(r), metric))
-    (far, counted), ours, theirs = (
-        change(value(own_row), value(other), metric),
-        value(own_row),
-        value(other),
-    )
+    other = min(others, key=lambda r: sort_key(r.mean_of(group), metric))
+    ours, theirs = own_row.mean_of(group), other.mean_of(group)
+    far, counted = change(ours, theirs, metric)
     way = "better than" if better(ours, theirs, metric) else "WORSE than" if far else "from"
     whose, unit = f" of {unseen(group)}" if group else "", " %" if metric.unit == "%" else ""
     return (
@@ -167,18 +133,14 @@ def _scores(rows: Sequence[Row]) -> str:
     """
     clients, metric = list(rows[-1].clients), rows[0].metric
     first, *others = rows[0].groups or [""]
-    means = [figure(r.mean) + (f" ± {figure(r.std)}" if len(r.per_seed) > 1 else "") for r in rows]
-    columns: dict[str, Sequence[Cell | str]] = {
-        "method": [_title(r) for r in rows],
-        unseen(first) if first else "mean": ranked([r.mean for r in rows], metric, texts=means),
-    }
-    for group in others:
-        summaries = [(r.mean_of(group), r.std_of(group), len(r.per_seed) > 1) for r in rows]
-        texts = [
-            figure(mean) + (f" ± {figure(std)}" if several else "")
-            for mean, std, several in summaries
+    columns: dict[str, Sequence[Cell | str]] = {"method": [_title(r) for r in rows]}
+    for group in (first, *others):
+        summaries = [
+            (r.mean_of(group), r.std_of(group) if len(r.per_seed) > 1 else None) for r in rows
         ]
-        columns[unseen(group)] = ranked([mean for mean, _, _ in summaries], metric, texts=texts)
+        texts = [plus_minus(mean, std) for mean, std in summaries]
+        name = unseen(group) if group else "mean"
+        columns[name] = ranked([mean for mean, _ in summaries], metric, texts=texts)
     if first:
         columns |= _of_unseen(rows)
     elif not rows[0].kept_rounds:
@@ -187,25 +149,19 @@ def _scores(rows: Sequence[Row]) -> str:
         if beside.known(rows):
             way = replace(metric, lower_is_better=beside.lower_is_better)
             columns[beside.name] = ranked(list(map(beside.of, rows)), way, beside.digits)
-    few = len(columns) - 3 + len(clients) <= FEW
-    if few:
-        columns |= {i: ranked([r.clients[i] for r in rows], metric) for i in clients}
-    else:
-        ends = {"best client": best_of, "worst client": worst_of}
-        columns |= {
-            name: ranked([end(r.clients.values(), metric) for r in rows], metric)
-            for name, end in ends.items()
-        }
-    shown = table(list(columns), list(zip(*columns.values(), strict=True)))
-    if few:
-        return shown
+    if len(columns) - 3 + len(clients) <= FEW:
+        return by_columns(
+            columns | {i: ranked([r.clients[i] for r in rows], metric) for i in clients}
+        )
+    for name, end in {"best client": best_of, "worst client": worst_of}.items():
+        columns[name] = ranked([end(r.clients.values(), metric) for r in rows], metric)
     if len(clients) > MANY:
-        return shown + _quantiles(rows)
+        return by_columns(columns) + _quantiles(rows)
     everyone = table(
         ["client", *map(_title, rows)],
         [[i, *(figure(r.clients[i]) for r in rows)] for i in clients],
     )
-    return f"{shown}<details><summary>All {len(clients)} clients</summary>{everyone}</details>"
+    return by_columns(columns) + folded(f"All {len(clients)} clients", everyone)
 
 
 def _quantiles(rows: Sequence[Row]) -> str:
@@ -220,10 +176,7 @@ def _quantiles(rows: Sequence[Row]) -> str:
         quantiles = [values[round(share * last)] for share in QUANTILES.values()]
         columns[_title(row)] = [*quantiles, mean(values[-tenth:])]
     names = [*QUANTILES, "mean of the worst tenth"]
-    lines: list[list[Cell | str]] = [
-        [name, *(Cell(figure(values[k])) for values in columns.values())]
-        for k, name in enumerate(names)
-    ]
+    lines = [[name, *(figure(v[k]) for v in columns.values())] for k, name in enumerate(names)]
     last_ones = sorted(own_row.clients, key=lambda i: sort_key(own_row.clients[i], metric))[-NAMED:]
     worst = ", ".join(f"{i} {figure(own_row.clients[i])}" for i in reversed(last_ones))
     return (
@@ -241,21 +194,15 @@ def _kept(rows: Sequence[Row]) -> str:
     if not rows[-1].kept_rounds:
         return ""
     clients = list(rows[-1].clients)
+    kept = {_title(row): row.kept_rounds or {} for row in rows}
     if len(clients) > MANY:
-        return _kept_by_many(rows)
-    lines = [[i, *(f"{(row.kept_rounds or {}).get(i, 0):g}" for row in rows)] for i in clients]
-    shown = table(["client", *map(_title, rows)], lines)
+        counts = [Counter(of_method.values()) for of_method in kept.values()]
+        rounds = sorted({at for count in counts for at in count})
+        lines = [[f"{at:g}", *(f"{count[at]:,}" for count in counts)] for at in rounds]
+        return folded("How many clients kept each round", table(["round", *kept], lines))
+    lines = [[i, *(f"{of_method.get(i, 0):g}" for of_method in kept.values())] for i in clients]
     several = ", mean over seeds" if len(rows[-1].per_seed) > 1 else ""
-    return f"<details><summary>Round that each client kept{several}</summary>{shown}</details>"
-
-
-def _kept_by_many(rows: Sequence[Row]) -> str:
-    """Return how many clients kept the model of each round."""
-    counts = {_title(row): Counter((row.kept_rounds or {}).values()) for row in rows}
-    rounds = sorted({round for of in counts.values() for round in of})
-    lines = [[f"{at:g}", *(f"{of[at]:,}" for of in counts.values())] for at in rounds]
-    shown = table(["round", *counts], lines)
-    return f"<details><summary>How many clients kept each round</summary>{shown}</details>"
+    return folded(f"Round that each client kept{several}", table(["client", *kept], lines))
 
 
 def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
@@ -294,4 +241,4 @@ def _costs(rows: Sequence[Row], results: Sequence[Result]) -> str:
         "MB peak of the process": bars([r.peak_memory_bytes for r in rows], ",.0f", 1e6),
         "seconds, all clients": bars([r.wall_s for r in rows], ",.0f"),
     }
-    return table(list(columns), list(zip(*columns.values(), strict=True)))
+    return by_columns(columns)
