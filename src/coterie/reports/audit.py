@@ -9,7 +9,7 @@ from rich.table import Table
 from coterie.core.result.audit import AuditResult, CanaryResult, Estimate, WordsResult
 from coterie.reports import chart, marks
 from coterie.reports.marks import Interval
-from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, table
+from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, notes, table
 
 OBSERVERS = {"server": "the server", "others": "another client"}
 COLOURS = {"server": VERMILION, "others": BLUE}
@@ -57,15 +57,11 @@ def rows(audit: AuditResult) -> list[list[str]]:
     lines = []
     if canaries:
         exposures = [_interval(result.exposure, 2) for result in canaries]
+        areas = [_interval(result.auc, 2) for result in canaries]
         bounds = [f"{result.epsilon.at_least:.2f}" for result in canaries]
-        chance = f"{canaries[0].exposure.chance:.2f}"
         lines += [
-            ["canary exposure, bits", *exposures, chance],
-            [
-                "canaries told apart, AUC",
-                *(_interval(result.auc, 2) for result in canaries),
-                "0.50",
-            ],
+            ["canary exposure, bits", *exposures, f"{canaries[0].exposure.chance:.2f}"],
+            ["canaries told apart, AUC", *areas, "0.50"],
             ["epsilon is at least", *bounds, "0"],
         ]
     areas = [_interval(result.auc, 2) for result in membership]
@@ -138,16 +134,13 @@ def _members_found(who: str, data: str, auc: Estimate, shift: Estimate) -> str:
 def _words_suggested(words: WordsResult, others: Estimate) -> str:
     """Return how often other clients' models suggest rare words."""
     value, low, high = (f"{100 * end:.1f}" for end in (others.value, others.low, others.high))
-    rate = f"{value} % ({low} to {high} %)"
     sentence = (
-        f"Another client's model suggests {rate} of the {words.words} words that only one client "
-        "has and that the base does not suggest."
+        f"Another client's model suggests {value} % ({low} to {high} %) of the {words.words} words "
+        "that only one client has and that the base does not suggest."
     )
-    if words.control is None:
+    if (control := words.control) is None:
         return sentence
-    return (
-        f"{sentence} Of words that nobody trained on it suggests {100 * words.control.value:.1f} %."
-    )
+    return f"{sentence} Of words that nobody trained on it suggests {100 * control.value:.1f} %."
 
 
 def terminal(audit: AuditResult) -> list[Table]:
@@ -177,43 +170,38 @@ def audited(audit: AuditResult | None) -> tuple[str, ...]:
     """Return the parts of the report's section; () without an audit."""
     if not audit:
         return ()
-    observers = [_of(name, audit) for name in audit.observers]
-    first = table(["", *observers, "by guessing"], rows(audit))
-    notes = (
-        '<ul class="notes">'
-        + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences(audit))
-        + "</ul>"
-    )
-    drawn = [captioned(title, detail, picture) for title, detail, picture in _pictures(audit)]
-    parts = [ABOUT, f"<p class=note>{escape(about(audit))}</p>", notes, chart.grid(drawn), first]
+    header = ["", *(_of(name, audit) for name in audit.observers), "by guessing"]
+    parts = [
+        ABOUT,
+        f"<p class=note>{escape(about(audit))}</p>",
+        notes(sentences(audit)),
+        chart.grid([captioned(title, "", drawn) for title, drawn in _pictures(audit).items()]),
+        table(header, rows(audit)),
+    ]
     if audit.words and audit.words.examples:
         lines = [
             [f"… {e.prompt.strip()}", e.word, e.owner, ", ".join(e.by)]
             for e in audit.words.examples
         ]
-        parts += [
-            EXAMPLES,
-            table(["what was typed", "suggested", "only in the text of", "by the model of"], lines),
-        ]
+        names = ["what was typed", "suggested", "only in the text of", "by the model of"]
+        parts += [EXAMPLES, table(names, lines)]
     return tuple(parts)
 
 
-def _pictures(audit: AuditResult) -> list[tuple[str, str, str]]:
-    """Return the title, the detail beside it and the picture of each measure."""
-    observers, words, pictures = audit.observers, audit.words, []
-    exposures = {
-        name: result.canaries.exposure for name, result in observers.items() if result.canaries
-    }
+def _pictures(audit: AuditResult) -> dict[str, str]:
+    """Return the picture of each measure by its title."""
+    observers, pictures = audit.observers, {}
+    exposures = {name: r.canaries.exposure for name, r in observers.items() if r.canaries}
     if exposures:
         first = next(iter(exposures.values()))
-        drawn = _drawn(audit, exposures, "bits", (0, first.most), first.chance)
-        pictures.append(("Exposure of canaries", "", drawn))
+        pictures["Exposure of canaries"] = _drawn(
+            audit, exposures, "bits", (0, first.most), first.chance
+        )
     areas = {name: result.membership.auc for name, result in observers.items()}
     limits = (min(0.4, *(area.low for area in areas.values())), 1.0)
-    title = f"Training {audit.data} told from others"
-    pictures.append((title, "", _drawn(audit, areas, "AUC", limits, 0.5)))
-    if words and words.words:
-        pictures.append(("Rare words of one client, suggested", "", _words(words)))
+    pictures[f"Training {audit.data} told from others"] = _drawn(audit, areas, "AUC", limits, 0.5)
+    if audit.words and audit.words.words:
+        pictures["Rare words of one client, suggested"] = _words(audit.words)
     return pictures
 
 
@@ -225,14 +213,16 @@ def _drawn(
     chance: float,
 ) -> str:
     """Return a picture of a measure, with a row for each observer."""
-    shown = {}
-    for observer, estimate in values.items():
-        name = _of(observer, audit)
-        tooltip = f"{name}: {_interval(estimate, 3)}"
-        shown[name] = Interval(
-            estimate.value, estimate.low, estimate.high, tooltip, COLOURS[observer]
-        )
+    shown = {
+        _of(observer, audit): _row(_of(observer, audit), estimate, COLOURS[observer])
+        for observer, estimate in values.items()
+    }
     return marks.intervals(shown, unit, limits, chance)
+
+
+def _row(name: str, estimate: Estimate, colour: str) -> Interval:
+    tooltip = f"{name}: {_interval(estimate, 3)}"
+    return Interval(estimate.value, estimate.low, estimate.high, tooltip, colour)
 
 
 def _words(words: WordsResult) -> str:
@@ -243,19 +233,10 @@ def _words(words: WordsResult) -> str:
         ("its own model", words.owner, VERMILION),
         ("not trained on", words.control, GREY),
     )
-    shown = {
-        name: Interval(
-            100 * rate.value,
-            100 * rate.low,
-            100 * rate.high,
-            f"{name}: {_interval(rate, 1, 100)} %",
-            colour,
-        )
-        for name, rate, colour in rates
-        if rate
-    }
-    return marks.intervals(
-        shown,
-        "% among the suggestions",
-        (0, max(1.05 * max(row.high for row in shown.values()), 1.0)),
-    )
+    shown = {}
+    for name, rate, colour in rates:
+        if rate:
+            ends = (100 * end for end in (rate.value, rate.low, rate.high))
+            shown[name] = Interval(*ends, f"{name}: {_interval(rate, 1, 100)} %", colour)
+    most = max(1.05 * max(row.high for row in shown.values()), 1.0)
+    return marks.intervals(shown, "% among the suggestions", (0, most))

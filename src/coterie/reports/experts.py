@@ -2,7 +2,7 @@
 5).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -14,8 +14,8 @@ from coterie.core.result import Result
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style, look_of
 from coterie.reports.classes import anchored_classes, class_order, percentages
-from coterie.reports.heat import Heat, Matrix, heat_map, room, scale, slider
-from coterie.reports.parts import captioned, escape, folded, legend, table, thinned, unseen
+from coterie.reports.heat import Heat, heat_map, room, scale, slider
+from coterie.reports.parts import captioned, escape, folded, table, thinned, unseen
 
 ABOUT_CHOICES = (
     "<p>Test samples, {whose}: the share of each row that the gate sent to each "
@@ -25,6 +25,14 @@ ABOUT_CHOICES = (
 )
 ABOUT_GATE = (
     "<p>Gate accuracy: the share of samples sent to an expert whose anchor has their class.</p>"
+)
+
+ABOUT_ACCURACY = (
+    "<p>Of the test samples that the gate sent to an expert, the share classified correctly.</p>"
+)
+ABOUT_DECISIONS = (
+    "<p>Test samples that the gate sent to an expert whose anchor does not have, or has, their "
+    "class.</p>"
 )
 
 
@@ -56,18 +64,18 @@ class Choices:
         tied = len(anchors) == len(given[0])
         return cls(title, anchors if tied else (), anchored_classes(result) if tied else (), stages)
 
-    @cached_property
+    @property
     def groups(self) -> list[str]:
         """The groups of clients, the headline first."""
         return list(self.stages[-1][1])
 
-    @cached_property
+    @property
     def size(self) -> tuple[int, int]:
         """The number of classes, and the number of experts M."""
         given = self.stages[-1][1][self.groups[0]].given
         return len(given), len(given[0])
 
-    @cached_property
+    @property
     def marked(self) -> bool:
         """Whether curves have markers."""
         return len(self.stages) <= chart.MARKED
@@ -84,13 +92,8 @@ class Choices:
         frames = "".join(
             f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column)
         )
-        return self._heat(
-            group,
-            rows,
-            "share of each class by expert",
-            "class {row}: {value} % to expert {column}",
-            frames,
-        )
+        tooltip = "class {row}: {value} % to expert {column}"
+        return self._heat(group, rows, "each class", tooltip, frames)
 
     def confusion(self, group: str) -> Heat:
         """Return the percentage of each anchor's classes that each expert was given, (M, M); in a
@@ -101,29 +104,20 @@ class Choices:
             {"no anchor": orphans} if orphans else {}
         )
         frames = "".join(f"M{m} {m}h1v1h-1z" for m in range(len(self.anchors)))
-        return self._heat(
-            group,
-            rows,
-            "share of each anchor's classes by expert",
-            "classes of {row}: {value} % to expert {column}",
-            frames,
-        )
+        tooltip = "classes of {row}: {value} % to expert {column}"
+        return self._heat(group, rows, "each anchor's classes", tooltip, frames)
 
     def _heat(
         self, group: str, rows: Mapping[str, Sequence[int]], what: str, tooltip: str, frames: str
     ) -> Heat:
-        stages = [(at, _summed(choices[group].given, rows.values())) for at, choices in self.stages]
+        """Return the percentage of the samples of each row's classes that each expert was given."""
+        stages = [
+            (at, [_share(choices[group].given, classes) for classes in rows.values()])
+            for at, choices in self.stages
+        ]
         experts = [str(m) for m in range(self.size[1])]
-        return Heat(
-            list(rows),
-            experts,
-            stages,
-            100,
-            f"{self.title}: {what}",
-            tooltip,
-            digits=0,
-            frames=frames,
-        )
+        label = f"{self.title}: share of {what} by expert"
+        return Heat(list(rows), experts, stages, 100, label, tooltip, digits=0, frames=frames)
 
     def expert_accuracy(self, group: str) -> list[Line]:
         """Return a line for each expert: its accuracy on the samples that it was given, percent."""
@@ -157,11 +151,9 @@ def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
         at += count
 
 
-def _summed(given: Sequence[Sequence[int]], rows: Iterable[Sequence[int]]) -> Matrix:
-    """Return the percentage of the samples of each row's classes that each expert was given."""
-    return [
-        percentages(map(sum, zip(*(given[c] for c in classes), strict=True))) for classes in rows
-    ]
+def _share(given: Sequence[Sequence[int]], classes: Sequence[int]) -> list[float]:
+    """Return the percentage of the samples of some classes that each expert was given."""
+    return percentages(map(sum, zip(*(given[c] for c in classes), strict=True)))
 
 
 def _rate(choices: GateChoices, expert: int) -> float:
@@ -202,19 +194,17 @@ def choice_maps(all_choices: Sequence[Choices]) -> str:
     """Return for each method heat maps by class and by anchor, with one slider for all; those of
     all groups but the first are folded away.
     """
-    outlined = (
-        " The classes of the expert's own anchor are outlined."
-        if any(choices.anchors for choices in all_choices)
-        else ""
-    )
     first, *others = all_choices[0].groups
-    folds = "".join(
-        folded(f"The same of {unseen(group)}", _staged_maps(all_choices, group)) for group in others
-    )
+    anchored = any(choices.anchors for choices in all_choices)
+    outlined = " The classes of the expert's own anchor are outlined." * anchored
+    about = ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
     return (
-        ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
+        about
         + _staged_maps(all_choices, first)
-        + folds
+        + "".join(
+            folded(f"The same of {unseen(group)}", _staged_maps(all_choices, group))
+            for group in others
+        )
     )
 
 
@@ -222,12 +212,10 @@ def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
     """Return the heat maps of a group of clients, with their slider."""
     figures = []
     for choices in all_choices:
-        heats = {"by class": choices.shares(group)} | (
-            {"by anchor, its classes together": choices.confusion(group)} if choices.anchors else {}
-        )
-        figures += [
-            captioned(choices.title, detail, heat_map(heat)) for detail, heat in heats.items()
-        ]
+        figures.append(captioned(choices.title, "by class", heat_map(choices.shares(group))))
+        if choices.anchors:
+            detail, heat = "by anchor, its classes together", choices.confusion(group)
+            figures.append(captioned(choices.title, detail, heat_map(heat)))
     moments = sorted({at for choices in all_choices for at, _ in choices.stages})
     return (
         f'<div class="staged">{slider(moments, "rounds")}{scale("0 % of the row", "100 %")}'
@@ -239,20 +227,14 @@ def gate_curves(all_choices: Sequence[Choices]) -> str:
     """Return a panel for each group of clients: gate accuracy over rounds, with a line for each
     method; "" without anchors.
     """
-    tied = [
-        (choices, look_of(k, choices.marked))
-        for k, choices in enumerate(all_choices)
-        if choices.anchors
-    ]
+    tied = {k: choices for k, choices in enumerate(all_choices) if choices.anchors}
     if not tied:
         return ""
     charts = {
-        unseen(group): [choices.gate_accuracy(group, style) for choices, style in tied]
+        unseen(group): [c.gate_accuracy(group, look_of(k, c.marked)) for k, c in tied.items()]
         for group in all_choices[0].groups
     }
-    samples = (
-        legend((style.sample, choices.title) for choices, style in tied) if len(tied) > 1 else ""
-    )
+    samples = chart.samples(next(iter(charts.values()))) if len(tied) > 1 else ""
     panels = chart.panels(charts, "rounds", "gate accuracy, %", (0, 100))
     return f"<h3>Gate accuracy</h3>{ABOUT_GATE}{samples}{panels}"
 
@@ -260,15 +242,10 @@ def gate_curves(all_choices: Sequence[Choices]) -> str:
 def expert_curves(choices: Choices) -> str:
     """Return a panel for each group of clients: each expert's accuracy over rounds (Fig. 7)."""
     charts = {unseen(group): choices.expert_accuracy(group) for group in choices.groups}
-    samples = legend((line.style.sample, line.name) for line in charts[unseen(choices.groups[0])])
-    about = (
-        "<p>Of the test samples that the gate sent to an expert, the share classified "
-        "correctly.</p>"
-    )
-    return (
-        f"<h3>{escape(choices.title)}: accuracy of each "
-        f"expert</h3>{about}{samples}{chart.panels(charts, 'rounds', 'accuracy, %')}"
-    )
+    samples = chart.samples(charts[unseen(choices.groups[0])])
+    panels = chart.panels(charts, "rounds", "accuracy, %")
+    title = f"<h3>{escape(choices.title)}: accuracy of each expert</h3>"
+    return f"{title}{ABOUT_ACCURACY}{samples}{panels}"
 
 
 def decisions(title: str, result: Result) -> str:
@@ -285,26 +262,14 @@ def decisions(title: str, result: Result) -> str:
     for group in groups:
         chosen = {i: c.experts or () for i, c in result.clients.items() if c.group == group}
         wrong = {i: 1 - _known(right[i]) / 100 for i in chosen}
-        rows = [
-            [
-                i,
-                ", ".join(map(str, chosen[i])),
-                f"{sum(counts[i]) * w:.0f}",
-                f"{sum(counts[i]) * (1 - w):.0f}",
-                f"{100 * w:.1f} %",
-            ]
-            for i, w in wrong.items()
-        ]
+        rows = []
+        for i, w in wrong.items():
+            incorrect, correct = (f"{sum(counts[i]) * share:.0f}" for share in (w, 1 - w))
+            numbers = ", ".join(map(str, chosen[i]))
+            rows.append([i, numbers, incorrect, correct, f"{100 * w:.1f} %"])
         rows.append(["average", "", "", "", f"{100 * fmean(wrong.values()):.1f} %"])
-        tables.append(
-            table(
-                [unseen(group), "experts", "incorrect", "correct", "error rate"], rows, len(wrong)
-            )
-        )
+        header = [unseen(group), "experts", "incorrect", "correct", "error rate"]
+        tables.append(table(header, rows, len(wrong)))
     first, *others = tables
     folds = "".join(folded(unseen(g), t) for g, t in zip(list(groups)[1:], others, strict=True))
-    about = (
-        "<p>Test samples that the gate sent to an expert whose anchor does not have, or has, "
-        "their class.</p>"
-    )
-    return f"<h3>{escape(title)}: decisions of the gate</h3>{about}{first}{folds}"
+    return f"<h3>{escape(title)}: decisions of the gate</h3>{ABOUT_DECISIONS}{first}{folds}"
