@@ -214,15 +214,18 @@ def _drawn(
 ) -> str:
     """Return a picture of a measure, with a row for each observer."""
     shown = {
-        _of(observer, audit): _row(_of(observer, audit), estimate, COLOURS[observer])
+        _of(observer, audit): _row(_of(observer, audit), estimate, COLOURS[observer], 3)
         for observer, estimate in values.items()
     }
     return marks.intervals(shown, unit, limits, chance)
 
 
-def _row(name: str, estimate: Estimate, colour: str) -> Interval:
-    tooltip = f"{name}: {_interval(estimate, 3)}"
-    return Interval(estimate.value, estimate.low, estimate.high, tooltip, colour)
+def _row(
+    name: str, estimate: Estimate, colour: str, digits: int, factor: float = 1, unit: str = ""
+) -> Interval:
+    value, low, high = (factor * end for end in (estimate.value, estimate.low, estimate.high))
+    tooltip = f"{name}: {_interval(estimate, digits, factor)}{unit}"
+    return Interval(value, low, high, tooltip, colour)
 
 
 def _words(words: WordsResult) -> str:
@@ -233,10 +236,6 @@ def _words(words: WordsResult) -> str:
         ("its own model", words.owner, VERMILION),
         ("not trained on", words.control, GREY),
     )
-    shown = {}
-    for name, rate, colour in rates:
-        if rate:
-            ends = (100 * end for end in (rate.value, rate.low, rate.high))
-            shown[name] = Interval(*ends, f"{name}: {_interval(rate, 1, 100)} %", colour)
+    shown = {name: _row(name, rate, colour, 1, 100, " %") for name, rate, colour in rates if rate}
     most = max(1.05 * max(row.high for row in shown.values()), 1.0)
     return marks.intervals(shown, "% among the suggestions", (0, most))

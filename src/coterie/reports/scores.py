@@ -229,7 +229,7 @@ def _costs(rows: Sequence[Row], results: Sequence[Result]) -> str:
         if served
         else {}
     )
-    columns = {
+    columns: dict[str, Sequence[Cell | str]] = {
         "method": [_title(r) for r in rows],
         "trainable parameters": bars([r.trainable_parameters for r in rows], ",.0f"),
         f"of these active per {what}": bars([r.active_parameters for r in rows], ",.0f"),
