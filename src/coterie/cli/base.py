@@ -50,9 +50,9 @@ class _Commands(TyperGroup):
             stray = re.findall(r"[\w.-]+=[^ )]*", error.message)
             if not (stray and "--set" in options and "unexpected extra" in error.message):
                 raise
-            repeated = " ".join(f"--set {setting}" for setting in stray)
-            remedy = f"Repeat --set for each field: ... {repeated}"
-            raise click.UsageError(f"{error.message}. {remedy}", error.ctx) from None
+            settings = " ".join(f"--set {setting}" for setting in stray)
+            problem = f"{error.message}. Repeat --set for each field: ... {settings}"
+            raise click.UsageError(problem, error.ctx) from None
 
 
 app = typer.Typer(
@@ -182,9 +182,9 @@ def _load(recipe: str, overrides: list[str] | None, seed: int | None) -> "Recipe
     )
 
 
-def _line(console: "Console", text: str, wrap: bool = True, style: str | None = None) -> None:
+def _line(console: "Console", text: str, style: str | None = None) -> None:
     """Print a line as it is, without rich's markup and colours."""
-    console.print(text, style=style, markup=False, highlight=False, soft_wrap=not wrap)
+    console.print(text, style=style, markup=False, highlight=False)
 
 
 def _say(line: str) -> None:
@@ -239,10 +239,8 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        print(
-            f"coterie: {printable(f'{where}{error.strerror or error}', lines=True)}",
-            file=sys.stderr,
-        )
+        problem = printable(f"{where}{error.strerror or error}", lines=True)
+        print(f"coterie: {problem}", file=sys.stderr)
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
         # nothing is left to stop, and another signal would interrupt Python's exit

@@ -86,7 +86,7 @@ def reproduce(
                 )
             stem = folder / name.replace("/", "-")
             package.show(console, package.THEOREMS[name](0), stem)
-            _line(console, f"The picture is in {stem}.html.", wrap=False)
+            print(f"The picture is in {stem}.html.")
             return
         from coterie.papers import reproduce as reproduction
         from coterie.papers.job import Job
@@ -121,11 +121,7 @@ def reproduce(
             verdicts(console, said(result))
         for note in notes(result):
             _line(console, f"- {note}")
-        _line(
-            console,
-            f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.",
-            wrap=False,
-        )
+        print(f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.")
 
 
 def _effort(tune: bool, trials: int | None) -> "Effort | None":

@@ -94,10 +94,8 @@ def run(
             from coterie import api
 
         folder = out or _folder(loaded.name, resume or resume_changed)
-        console, trace = (
-            Console(),
-            Profile(folder / "profile" / "trace.json.gz" if profile else None),
-        )
+        console = Console()
+        trace = Profile(folder / "profile" / "trace.json.gz" if profile else None)
         done = api.run(
             loaded,
             out=folder,
@@ -110,11 +108,9 @@ def run(
         _show(console, done.rows, loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")
-        _line(
-            console,
+        print(
             f"Everything is in {folder}: open {folder}/report.html"
-            + (f", or `tensorboard --logdir {folder}`." if available("tensorboard") else "."),
-            wrap=False,
+            + (f", or `tensorboard --logdir {folder}`." if available("tensorboard") else ".")
         )
 
 
@@ -129,7 +125,7 @@ def _dry_run(recipe: "Recipe") -> None:
     console, seconds = Console(), list[float]()
     recipe, note = resolved(recipe)
     if note:
-        _line(console, note, wrap=False)
+        print(note)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
@@ -192,7 +188,7 @@ def compare(
         folder, console = comparison.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
         _show(console, comparison.rows, title, loaded.method["name"], comparison.notes)
-        _line(console, f"Everything is in {folder}; open {folder}/report.html.", wrap=False)
+        print(f"Everything is in {folder}; open {folder}/report.html.")
 
 
 @app.command()
@@ -252,12 +248,10 @@ def tune(
             _line(console, f"- {note}")
         first = next(row for row in tuned.rows if row.valid is not None)
         kept = chosen_run(tuned, first.method)
-        _line(
-            console,
+        print(
             f"Open {folder}/tune.html for pictures of the search. The runs of what was chosen are "
             f"there with their models, e.g. {kept}; to run it again, say with other seeds: "
-            f"`coterie run {tuned.path(first.method)}`.",
-            wrap=False,
+            f"`coterie run {tuned.path(first.method)}`."
         )
 
 

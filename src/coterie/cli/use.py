@@ -70,11 +70,7 @@ def adapt(
 
         if iterations is not None and not train:
             raise Refused("--iterations needs --train", "Give both, or neither.")
-        training = (
-            new_client.Training(iterations, lambda line: print(f"  {line}", flush=True))
-            if train
-            else None
-        )
+        training = new_client.Training(iterations, _say) if train else None
         adapted = new_client.adapt(run, data, client, out, training=training)
         about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)
         if about.round < adapted.rounds:
@@ -87,16 +83,10 @@ def adapt(
                 f"{printable(about.client)}: {adapted.samples:,} "
                 f"sample{'s' * (adapted.samples != 1)}, labels not needed and not read."
             )
-        for expert in (
-            sorted(adapted.experts, key=lambda m: -adapted.scores[m])
-            if adapted.scores
-            else adapted.experts
-        ):
-            print(
-                f"  expert {expert}"
-                + (f": {adapted.scores[expert]:.1%} of the scores" if adapted.scores else "")
-            )
-        if rest := [score for m, score in enumerate(adapted.scores) if m not in adapted.experts]:
+        scores = adapted.scores
+        for m in sorted(adapted.experts, key=lambda m: -scores[m] if scores else 0):
+            print(f"  expert {m}" + (f": {scores[m]:.1%} of the scores" if scores else ""))
+        if rest := [score for m, score in enumerate(scores) if m not in adapted.experts]:
             print(f"  not sent: {len(rest)} others, {sum(rest):.1%} of the scores")
         if not adapted.experts and classifies:
             print("  the model that every client gets")

@@ -239,8 +239,7 @@ class PersonalModel:
             | {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids))}
             | settings,
         )
-        answer = self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
-        return cast(str, answer).strip()
+        return str(self.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)).strip()
 
     @overload
     def next_words(self, text: str, k: int = 3) -> list[Word]: ...

@@ -13,6 +13,7 @@ from coterie.core.errors import DataError
 from coterie.core.foreign import opened
 from coterie.data.documents import read_rows
 from coterie.data.examples import ExampleSplit
+from coterie.data.fetching import files_of
 from coterie.data.images import pixels
 from coterie.data.plain_text import read_text
 from coterie.data.refusals import Refusals
@@ -169,13 +170,11 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
             f"{path}: there is no such file or folder",
             f"Name a file that ends in {kinds}, or a folder of such.",
         )
-    if path.is_dir():
-        inside = [file.relative_to(path) for file in sorted(path.rglob("*")) if file.is_file()]
-        files = [
-            path / file for file in inside if not any(part.startswith(".") for part in file.parts)
-        ]
-    else:
-        files = [path]
+    files = [
+        file
+        for file in files_of(path)
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
     if not files:
         raise DataError(
             f"{path}: the folder is empty", f"Put files in it whose names end in {kinds}."
