@@ -13,7 +13,7 @@ from coterie.data.chats.template import TooLong
 from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, shown
 from coterie.personal.many import ManyModels
 from coterie.personal.running_batch import Continuation
-from coterie.personal.vocabulary import Vocabulary
+from coterie.personal.words import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from coterie.personal.api.preparation import Prepared
 from coterie.personal.api.requests import ApiError
 from coterie.personal.many import ManyModels
 from coterie.personal.running_batch import Continuation, Progress, RunningBatch
-from coterie.personal.vocabulary import Vocabulary
+from coterie.personal.words import Vocabulary
 
 RETRY_S = 1  # seconds after which a caller may try again if the server is full
 

@@ -36,8 +36,7 @@ def served(page: Any, style: str, port: int) -> Iterator[str]:
     which contains the token that the page requires. Raises Refused without Gradio, or if the port
     is taken; 0 is any free one.
     """
-    from coterie.personal.api.guard import Limits, listening, new_token, running
-    from coterie.personal.ui.guard import PageGuard
+    from coterie.personal.api.guard import Limits, PageGuard, listening, new_token, running
 
     with listening(HOST, port) as listener:
         port = listener.getsockname()[1]
