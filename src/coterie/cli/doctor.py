@@ -45,21 +45,13 @@ def doctor() -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Args:
-        name: The name of the checked item.
-        finding: The state of the item, in words.
-        fine: Whether that state is good enough.
-        remedy: The action to take; "" if none is needed.
-        needed: Whether every run needs the item.
-    """
+    """The result of one check."""
 
     name: str
-    finding: str
-    fine: bool = True
-    remedy: str = ""
-    needed: bool = True
+    finding: str  # the state of the item, in words
+    fine: bool = True  # whether that state is good enough
+    remedy: str = ""  # what to do; "" if nothing is needed
+    needed: bool = True  # whether every run needs the item
 
 
 def examined() -> Iterator[Check]:

@@ -15,24 +15,16 @@ NUCLEUS = 256  # most likely tokens that are tried before the whole vocabulary i
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of one text, as in OpenAI's completions.
+    """The settings of one text, as in OpenAI's completions."""
 
-    Args:
-        temperature: The divisor of the logits; 0: always the most likely token.
-        top_p: The sum of probabilities up to which the most likely tokens are sampled (nucleus
-            sampling, Holtzman et al. 2020).
-        presence_penalty: Subtracted from the logit of every token generated before.
-        frequency_penalty: Subtracted once for each time that a token was generated before.
-        bias: Added to the logits, by token id.
-        logprobs: The number of most likely tokens reported with each token; None: no
-            log-probabilities.
-    """
-
-    temperature: float = 1.0
+    temperature: float = 1.0  # the divisor of the logits; 0: always the most likely token
+    # the sum of probabilities up to which the most likely tokens are sampled (nucleus sampling,
+    # Holtzman et al. 2020)
     top_p: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    bias: Mapping[int, float] = field(default_factory=dict)
+    presence_penalty: float = 0.0  # subtracted from the logit of every token generated before
+    frequency_penalty: float = 0.0  # the same for each time that it was generated
+    bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token id
+    # most likely tokens that are reported with each token; None: no log-probabilities
     logprobs: int | None = None
 
     @property
@@ -43,17 +35,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of a text.
-
-    Args:
-        id: The id in the vocabulary.
-        logprob: The log-probability by the model, at temperature 1 and without penalties; None if
-            it was not requested, or for the first token of a text.
-        top: The most likely tokens in its place and their log-probabilities, best first.
-    """
+    """A token of a text."""
 
     id: int
+    # by the model, at temperature 1 and without penalties; None if it was not requested, or for the
+    # first token of a text
     logprob: float | None = None
+    # the most likely tokens in its place and their log-probabilities, best first
     top: tuple[tuple[int, float], ...] = ()
 
 
@@ -63,14 +51,8 @@ def choose(
     generated: Sequence[Counter[int]],
     generators: Sequence[torch.Generator],
 ) -> list[Token]:
-    """Choose the next token of each row.
-
-    Args:
-        logits: (B, V).
-        settings: The settings of each row.
-        generated: The count of each token that a row has generated.
-        generators: The generator of each row's random numbers, on the CPU, so that a row's tokens
-            do not depend on the other rows.
+    """Choose the next token of each row by (B, V) logits and how often a row has generated each
+    token. Each row has a generator, on the CPU, so that its tokens do not depend on other rows.
     """
     logits = logits.float()
     ids = logits.argmax(dim=-1).tolist()
@@ -108,12 +90,8 @@ def not_usable(whose: str) -> ModelError:
 
 
 def scored(logits: Tensor, tokens: Sequence[int], count: int | None) -> list[Token]:
-    """Return tokens with their log-probabilities, and those of the `count` most likely tokens.
-
-    Args:
-        logits: (n, V) the logits that chose the tokens.
-        tokens: The ids of the tokens.
-        count: The number of most likely tokens; None: no log-probabilities at all.
+    """Return tokens that (n, V) logits chose, with their log-probabilities and those of the `count`
+    most likely tokens; None: no log-probabilities at all.
     """
     if count is None:
         return [Token(token) for token in tokens]

@@ -183,7 +183,7 @@ class Words:
             if b.left:
                 completing = self._longer(b.left)
                 search.mass += b.p * float(row[completing].sum())
-                shorter = self._shorter(b.left)
+                shorter = [i for size in range(1, len(b.left)) for i in self._named(b.left[:size])]
                 longer |= dict(zip(shorter, row[shorter].tolist(), strict=True))
             level += [
                 self._extended(search, b, number, token, b.p * value, e)
@@ -209,15 +209,8 @@ class Words:
 
     def _longer(self, left: str) -> list[int]:
         """Return the tokens that begin with `left`."""
-        first, last = (
-            bisect_left(self._sorted, (left, 0)),
-            bisect_left(self._sorted, (left + LAST, 0)),
-        )
+        first, last = (bisect_left(self._sorted, (end, 0)) for end in (left, left + LAST))
         return [i for _, i in self._sorted[first:last]]
-
-    def _shorter(self, left: str) -> list[int]:
-        """Return the tokens that `left` begins with."""
-        return [i for size in range(1, len(left)) for i in self._named(left[:size])]
 
     def _named(self, name: str) -> Iterator[int]:
         """Yield the tokens of a name: none, one, or several of the same name."""
