@@ -95,21 +95,13 @@ def load_all(
     Raises:
         Refused: See `load`.
     """
-    if (Path(run) / ABOUT).is_file():
-        model = load(
-            run,
-            None if not clients else clients[0],
-            base=base,
-            backbone=backbone,
-            dtype=dtype,
-            device=device,
-        )
-        return {model.about.client: model}
+    ids: list[str | None] = [*dict.fromkeys(map(names.normal, clients or ()))]
+    if not ids:
+        ids = [None] if (Path(run) / ABOUT).is_file() else [*clients_of(run)]
     models: dict[str, Personal] = {}
-    for client in dict.fromkeys(map(names.normal, clients or clients_of(run))):
-        models[client] = model = load(
-            run, client, base=base, backbone=backbone, dtype=dtype, device=device
-        )
+    for client in ids:
+        model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
+        models[client or model.about.client] = model
         backbone = model.backbone if isinstance(model, PersonalModel) else None
     return models
 
