@@ -79,15 +79,8 @@ class Upstream:
     async def held(
         self, request: h11.Request, content: bytes, has_left: Callable[[], bool]
     ) -> httpx.Response:
-        """Forward a device's question for messages; where there is none, wait for one.
-
-        Args:
-            request: The question.
-            content: Its body.
-            has_left: Whether the device has hung up: it would not get the message.
-
-        Raises:
-            ConnectionAbortedError: It has.
+        """Forward a device's question for messages; where there is none, wait for one. Raises
+        ConnectionAbortedError if the device has left: it would not get the message.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + (0.0 if self._posted is None else self._wait_s)

@@ -77,10 +77,8 @@ def _check(client: str) -> None:
     if mistake := names.mistake(client):
         raise Refused(f"--client {client!r}: {mistake}", "Choose another name.")
     if client.endswith(PUBLIC):
-        raise Refused(
-            f"--client {client!r}",
-            f"File names of public keys end that way: choose an id without {PUBLIC}.",
-        )
+        remedy = f"File names of public keys end that way: choose an id without {PUBLIC}."
+        raise Refused(f"--client {client!r}", remedy)
 
 
 def private(folder: Path, client: str) -> Path:
@@ -131,9 +129,7 @@ def _read(path: Path) -> str:
     """
     try:
         if not path.is_file():
-            raise Refused(
-                "It is not a file, or a broken link." if path.is_symlink() else "It is not a file."
-            )
+            raise Refused(f"It is not a file{', or a broken link' * path.is_symlink()}.")
         with opened(path) as file:
             content = file.read(_MOST + 1)
         if len(content) > _MOST:
@@ -156,8 +152,8 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
         raise Refused("It holds no public key.") from None
     if not isinstance(key, ec.EllipticCurvePublicKey):
         raise Refused(
-            "It contains a kind of key that Flower does not accept. Make one with: ssh-keygen -t "
-            "ecdsa -b 384"
+            "It contains a kind of key that Flower does not accept. Make one with: "
+            "ssh-keygen -t ecdsa -b 384"
         )
     return key
 
@@ -224,10 +220,8 @@ def _name(host: str) -> x509.GeneralName:
 def _hosts(path: Path) -> list[str]:
     """Return the names and addresses that a certificate is for."""
     extensions = x509.load_pem_x509_certificate(read_bytes(path)).extensions
-    return [
-        str(name.value)
-        for name in extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    ]
+    hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    return [str(name.value) for name in hosts]
 
 
 def _make_pair(path: Path, public: Path) -> None:

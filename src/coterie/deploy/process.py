@@ -125,7 +125,7 @@ class Program(subprocess.Popen[bytes]):
         not restart.
         """
         started = guard.processes(guard.MARK, self._mark)
-        has_executor = any(_EXECUTOR in " ".join(_words(process)) for process in started)
+        has_executor = any(_EXECUTOR in _command_line(process) for process in started)
         self._had_executor |= has_executor
         return self.poll() is not None or (self._had_executor and not has_executor)
 
@@ -166,29 +166,25 @@ def holder(port: int) -> str:
     """
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if any(
-                connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-                for connection in process.net_connections("tcp")
-            ):
-                return f" It is held by {_described(process)}."
+            for one in process.net_connections("tcp"):
+                if one.status == psutil.CONN_LISTEN and one.laddr.port == port:
+                    return f" It is held by {_described(process)}."
     return ""
 
 
-def _words(process: psutil.Process) -> list[str]:
-    """Return the command line of a process; an empty one once it has ended."""
-    try:
-        words: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return words
+def _command_line(process: psutil.Process) -> str:
+    """Return the command line of a process; "" once it has ended."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
 
 
 def _described(process: psutil.Process) -> str:
     """Return the id, start and command line of a process, printable."""
     with suppress(psutil.Error):
         started = datetime.fromtimestamp(process.create_time())
-        words = printable(" ".join(_words(process)))[:200]
-        return f"process {process.pid} since {started:%Y-%m-%d %H:%M:%S} ({words})"
+        shown = printable(_command_line(process))[:200]
+        return f"process {process.pid} since {started:%Y-%m-%d %H:%M:%S} ({shown})"
     return f"process {process.pid}"
 
 

@@ -37,17 +37,9 @@ _DESCRIPTORS = 1 << 16  # the requested limit of open files; most systems allow 
 class Proxy:
     """A reverse proxy for Flower's Fleet API; `open_proxy` opens and closes it.
 
-    Args:
-        listener: A listening socket.
-        behind: Where the SuperLink listens.
-        outer: TLS settings towards callers; None: no TLS.
-        inner: TLS settings towards the SuperLink; None: no TLS.
-        keys: Public keys of the known devices; None: no keys, every caller counts as a device.
-        limits: The limits of connections and requests.
-        posted: A file that is touched once messages are there; None: no question is held.
-
     Attributes:
-        keys: May be replaced at any time, from any thread.
+        keys: Public keys of the known devices; None: every caller counts as a device. May be
+            replaced at any time, from any thread.
         problems: Errors of the proxy itself, to be reported; not errors of callers.
     """
 
@@ -57,13 +49,12 @@ class Proxy:
         behind: tuple[str, int],
         outer: ssl.SSLContext | None,
         inner: ssl.SSLContext | None,
-        keys: Keys | None,
         limits: Limits,
-        posted: Path | None = None,
+        posted: Path | None,
     ) -> None:
-        self._posted = posted
-        self.keys, self.limits, self.problems = keys, limits, deque[str](maxlen=_PROBLEMS)
-        self._listener, self._outer, self._inner = listener, outer, inner
+        self.keys: Keys | None = None if outer is None else {}
+        self.limits, self.problems = limits, deque[str](maxlen=_PROBLEMS)
+        self._listener, self._outer, self._inner, self._posted = listener, outer, inner, posted
         self._behind = f"{'http' if inner is None else 'https'}://{behind[0]}:{behind[1]}"
         self._closing = threading.Event()
         self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
@@ -178,7 +169,7 @@ def open_proxy(
         key: Its private key.
         ca: The certificate of the authority that made it.
         limits: The limits of connections; default: those of `Limits`.
-        posted: See `Proxy`.
+        posted: A file that is touched once messages are there; None: no question is held.
 
     Yields:
         The proxy. With a certificate it knows no device's key at first.
@@ -194,8 +185,7 @@ def open_proxy(
     _raise_descriptors()
     with socket.create_server(address, backlog=512) as listener:
         listener.setblocking(False)
-        known: Keys | None = None if certificate is None else {}
-        proxy = Proxy(listener, behind, outer, inner, known, limits or Limits(), posted)
+        proxy = Proxy(listener, behind, outer, inner, limits or Limits(), posted)
         thread = threading.Thread(target=proxy.run, name="proxy", daemon=True)
         thread.start()
         try:

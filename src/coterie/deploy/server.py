@@ -1,8 +1,6 @@
-"""Start and supervise Flower's programs: a server, a device, the submission of a run, and all of
-them on one machine to try it.
+"""A server: Flower's SuperLink, supervised, and the proxy through which devices connect.
 
 Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`.
-Flower's names are in `engines.flower`; here are only the command lines of its programs.
 """
 
 import json
@@ -84,11 +82,8 @@ class Server:
             if key not in self.nodes and time.monotonic() >= self._refused.get(key, 0.0):
                 yield self._register(key, path)
         unclear = {key_files.owner(path) for path in problems}  # whose file is there all the same
-        removed = [
-            key
-            for key, (client, _) in self.nodes.items()
-            if key not in files and client not in unclear
-        ]
+        clients = {key: client for key, (client, _) in self.nodes.items() if key not in files}
+        removed = [key for key, client in clients.items() if client not in unclear]
         self._open(removed)
         for key in removed:
             yield self._unregister(key)
