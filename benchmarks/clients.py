@@ -39,9 +39,10 @@ from coterie.data.federation import ClientData
 from coterie.data.splits import TokenSplit
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 GIB = 2**30
 

@@ -32,8 +32,7 @@ from torch import Tensor
 
 from coterie.aggregation.collaboration import start_weights, weighted_differences
 from coterie.client.blueprint import Blueprint
-from coterie.client.optimizers import SGD
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, Training
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.data.examples import ExampleSplit

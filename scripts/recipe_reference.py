@@ -28,8 +28,7 @@ from coterie.aggregation.robust import (
     MultiKrum,
     TrimmedMean,
 )
-from coterie.client.optimizers import SGD, AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, AdamW, Training
 from coterie.data import (
     AgNews,
     Folders,

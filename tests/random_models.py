@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from coterie import personal
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.architecture import Architecture
+from coterie.models.layout import Layout
 
 
 def write_base(folder: Path, config: Any, tokenizer: Any) -> Path:

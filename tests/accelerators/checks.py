@@ -21,11 +21,13 @@ from torch import Tensor
 import coterie
 from coterie.core import devices
 from coterie.core.errors import ModelError, RecipeError
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
-from coterie.models.classifier import Classifier, NetworkShape
+from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+from coterie.models.networks import NetworkShape
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language, pick_dtype
 from coterie.runs.problems.loading import pick_device

@@ -87,7 +87,7 @@ class Door:
 def written(folder: Path, base: Path) -> Path:
     from random_models import write_models
 
-    from coterie.models.adapter import Layout
+    from coterie.models.layout import Layout
 
     return write_models(folder, base, {"ann": Layout(rank=2)})
 

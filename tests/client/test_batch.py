@@ -11,8 +11,7 @@ from torch import Tensor
 from coterie.client.batch import ClientBatch, PerClientTensors, stacked
 from coterie.client.blueprint import Blueprint
 from coterie.client.interfaces import Metrics
-from coterie.client.optimizers import SGD, AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, AdamW, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, TensorError
 from coterie.core.protocol import ClientId, State, drive

@@ -7,16 +7,15 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from coterie.client.optimizers import AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, TensorError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.data.federation import Federation
 from coterie.methods.local import Local
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 
 @pytest.fixture(scope="module")

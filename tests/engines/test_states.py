@@ -32,10 +32,11 @@ from coterie.engines.states import States, Stored, half_of_memory
 from coterie.methods.base import Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 from coterie.runs import execution, results, run
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints

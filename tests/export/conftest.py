@@ -12,7 +12,7 @@ from byte_pairs import byte_pairs
 from random_models import write_base, write_models
 
 import coterie
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 MakeRun = Callable[..., Path]
 SIZES = {

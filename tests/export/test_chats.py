@@ -29,7 +29,7 @@ from coterie.export.format import TorchRuntime
 from coterie.export.functional import Functional, Interface, client_tensors
 from coterie.export.graph import GraphRuntime
 from coterie.export.serving import QUESTION
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.personal import PersonalModel, read_about, save
 
 ASKED = list(QUESTION)

@@ -18,8 +18,8 @@ from coterie.cli.base import app
 from coterie.core.errors import ExportError
 from coterie.export import FORMATS, Source, export
 from coterie.export.format import TorchRuntime
-from coterie.models.adapter import Layout
 from coterie.models.architecture import locate
+from coterie.models.layout import Layout
 
 
 def command(*words: object):

@@ -19,7 +19,7 @@ from coterie.core.errors import ExportError, Refused
 from coterie.export import Source, export
 from coterie.export.gguf import LlamaServer
 from coterie.export.gguf_tokens import Tokens
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 for package in ("gguf", "xllamacpp"):
     pytest.importorskip(package, reason=f"no {package} (pip install -e '.[device]')")

@@ -16,7 +16,7 @@ from coterie.core.errors import Refused
 from coterie.export import FORMATS, Source, client_files, export
 from coterie.export.executorch import limits
 from coterie.export.functional import Interface, client_tensors, traced
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 ROUTED = Layout(rank=3, mlp_rank=2, alpha=5.0)
 FOUR = Layout(generalists=1, specialists=3, top_k=2, rank=1, biased=True)

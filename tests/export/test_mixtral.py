@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coterie
 from coterie.core.errors import Refused
 from coterie.export import Source, export
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 ROUTED = Layout(rank=3, mlp_rank=2, alpha=5.0)
 

@@ -18,9 +18,9 @@ import coterie
 from coterie.core.errors import Refused
 from coterie.export import Source, client_files, export, onnx, onnx_base
 from coterie.export.functional import Functional, Interface, client_tensors
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason=f"no {package} (pip install -e '.[device]')")

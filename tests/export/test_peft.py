@@ -20,9 +20,9 @@ from coterie.core.errors import Refused
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.export import Source, export, peft
 from coterie.export.fold import mean_weights
-from coterie.models.adapter import Layout
-from coterie.models.architecture import FAMILIES
+from coterie.models.families import FAMILIES
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.personal import About
 
 

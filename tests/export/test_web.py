@@ -27,8 +27,8 @@ from coterie.data.chats.messages import user
 from coterie.export import FORMATS, Source, client_files, export, onnx_base
 from coterie.export.keyboard_page import CONTEXT, assets
 from coterie.export.web import DATED
-from coterie.models.adapter import Layout
 from coterie.models.architecture import locate
+from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
 from coterie.personal.ui.keyboard import (
     BASE,

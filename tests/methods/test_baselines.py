@@ -28,8 +28,7 @@ from coterie.aggregation.lowrank import (
 )
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.client.state import OWNED
 from coterie.core.protocol import Ask, drive
@@ -47,9 +46,10 @@ from coterie.methods.hetlora import HetLoRA
 from coterie.methods.localmoe import LocalMoE
 from coterie.methods.pcl import PCL, collaboration_weights
 from coterie.methods.pfedmoe import PFedMoE
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3), routers=AdamW(lr=5e-3))
 NAMES = ("ann", "ben", "cleo")

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from coterie.client.blueprint import Blueprint
-from coterie.client.optimizers import SGD, AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, AdamW, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive

@@ -16,8 +16,7 @@ from torch.nn.functional import cross_entropy
 from coterie.aggregation.clustering import threshold_clustering
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import SGD
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, Training
 from coterie.client.site import Site
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, drive

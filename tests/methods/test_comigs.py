@@ -15,8 +15,7 @@ from torch import Tensor
 from coterie.aggregation.collaboration import ascend_simplex
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, drive
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
@@ -27,9 +26,10 @@ from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_alone import CoMiGSAlone
 from coterie.methods.comigs_cobo import CoMiGSCoBo, even, with_own
 from coterie.methods.comigs_published import CoMiGSPublished
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))
 METHOD = CoMiGS(

@@ -14,8 +14,7 @@ from transformers import LlamaForCausalLM
 
 from coterie.client.blueprint import Blueprint, initial_seed
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.core.protocol import drive
 from coterie.core.roles import GENERALIST, SPECIALIST
@@ -25,9 +24,10 @@ from coterie.methods import Method
 from coterie.methods.comigs_elastic import CoMiGSElastic
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.local import Local
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 ADAMW = AdamW(lr=5e-3, schedule="cosine")
 TRAINING = Training(batch_size=4, experts=ADAMW)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from coterie.aggregation.assignment import assign_experts
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.core.errors import ModelError
 from coterie.core.protocol import Ask, Replies, State, drive
@@ -32,9 +31,10 @@ from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CHOSEN, SCORES, CoMiGSPool
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
 
 TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3, schedule="cosine"), routers=AdamW(lr=3e-3))

@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy, leaky_relu, softplus
 from coterie.aggregation.means import Mean
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import SGD, AdamW, Optimiser
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, AdamW, Optimiser, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive

@@ -15,10 +15,11 @@ from torch import nn
 
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.models.adapter import Adapter, Architecture, Layout
-from coterie.models.architecture import locate
+from coterie.models.adapter import Adapter
+from coterie.models.architecture import Architecture, locate
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.models.routing import Router, balance_loss
 
 STORIES = (

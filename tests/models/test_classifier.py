@@ -13,8 +13,8 @@ from coterie.core.errors import ModelError
 from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.data.examples import Examples
-from coterie.models.classifier import Classifier, NetworkShape
-from coterie.models.networks import ResNet9
+from coterie.models.classifier import Classifier
+from coterie.models.networks import NetworkShape, ResNet9
 
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
 SHAPES = [

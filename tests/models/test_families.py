@@ -12,7 +12,7 @@ from tiny_bases import KINDS, tiny_base
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
-from coterie.models.adapter import Architecture
+from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
 from coterie.models.families import FAMILIES, Family
 from coterie.models.language import LanguageModel

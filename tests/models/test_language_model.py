@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.models.routing import Routing
 
 

@@ -10,7 +10,7 @@ from oracle import mixture as oracle
 from torch import Tensor, nn
 
 from coterie.models import mixture
-from coterie.models.architecture import LinearShape, MLPShape
+from coterie.models.families import LinearShape, MLPShape
 from coterie.models.layout import Layout
 from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import Activation, FrozenMLP

@@ -14,8 +14,8 @@ from torch import nn
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.data.examples import Examples
-from coterie.models.adapter import Layout
 from coterie.models.classifier import Classifier
+from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
 
 MORE = {

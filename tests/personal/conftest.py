@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from random_models import write_base, write_models
 
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 TOKENS = ("<|endoftext|>", "Ġ", "Ċ", ".", "'", "a", "b", "c", "Ġa", "Ġb", "ab", "Ġab")
 MakeRun = Callable[..., Path]

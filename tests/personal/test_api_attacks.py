@@ -15,7 +15,7 @@ from random_models import write_models
 from test_openai_protocol import TOKEN
 
 import coterie
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.personal.api import server
 from coterie.personal.api.guard import Guard, Limits
 from coterie.personal.api.server import Settings

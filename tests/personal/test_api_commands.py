@@ -16,7 +16,7 @@ from test_personal_commands import TWO, heeding_interrupts
 from typer.testing import CliRunner
 
 from coterie.cli import app
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 PAGE = Path(__file__).parents[2] / "docs/personal.md"
 

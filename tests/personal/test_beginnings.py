@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, LlamaConfig
 import coterie
 from coterie.core.errors import CheckpointError, ModelError
 from coterie.data.text_encoding import TokenizerDigest
-from coterie.models.adapter import Layout
 from coterie.models.artifact import save
+from coterie.models.layout import Layout
 from coterie.models.text import TextShape
 from coterie.personal import ManyModels, read_about
 from coterie.personal.api.preparation import Preparation

@@ -14,7 +14,7 @@ from browser import browser_page, opened  # noqa: F401
 
 import coterie
 from coterie.core.errors import Refused
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.personal.ui.keyboard import (
     BASE,
     EXAMPLES,

@@ -8,7 +8,7 @@ import torch
 import coterie
 from coterie import personal
 from coterie.core.errors import CoterieError, ModelError, Refused
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.personal import ManyModels
 from coterie.personal.inference import mixtures
 

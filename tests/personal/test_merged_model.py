@@ -6,7 +6,7 @@ from torch import nn
 
 import coterie
 from coterie.core.errors import ModelError, Refused
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 LAYOUTS = {
     "1G1S": Layout(rank=2),

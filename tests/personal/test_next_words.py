@@ -11,9 +11,9 @@ import torch
 
 import coterie
 from coterie.data.text_encoding import TextEncoder
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
 from coterie.personal.words import LONGEST, Words
 

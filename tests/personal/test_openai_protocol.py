@@ -13,7 +13,7 @@ from test_many_models import LAYOUTS
 import coterie
 from coterie.core.errors import Refused
 from coterie.data.chats import jinja_process
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.personal.api import server
 from coterie.personal.api.server import Settings
 

@@ -14,7 +14,7 @@ from browser import opened
 from flood import flood
 
 import coterie
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
 from coterie.personal.ui.keyboard import served

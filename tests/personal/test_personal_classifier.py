@@ -22,9 +22,9 @@ from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert, Normalisation
+from coterie.models.layout import PoolLayout
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
-from coterie.models.pool_layout import PoolLayout
 from coterie.models.text import TextShape
 from coterie.personal import Origin, PersonalClassifier, PersonalModel, save_classifier
 from coterie.personal.samples import of_array, read

@@ -17,7 +17,7 @@ import coterie
 from coterie.cli import app
 from coterie.core.checksums import write_all_sums
 from coterie.core.files import load, save
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}
 

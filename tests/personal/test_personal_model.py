@@ -13,7 +13,7 @@ import torch
 
 import coterie
 from coterie.core.errors import CheckpointError, ModelError
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 from coterie.models.routing import by_experts
 
 LAYOUTS = {

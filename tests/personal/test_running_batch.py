@@ -8,9 +8,9 @@ import torch
 from test_many_models import LAYOUTS
 
 from coterie import personal
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.personal import ManyModels, running_batch
 from coterie.personal.inference import row_cache
 from coterie.personal.running_batch import Continuation, RunningBatch

@@ -20,7 +20,7 @@ from coterie.adapt import personalisation as personalise
 from coterie.adapt.new_client import Adapted, Training, adapt
 from coterie.cli.base import app
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
+from coterie.client.settings import AdamW
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.files import load
 from coterie.data.folders import Folders

@@ -19,9 +19,8 @@ from coterie.aggregation.noise import Source, grid
 from coterie.aggregation.privacy import Privacy
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import AdamW
 from coterie.client.outbound import Outbound
-from coterie.client.settings import Training
+from coterie.client.settings import AdamW, Training
 from coterie.client.site import Site
 from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, RecipeError
@@ -36,9 +35,9 @@ from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedsalora import FedSALoRA
-from coterie.models.adapter import Layout
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.runs.device.account import ACCOUNT, Account
 from coterie.runs.device.device import Device
 from coterie.runs.device.limits import Limits, LocalPrivacy

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.client.counters import advance, draw, position, training_data
 from coterie.client.interfaces import Metrics
 from coterie.client.settings import Training
 from coterie.client.site import Site
+from coterie.client.state import advance, draw, position, training_data
 from coterie.core.errors import Divergence
 from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from coterie.aggregation.dpsgd import Sanitizer
 from coterie.client.blueprint import initial_seed
-from coterie.client.counters import advance, draw, position
 from coterie.client.interfaces import Metrics
 from coterie.client.settings import UPPER
-from coterie.client.state import OWNED, BoundClient
+from coterie.client.state import OWNED, BoundClient, advance, draw, position
 from coterie.core import devices
 from coterie.core.errors import Divergence
 from coterie.core.profiling import STEP, span
@@ -35,8 +34,7 @@ class Client(BoundClient):
     parameters are views; `buffers`, likewise (running statistics); `experts`, which of a pool's
     experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local iterations over
     the whole run, and `began`, the last round that it trained in with those before that round;
-    `embeddings/<split>`, what a common expert made of its data, once; `best/...`, see
-    `coterie.client.best`.
+    `embeddings/<split>`, what a common expert made of its data, once; `best/...`, see `remember`.
 
     Args:
         id: The client's stable name.

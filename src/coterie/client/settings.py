@@ -1,11 +1,152 @@
-"""How a client trains: batches and optimisers."""
+"""Optimisers of flat tensors: their settings are part of a recipe, their memory is part of a
+client's state.
+"""
 
-from typing import Annotated
+import math
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from torch import Tensor
 
-from coterie.client.optimizers import AdamW, Optimiser
+from coterie.core.protocol import State
 from coterie.core.roles import GATE, ROUTER, Role
+
+
+class Scheduled(BaseModel, ABC):
+    """A learning rate, its schedule, and one step of a flat tensor."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 2e-3
+    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.0
+    schedule: Annotated[
+        Literal["cosine", "exponential", "constant"],
+        Field(description="one cosine or exponential decay over the whole run, or constant"),
+    ] = "constant"
+    final: Annotated[
+        float,
+        Field(ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"),
+    ] = 0.1
+
+    def lr_at(self, iteration: int, total: int) -> float:
+        """Return the learning rate of the step after `iteration` of `total` local iterations."""
+        if self.schedule == "constant":
+            return self.lr
+        progress = min(iteration / max(total, 1), 1.0)
+        if self.schedule == "exponential":
+            return self.lr * math.pow(self.final, progress)
+        return self.lr * (self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2)
+
+    @abstractmethod
+    def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
+        """Take one step of `flat` in place. It is elementwise: the rows of a matrix, one for each
+        client, step as they do one by one.
+
+        Args:
+            flat: fp32, of any shape.
+            gradient: The gradient, of the same shape.
+            lr: The learning rate of this step.
+            memory: The optimiser's moments, started where they are missing.
+            prefix: The prefix of this tensor's keys in `memory`.
+        """
+
+
+class AdamW(Scheduled):
+    """AdamW (CoMiGS, Section B.1.2)."""
+
+    optimiser: Annotated[Literal["adamw"], Field(description="AdamW")] = "adamw"
+    betas: Annotated[
+        tuple[float, float], Field(description="decay of the first and second moments")
+    ] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.01
+
+    @model_validator(mode="after")
+    def _betas_below_one(self) -> "AdamW":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas {list(self.betas)} must lie in [0, 1)")
+        return self
+
+    def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
+        first, second = (
+            _started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second")
+        )
+        step = memory.setdefault(f"{prefix}/step", torch.zeros((), dtype=torch.float32))
+        adamw = torch.optim.AdamW(
+            [flat], lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
+        )
+        moments = {
+            "exp_avg": first.to(flat.device),
+            "exp_avg_sq": second.to(flat.device),
+            "step": step.to(flat.device),
+        }
+        adamw.state[flat] = moments
+        flat.grad = gradient
+        adamw.step()
+        flat.grad = None
+        memory |= {
+            f"{prefix}/first": moments["exp_avg"],
+            f"{prefix}/second": moments["exp_avg_sq"],
+            f"{prefix}/step": moments["step"],
+        }
+
+
+class SGD(Scheduled):
+    """Gradient descent with momentum, m <- beta m + (1 - tau) g from m = 0.
+
+    By default tau = beta, which makes m a moving average of the gradients (CoBo's code); with tau =
+    0 it is the classical form, whose steps are 1 / (1 - beta) times as long.
+    """
+
+    optimiser: Annotated[Literal["sgd"], Field(description="gradient descent")]
+    momentum: Annotated[
+        float, Field(ge=0, lt=1, description="beta of the moving average of gradients; 0: none")
+    ] = 0.0
+    dampening: Annotated[
+        float | None,
+        Field(
+            ge=0,
+            le=1,
+            description="tau, dampening of the gradients; null: the same as momentum; 0: "
+            "classical momentum",
+        ),
+    ] = None
+
+    def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
+        if self.momentum:
+            average = _started(memory, f"{prefix}/average", flat).to(flat.device)
+            share = 1 - (self.momentum if self.dampening is None else self.dampening)
+            memory[f"{prefix}/average"] = gradient = average.mul_(self.momentum).add_(
+                gradient, alpha=share
+            )
+        if self.weight_decay:
+            flat.mul_(1 - lr * self.weight_decay)
+        flat.add_(gradient, alpha=-lr)
+
+
+def _started(memory: State, key: str, like: Tensor) -> Tensor:
+    """Return the tensor under a key; zeros at first."""
+    if key not in memory:
+        memory[key] = torch.zeros_like(like)
+    return memory[key]
+
+
+def _kind(settings: Any) -> str:
+    return str(
+        settings.get("optimiser", "adamw") if isinstance(settings, dict) else settings.optimiser
+    )
+
+
+Optimiser = Annotated[
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")],
+    Discriminator(
+        _kind,
+        custom_error_type="optimiser",
+        custom_error_message="optimiser should be 'adamw' or 'sgd'",
+    ),
+]
+
 
 UPPER = {ROUTER, GATE}  # what chooses experts
 

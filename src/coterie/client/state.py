@@ -1,4 +1,6 @@
-"""What a client remembers, and the model that is bound to it while a task runs."""
+"""What a client remembers, and the model that is bound to it while a task runs: parameters,
+counters, and the copy of the model that was best on the client's own validation data.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,25 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from coterie.client.blueprint import initial_seed
-from coterie.client.counters import training_data
 from coterie.client.interfaces import Model
 from coterie.client.settings import Training
-from coterie.core.errors import Divergence, TensorError
+from coterie.core.errors import ClientError, Divergence, TensorError
+from coterie.core.metrics import better, metric_of
 from coterie.core.protocol import ClientId, State
 from coterie.core.roles import BACKBONE, EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import numbers_of_experts, of_expert
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
-from coterie.data.splits import Split
+from coterie.data.splits import Batch, Split
+from coterie.models.layout import ABSENT
 from coterie.models.lora import LoRA
-from coterie.models.pool_layout import ABSENT
 
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method
 # freezes at its initial value.
 OWNED = (GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE)
 POOL_ROLES = (EXPERT, GATE)  # zeros at a client until the server sends some
 EXPERT_IDS = "experts"  # the numbers of the experts in a client's slots
+BEGAN = "began"  # the last round that a client trained in, and its local iterations before that
+_BEST, _SCORE, _ROUND = "best/", "best/score/", "best/round"  # the copy of the best model
+_MODEL = ("parameters/", "buffers", EXPERT_IDS)  # prefixes of the keys of a model
+_SPLITS = ("valid", "test")
 
 
 @dataclass
@@ -54,31 +60,20 @@ class BoundClient:
         for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
-        self._bind_buffers()
+        if buffers := self.model.buffers():
+            if "buffers" not in self.state:
+                initial = self.model.initial_buffers()
+                self.state["buffers"] = torch.cat([t.flatten() for t in initial.values()])
+            self.state["buffers"] = self.state["buffers"].to(self.model.device)
+            _point(buffers, self.state["buffers"])
         if slots := self.model.expert_slots():
             self.state.setdefault(EXPERT_IDS, torch.full((len(slots),), ABSENT))
             self.model.bind_experts(
                 self.state[EXPERT_IDS], lambda: self.embeddings(self.data.train)
             )
 
-    def _bind_buffers(self) -> None:
-        """Make the model's buffers views of this client's."""
-        if buffers := self.model.buffers():
-            if "buffers" not in self.state:
-                self.state["buffers"] = torch.cat(
-                    [t.flatten() for t in self.model.initial_buffers().values()]
-                )
-            flat = self.state["buffers"] = self.state["buffers"].to(self.model.device)
-            for buffer, values in zip(
-                buffers.values(),
-                torch.split(flat, [b.numel() for b in buffers.values()]),
-                strict=True,
-            ):
-                buffer.data = values.view_as(buffer)
-
     def _bind(self, role: Role, named: Mapping[str, nn.Parameter]) -> None:
         """Make the model's parameters of one role views of this client's flat tensor."""
-        device = next(iter(named.values())).device
         key, size = f"parameters/{role}", sum(p.numel() for p in named.values())
         if key not in self.state and role in POOL_ROLES:
             self.state[key] = torch.zeros(size)
@@ -91,7 +86,7 @@ class BoundClient:
                 f"model has {size:,}",
                 "The state is from another recipe (rank, experts or base): start a new run.",
             )
-        self.state[key] = self.state[key].to(device)
+        self.state[key] = self.state[key].to(self.model.device)
         _point(named, self.state[key])
 
     @property
@@ -290,8 +285,97 @@ class BoundClient:
             self.load(before)
 
 
-def _point(named: Mapping[str, nn.Parameter], flat: Tensor) -> None:
-    """Make parameters views of one vector, (d,), one behind the other."""
-    parts = torch.split(flat, [parameter.numel() for parameter in named.values()])
-    for parameter, part in zip(named.values(), parts, strict=True):
-        parameter.data = part.view_as(parameter)
+def _point(named: Named, flat: Tensor) -> None:
+    """Make parameters or buffers views of one vector, (d,), one behind the other."""
+    parts = torch.split(flat, [tensor.numel() for tensor in named.values()])
+    for tensor, part in zip(named.values(), parts, strict=True):
+        tensor.data = part.view_as(tensor)
+
+
+def count(state: State, key: str, add: int) -> int:
+    """Return a counter of a client's state before `add` is added to it."""
+    counter = state.setdefault(key, torch.zeros((), dtype=torch.int64))
+    before = int(counter)
+    counter += add
+    return before
+
+
+def position(state: State, round: int, steps: int) -> int:
+    """Return where the run's schedules stand for a client, in local iterations.
+
+    They run over the run's rounds: the rounds before count whole, whoever took part in them, and of
+    this one the client's own iterations.
+
+    Args:
+        state: The client's.
+        round: Rounds that the run has done.
+        steps: Local iterations of the client in a round.
+    """
+    then, before = state[BEGAN].tolist() if BEGAN in state else (-1, 0)
+    return round * steps + (int(state.get("iteration", 0)) - before if then == round else 0)
+
+
+def advance(state: State, round: int, iterations: int = 1) -> None:
+    """Count local iterations of a client that takes part in a round."""
+    if BEGAN not in state or int(state[BEGAN][0]) != round:
+        state[BEGAN] = torch.tensor([round, int(state.get("iteration", 0))])
+    count(state, "iteration", iterations)
+
+
+def draw(on: Split, state: State, rows: int) -> Batch:
+    """Return the next batch of a split, whose cursor is in the client's state."""
+    batch: Batch = on.batch(count(state, f"cursor/{on.name}", rows), rows)
+    return batch
+
+
+def training_data(data: ClientData, purpose: str = "") -> Split:
+    """Return a client's training data; for another purpose than training itself in another order,
+    with a cursor of its own.
+    """
+    return data.train.reordered(f"train-{purpose}") if purpose else data.train
+
+
+def improves(client: BoundClient, valid: Tensor) -> bool:
+    """Return whether a validation score, see `Client.score`, is better than that of the kept copy.
+    Of equal ones the earliest stays.
+    """
+    if not all_finite({"valid": valid}):
+        return False
+    kept, metric = client.state.get(f"{_SCORE}valid"), metric_of(valid)
+    return kept is None or better(metric.of(valid), metric.of(kept), metric.about)
+
+
+def remember(client: BoundClient, scores: Mapping[str, Tensor], round: int) -> None:
+    """Keep a copy of the client's model with its scores and the rounds done so far, in place of a
+    former one.
+    """
+    model = {key: t for key, t in client.state.items() if key.startswith(_MODEL)}
+    client.state.update({f"{_BEST}{key}": t.detach().clone() for key, t in model.items()})
+    client.state.update({f"{_SCORE}{name}": scores[name].clone() for name in _SPLITS})
+    client.state[_ROUND] = torch.tensor(round)
+
+
+def kept_round(client: BoundClient) -> int | None:
+    """Return the round of the kept copy; None where there is none."""
+    return int(client.state[_ROUND]) if _ROUND in client.state else None
+
+
+def recall(client: BoundClient) -> Tensors:
+    """Make the kept copy the client's model.
+
+    Returns:
+        Its scores `valid` and `test`, see `Client.score`, and the `round` that it is of, ().
+
+    Raises:
+        ClientError: The client never kept one: it was not scored, or lost its state.
+    """
+    if _ROUND not in client.state:
+        raise ClientError(
+            f"client {client.id!r} has no best model: it was never scored on its validation data",
+            "Connect it while clients are scored, or use keep: last, which needs no scores.",
+        )
+    for key, tensor in client.state.items():
+        if key.startswith(_MODEL):
+            tensor.copy_(client.state[f"{_BEST}{key}"])
+    scores = {name: client.state[f"{_SCORE}{name}"].clone() for name in _SPLITS}
+    return scores | {"round": client.state[_ROUND].clone()}

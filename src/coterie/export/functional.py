@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from coterie.export.layers import gate_of, pair
 from coterie.models.adapter import AdapterBlock
-from coterie.models.architecture import Architecture, BlockShape
+from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
+from coterie.models.families import BlockShape
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of

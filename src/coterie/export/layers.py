@@ -7,7 +7,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from coterie.models.adapter import AdapterBlock
-from coterie.models.architecture import FAMILIES
+from coterie.models.families import FAMILIES
 from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of

@@ -25,7 +25,8 @@ from coterie.export.format import (
     interface,
 )
 from coterie.models.adapter import AdapterBlock
-from coterie.models.architecture import EMBEDDED, Family, is_transposed, locate, trusted
+from coterie.models.architecture import EMBEDDED, locate, trusted
+from coterie.models.families import Family, is_transposed
 from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel

@@ -10,15 +10,15 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from coterie.client.best import improves, recall, remember
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
+from coterie.client.state import improves, recall, remember
 from coterie.core.protocol import Adaptation, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Tensors
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

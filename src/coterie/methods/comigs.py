@@ -18,7 +18,7 @@ from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
 from coterie.methods.templates import Aggregating, Counts, Routed, value_of
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

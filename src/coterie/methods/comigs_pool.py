@@ -22,8 +22,8 @@ from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.pools import SCORES, ask_scores, own_scores
-from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 
 CHOSEN = "chosen"  # each client's generalists, in the server's state
 

@@ -22,8 +22,7 @@ from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
 from coterie.methods.pools import SCORES, Pooling, ask_scores, own_scores
-from coterie.models.layout import Layout
-from coterie.models.pool_layout import GateTarget, PoolLayout
+from coterie.models.layout import GateTarget, Layout, PoolLayout
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
 

@@ -14,8 +14,7 @@ from coterie.core.protocol import Sends, task
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Tensors
 from coterie.methods.pools import WholePool
-from coterie.models.layout import Layout
-from coterie.models.pool_layout import PoolLayout
+from coterie.models.layout import Layout, PoolLayout
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import ClassVar
 from coterie.client.client import Client
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.methods.templates import Averaged, OneAdapter
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Sun et al., "Improving LoRA in Privacy-preserving Federated Learning", ICLR 2024
 from dataclasses import dataclass, replace
 
 from coterie.methods.fedavg import FedAvg
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import ClassVar
 from coterie.client.client import Client
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.methods.templates import Averaged, Routed
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
 from coterie.methods.templates import Aggregating
 from coterie.models.language import LanguageModel
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, PoolLayout
 from coterie.models.pool import PoolClassifier
-from coterie.models.pool_layout import PoolLayout
 
 SCORES = "scores"
 

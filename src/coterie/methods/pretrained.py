@@ -10,7 +10,7 @@ from pydantic import Field
 from coterie.client.blueprint import Blueprint
 from coterie.core.protocol import ClientId, Round, State
 from coterie.methods.base import Method
-from coterie.models.adapter import Layout
+from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ from pydantic import Field
 
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.optimizers import SGD, Optimiser, Scheduled
-from coterie.client.settings import Training
+from coterie.client.settings import SGD, Optimiser, Scheduled, Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST

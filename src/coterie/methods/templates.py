@@ -20,8 +20,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, e
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method
-from coterie.models.adapter import Layout
-from coterie.models.layout import Balance
+from coterie.models.layout import Balance, Layout
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from coterie.core.protocol import derive_seed
 from coterie.core.roles import BACKBONE, EXPERT, Role, by_role
 from coterie.core.tensors import Tensors
-from coterie.models.architecture import Architecture, BlockShape
+from coterie.models.architecture import Architecture
+from coterie.models.families import BlockShape
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA, SingleLoRA
 from coterie.models.mixture import Mixture
 from coterie.models.routing import Gate, Router
-
-__all__ = ["Adapter", "AdapterBlock", "Architecture", "Layout"]
 
 
 class AdapterBlock(nn.Module):

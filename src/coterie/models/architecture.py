@@ -18,27 +18,11 @@ from coterie.core.errors import ModelError
 from coterie.core.foreign import json_of, opened, read_bytes, refusing
 from coterie.core.importing import uncollected
 from coterie.models.families import (
-    FAMILIES,
     REMEDY,
     BlockShape,
-    Family,
-    LinearShape,
-    MLPShape,
     family_of,
-    is_transposed,
     shape_of,
 )
-
-__all__ = [
-    "FAMILIES",
-    "Architecture",
-    "BlockShape",
-    "Family",
-    "LinearShape",
-    "MLPShape",
-    "family_of",
-    "is_transposed",
-]
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
 # environment variable: 1 where whoever runs this process lets a base bring code of its own

@@ -18,7 +18,9 @@ from coterie.core.files import save as save_tensors
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, all_finite, check_alike
 from coterie.data.text_encoding import ControlTokens, TokenizerDigest
-from coterie.models.adapter import Adapter, Architecture, Layout
+from coterie.models.adapter import Adapter
+from coterie.models.architecture import Architecture
+from coterie.models.layout import Layout
 from coterie.models.quantised import Quantisation
 
 Content = Literal["text", "chats"]

@@ -21,19 +21,17 @@ from coterie.models.adapter import Adapter
 from coterie.models.architecture import (
     Architecture,
     explained,
-    family_of,
     locate,
     outline,
     refuse_adapter,
     tokenizer,
     trusted,
 )
+from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.quantised import dequantise, quantise
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, slotted
-
-__all__ = ["DTYPES", "Attachable", "Backbone"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,10 +15,8 @@ from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.models.lora import LoRA
 from coterie.models.network_tensors import check, statistics
-from coterie.models.networks import Network, NetworkShape, Shape
+from coterie.models.networks import Network, Shape
 from coterie.models.vectorised import Vectorised, unflatten
-
-__all__ = ["Classifier", "NetworkShape", "Shape"]
 
 
 class Classifier(Vectorised):

@@ -17,12 +17,11 @@ from coterie.models.artifact import (
     read_about_json,
     write,
 )
-from coterie.models.classifier import Classifier, Shape
+from coterie.models.classifier import Classifier
 from coterie.models.common import Normalisation
-from coterie.models.layout import MOST_ALPHA
-from coterie.models.networks import NetworkShape
+from coterie.models.layout import ABSENT, MOST_ALPHA, Mixture, PoolLayout
+from coterie.models.networks import NetworkShape, Shape
 from coterie.models.pool import PoolClassifier
-from coterie.models.pool_layout import ABSENT, Mixture, PoolLayout
 from coterie.models.text import TextShape
 
 COMMON = "common"  # what the names of the common expert's tensors begin with

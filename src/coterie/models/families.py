@@ -49,23 +49,23 @@ class Family:
 
     Args:
         name: For messages.
-        models: The models that are known to be of it, for people.
         blocks: Path of the list of blocks.
         attention: Path of the attention within a block.
         linears: Names of its linears, in the order in which it calls them.
         mlp: The MLP's linears: our name -> theirs, in our order. Two of ours may be parts of one of
             theirs, one above the other.
         activation: Name of the MLP's activation.
+        models: The models that are known to be of it, for messages, if they are not its name.
         place: Path of the MLP within a block; "": its layers are the block's own.
     """
 
     name: str
-    models: str
     blocks: str
     attention: str
     linears: tuple[str, ...]
     mlp: dict[str, str]
     activation: str
+    models: str = ""
     place: str = "mlp"
 
     @property
@@ -79,138 +79,46 @@ class Family:
         return f"{self.place}.{name}" if self.place else name
 
 
+_LLAMA = ("model.layers", "self_attn")
+_QKV_OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
+_C_FC = {"up": "c_fc", "down": "c_proj"}
+_FC = {"up": "fc1", "down": "fc2"}
+_FC_IN = {"up": "fc_in", "down": "fc_out"}
+_H_TO_4H = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+_UNGATED = {"up": "up_proj", "down": "down_proj"}
+_FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
+_PHI = ("q_proj", "k_proj", "v_proj", "dense")
+_FUSED_QKV = ("query_key_value", "dense")
 FAMILIES = (
     Family(
-        "GPT-2",
-        "GPT-2, GPT-BigCode",
-        "transformer.h",
-        "attn",
-        ("c_attn", "c_proj"),
-        {"up": "c_fc", "down": "c_proj"},
-        "act",
+        "GPT-2", "transformer.h", "attn", ("c_attn", "c_proj"), _C_FC, "act", "GPT-2, GPT-BigCode"
     ),
     Family(
         "Llama-like",
+        *_LLAMA,
+        QKVO,
+        {"gate": "gate_proj", **_UNGATED},
+        "act_fn",
         "Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM3, Gemma 1 to 4 (text), OLMo 1 to 3, "
         "Granite, Cohere 1 and 2, StableLM, Helium, EXAONE 4, ERNIE 4.5, Seed-OSS",
-        "model.layers",
-        "self_attn",
-        QKVO,
-        {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
-        "act_fn",
     ),
+    Family("ungated Llama", *_LLAMA, QKVO, _UNGATED, "act_fn", "Nemotron, Arcee, Apertus, Jais2"),
+    Family("StarCoder2", *_LLAMA, QKVO, _C_FC, "act"),
+    Family("GLM", *_LLAMA, QKVO, _FUSED, "activation_fn", "GLM, GLM4"),
+    Family("Phi-3", *_LLAMA, ("qkv_proj", "o_proj"), _FUSED, "activation_fn", "Phi-3, Phi-4"),
+    Family("Phi", *_LLAMA, _PHI, _FC, "activation_fn", "Phi 1, 1.5 and 2"),
     Family(
-        "ungated Llama",
-        "Nemotron, Arcee, Apertus, Jais2",
-        "model.layers",
-        "self_attn",
-        QKVO,
-        {"up": "up_proj", "down": "down_proj"},
-        "act_fn",
+        "GPT-NeoX", "gpt_neox.layers", "attention", _FUSED_QKV, _H_TO_4H, "act", "GPT-NeoX, Pythia"
     ),
-    Family(
-        "StarCoder2",
-        "StarCoder2",
-        "model.layers",
-        "self_attn",
-        QKVO,
-        {"up": "c_fc", "down": "c_proj"},
-        "act",
-    ),
-    Family(
-        "GLM",
-        "GLM, GLM4",
-        "model.layers",
-        "self_attn",
-        QKVO,
-        {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"},
-        "activation_fn",
-    ),
-    Family(
-        "Phi-3",
-        "Phi-3, Phi-4",
-        "model.layers",
-        "self_attn",
-        ("qkv_proj", "o_proj"),
-        {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"},
-        "activation_fn",
-    ),
-    Family(
-        "Phi",
-        "Phi 1, 1.5 and 2",
-        "model.layers",
-        "self_attn",
-        ("q_proj", "k_proj", "v_proj", "dense"),
-        {"up": "fc1", "down": "fc2"},
-        "activation_fn",
-    ),
-    Family(
-        "GPT-NeoX",
-        "GPT-NeoX, Pythia",
-        "gpt_neox.layers",
-        "attention",
-        ("query_key_value", "dense"),
-        {"up": "dense_h_to_4h", "down": "dense_4h_to_h"},
-        "act",
-    ),
-    Family(
-        "Falcon",
-        "Falcon",
-        "transformer.h",
-        "self_attention",
-        ("query_key_value", "dense"),
-        {"up": "dense_h_to_4h", "down": "dense_4h_to_h"},
-        "act",
-    ),
-    Family(
-        "GPT-J",
-        "GPT-J",
-        "transformer.h",
-        "attn",
-        ("q_proj", "k_proj", "v_proj", "out_proj"),
-        {"up": "fc_in", "down": "fc_out"},
-        "act",
-    ),
-    Family(
-        "CodeGen",
-        "CodeGen",
-        "transformer.h",
-        "attn",
-        ("qkv_proj", "out_proj"),
-        {"up": "fc_in", "down": "fc_out"},
-        "act",
-    ),
-    Family(
-        "GPT-Neo",
-        "GPT-Neo",
-        "transformer.h",
-        "attn.attention",
-        ("q_proj", "k_proj", "v_proj", "out_proj"),
-        {"up": "c_fc", "down": "c_proj"},
-        "act",
-    ),
-    Family(
-        "OPT",
-        "OPT",
-        "model.decoder.layers",
-        "self_attn",
-        ("q_proj", "k_proj", "v_proj", "out_proj"),
-        {"up": "fc1", "down": "fc2"},
-        "activation_fn",
-        place="",
-    ),
-    Family(
-        "XGLM",
-        "XGLM",
-        "model.layers",
-        "self_attn",
-        ("q_proj", "k_proj", "v_proj", "out_proj"),
-        {"up": "fc1", "down": "fc2"},
-        "activation_fn",
-        place="",
-    ),
+    Family("Falcon", "transformer.h", "self_attention", _FUSED_QKV, _H_TO_4H, "act"),
+    Family("GPT-J", "transformer.h", "attn", _QKV_OUT, _FC_IN, "act"),
+    Family("CodeGen", "transformer.h", "attn", ("qkv_proj", "out_proj"), _FC_IN, "act"),
+    Family("GPT-Neo", "transformer.h", "attn.attention", _QKV_OUT, _C_FC, "act"),
+    Family("OPT", "model.decoder.layers", "self_attn", _QKV_OUT, _FC, "activation_fn", place=""),
+    Family("XGLM", *_LLAMA, _QKV_OUT, _FC, "activation_fn", place=""),
 )
-REMEDY = f"Use a base of one of these kinds: {'; '.join(family.models for family in FAMILIES)}."
+_KINDS = "; ".join(family.models or family.name for family in FAMILIES)
+REMEDY = f"Use a base of one of these kinds: {_KINDS}."
 
 
 def family_of(model: nn.Module) -> Family:
@@ -223,18 +131,17 @@ def family_of(model: nn.Module) -> Family:
     if not known:
         paths = " nor ".join(dict.fromkeys(family.blocks for family in FAMILIES))
         raise ModelError(f"{type(model).__name__} has neither {paths}", REMEDY)
-    blocks = {family.name: list(_blocks(model, family)) for family in known}
     for family in known:
-        layers = blocks[family.name]
-        if layers and not lacking(family, layers[0]):
+        first = next(_blocks(model, family), None)
+        if first is not None and not lacking(family, first):
             return family
-    first = known[0]
-    if not blocks[first.name]:
+    blocks = list(_blocks(model, known[0]))
+    if not blocks:
         raise ModelError(
-            f"{type(model).__name__} has no blocks at {first.blocks}",
+            f"{type(model).__name__} has no blocks at {known[0].blocks}",
             "Use a base with at least one transformer block.",
         )
-    raise ModelError(_problem(first, blocks[first.name][0], 0), REMEDY)
+    raise ModelError(_problem(known[0], blocks[0], 0), REMEDY)
 
 
 def find(module: nn.Module, path: str) -> nn.Module | None:

@@ -5,7 +5,6 @@ aligns features to a distribution.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,14 @@ from torch.nn.functional import cross_entropy
 
 from coterie.core.roles import BACKBONE, GENERALIST, Role
 from coterie.core.tensors import Tensors
-from coterie.models.classifier import Classifier, Shape
+from coterie.models.classifier import Classifier
 from coterie.models.generalising_networks import Adversarial, Extended, Stochastic
-from coterie.models.layout import Balance, Layout
+from coterie.models.layout import Layout, NetworkLayout
+from coterie.models.networks import Shape
 
 
 @dataclass(frozen=True)
-class StochasticLayout(Layout):
+class StochasticLayout(NetworkLayout):
     """The terms of FedSR's objective beside the cross-entropy.
 
     Args:
@@ -27,15 +27,12 @@ class StochasticLayout(Layout):
         cmi: alpha_CMI.
     """
 
-    specialists: int = 0
-    routing: Literal["learned", "equal"] = "equal"
-    balance: Balance = "none"
     l2: float = 0.01
     cmi: float = 0.001
 
 
 @dataclass(frozen=True)
-class AdversarialLayout(Layout):
+class AdversarialLayout(NetworkLayout):
     """The parts that FedADG trains beside the classifier.
 
     Args:
@@ -44,9 +41,6 @@ class AdversarialLayout(Layout):
             hidden layers.
     """
 
-    specialists: int = 0
-    routing: Literal["learned", "equal"] = "equal"
-    balance: Balance = "none"
     align: float = 0.15
     hidden: int = 128
 

@@ -16,15 +16,13 @@ from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensors import Tensors
 from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter
-from coterie.models.backbone import Attachable, Backbone
-from coterie.models.layout import Layout
-from coterie.models.likelihood import nll_by_row, nll_of, nll_sum
+from coterie.models.backbone import Backbone
+from coterie.models.layout import ABSENT, Layout
 from coterie.models.lora import LoRA
-from coterie.models.objective import Totals, balance_by_row
 from coterie.models.per_example import CopiedAdapter, copies
-from coterie.models.pool_layout import ABSENT
-from coterie.models.routing import Routing
-from coterie.models.windows import TextBatch, Windows
+from coterie.models.routing import Routing, Totals, balance_by_row
+from coterie.models.slots import Attachable
+from coterie.models.windows import TextBatch, Windows, nll_by_row, nll_of, nll_sum
 
 
 class LanguageModel:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.core.roles import Role
-from coterie.models.architecture import MLPShape
+from coterie.models.families import MLPShape
 from coterie.models.layout import Layout
 from coterie.models.lora import LoRA, gamma, project
 from coterie.models.mixture_kernel import (

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coterie.models.adapter import Adapter, AdapterBlock, Architecture
+from coterie.models.adapter import Adapter, AdapterBlock
+from coterie.models.architecture import Architecture
 from coterie.models.lora import LoRA, SingleLoRA, project
 from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import FrozenMLP

@@ -16,11 +16,11 @@ from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, GATE, GENERALIST, Role, tag
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
-from coterie.models.classifier import Classifier, Shape
+from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
+from coterie.models.layout import ABSENT, GateTarget, PoolLayout
 from coterie.models.lora import LoRA
-from coterie.models.networks import NetworkShape
-from coterie.models.pool_layout import ABSENT, GateTarget, PoolLayout
+from coterie.models.networks import NetworkShape, Shape
 
 
 class PoolClassifier:

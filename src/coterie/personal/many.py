@@ -18,7 +18,7 @@ from torch import Tensor
 from coterie.core.errors import ModelError
 from coterie.data.chats import ChatTemplate
 from coterie.data.text_encoding import TextEncoder
-from coterie.models.backbone import Attachable
+from coterie.models.slots import Attachable
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference

@@ -12,7 +12,8 @@ from transformers import LogitsProcessorList
 
 from coterie.core.errors import ModelError
 from coterie.data.text_encoding import TextEncoder
-from coterie.models.backbone import Attachable, Backbone
+from coterie.models.backbone import Backbone
+from coterie.models.slots import Attachable
 from coterie.personal.sampling import check_temperature, not_usable, usable
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from coterie.data.text_encoding import TextEncoder
-from coterie.models.backbone import Attachable, Backbone
+from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
+from coterie.models.slots import Attachable
 from coterie.personal.sampling import not_usable, usable
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from coterie.aggregation.collaboration import weights_error
-from coterie.client.best import kept_round, recall
 from coterie.client.client import Client
 from coterie.client.site import Site
+from coterie.client.state import kept_round, recall
 from coterie.core import devices, metrics
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded

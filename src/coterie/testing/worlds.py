@@ -17,11 +17,13 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
 from coterie.methods import Method
-from coterie.models.adapter import Adapter, Layout
+from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
-from coterie.models.classifier import Classifier, NetworkShape
+from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language

@@ -8,8 +8,8 @@ from typing import Any
 
 from coterie.core.printing import printable
 from coterie.data.chats.messages import user
-from coterie.models.adapter import Layout
 from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.ui import page

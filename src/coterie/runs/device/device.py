@@ -14,8 +14,8 @@ import torch
 
 from coterie.aggregation import secure
 from coterie.aggregation.noise import kept_key
-from coterie.client.best import kept_round, recall
 from coterie.client.site import Site
+from coterie.client.state import kept_round, recall
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.foreign import json_of

@@ -16,7 +16,7 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
 from coterie.data.partition import Partitioner
 from coterie.models import artifact
-from coterie.models.classifier import Classifier, NetworkShape, Shape
+from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import save_classifier
 from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
 from coterie.models.generalising import (
@@ -26,10 +26,10 @@ from coterie.models.generalising import (
     StochasticClassifier,
     StochasticLayout,
 )
-from coterie.models.layout import CommonLayout, Layout
+from coterie.models.layout import CommonLayout, Layout, PoolLayout
 from coterie.models.network_tensors import statistics
+from coterie.models.networks import NetworkShape, Shape
 from coterie.models.pool import PoolClassifier
-from coterie.models.pool_layout import PoolLayout
 from coterie.models.text import TextShape
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.sections import ClassifierSection, CommonSection, TextClassifierSection
