@@ -16,7 +16,7 @@ from coterie.data.images import Cifar10
 from coterie.data.store import default_cache
 from coterie.models import network_tensors
 from coterie.models.classifier import Classifier
-from coterie.models.networks import NetworkShape, build
+from coterie.models.networks import NetworkShape
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
@@ -54,7 +54,7 @@ def resnets() -> Path:
 )
 def test_sizes_are_the_published_ones(network, parameters) -> None:
     shape = NetworkShape(network, CIFAR, 10)
-    assert sum(p.numel() for p in build(shape, "meta").parameters()) == parameters
+    assert sum(p.numel() for p in shape.build("meta").parameters()) == parameters
 
 
 @pytest.mark.parametrize("network", SMALL)
@@ -62,7 +62,7 @@ def test_a_network_without_a_width_has_its_own(network) -> None:
     own = 16 if network in ("resnet20", "resnet56") else 64
     shapes = [NetworkShape(network, CIFAR, 10, width=width) for width in (None, own, own + 1)]
     default, same, other = (
-        [tuple(p.shape) for p in build(shape, "meta").parameters()] for shape in shapes
+        [tuple(p.shape) for p in shape.build("meta").parameters()] for shape in shapes
     )
     assert default == same
     assert (default == other) == (network == "mlp")
@@ -73,7 +73,7 @@ def test_a_network_without_a_width_has_its_own(network) -> None:
 @pytest.mark.parametrize("network", SMALL)
 def test_a_network_is_its_head_on_its_features(network, norm, inputs) -> None:
     model, x = (
-        build(NetworkShape(network, inputs, 5, hidden=(6, 4), norm=norm, width=SMALL[network])),
+        NetworkShape(network, inputs, 5, hidden=(6, 4), norm=norm, width=SMALL[network]).build(),
         images(inputs),
     )
     for mode in (True, False):
@@ -108,12 +108,12 @@ def test_a_network_is_its_head_on_its_features(network, norm, inputs) -> None:
     ],
 )
 def test_the_number_of_features_needs_no_values(shape, width) -> None:
-    assert build(shape, "meta").head.in_features == width
+    assert shape.build("meta").head.in_features == width
 
 
 def test_features_of_an_mlp_without_hidden_layers_are_the_pixels() -> None:
     x = images(DIGITS)
-    assert torch.equal(build(NetworkShape("mlp", DIGITS, 10, hidden=())).features(x), x.flatten(1))
+    assert torch.equal(NetworkShape("mlp", DIGITS, 10, hidden=()).build().features(x), x.flatten(1))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_resnet_is_that_of_he_et_al(network, stages, inputs) -> None:
     """A naive formulation on the named tensors: option A where there is no shortcut in them,
     option B where there is.
     """
-    model = learned(build(NetworkShape(network, inputs, 5, width=4))).eval()
+    model = learned(NetworkShape(network, inputs, 5, width=4).build()).eval()
     tensors, x = model.state_dict(), images(inputs)
 
     def convolved(x: Tensor, conv: str, norm: str, stride: int = 1) -> Tensor:
@@ -185,7 +185,7 @@ def test_the_published_resnet20_is_as_accurate_as_it_is_said_to_be(resnets, data
 
 def test_a_file_of_another_network_is_refused_by_its_first_tensor(tmp_path) -> None:
     shape, path = NetworkShape("resnet20", DIGITS, 10, width=2), tmp_path / "weights.safetensors"
-    own = dict(build(shape).state_dict())
+    own = dict(shape.build().state_dict())
 
     def loaded(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         save_file(tensors, path)

@@ -96,9 +96,9 @@ def test_each_image_has_the_gradients_of_a_batch_of_it_alone(shape) -> None:
     batch = Examples(
         torch.randn(6, *shape.inputs, generator=random), torch.from_numpy(np.arange(6) % 5)
     )
-    wrt = list(model.parameters_by_role()[GENERALIST].values())[::-1]
+    wrt = list(model.parameters_by_role()[GENERALIST].values())
     assert_rows_are_alone(model, batch, batch.split(1), wrt)
 
 
 def test_where_examples_count_for_each_other_there_are_none() -> None:
-    assert Classifier(NetworkShape("cnn", (1, 8, 8), 3, norm="batch")).per_example is None
+    assert not Classifier(NetworkShape("cnn", (1, 8, 8), 3, norm="batch")).separable

@@ -21,17 +21,14 @@ SHAPES = [
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.network)
 
 
-class Narrow(Classifier):
-    """A classifier on a device that has room for two points at once, or for none, which is as
+def narrow_for(shape: NetworkShape, points: int) -> Classifier:
+    """A classifier on a device that has room for so many points at once, or for none, which is as
     much as for one.
     """
-
-    points = 2
-
-    @property
-    def _bounds(self) -> Bounds:
-        one = 3 * 4 * self.trainable_parameters + 2 * 6 * sum(self._maps)
-        return Bounds(0, self.points * one)
+    model = Classifier(shape)
+    one = 3 * 4 * model.trainable_parameters + 2 * 6 * sum(model._stacked._maps)
+    model._stacked._bounds = Bounds(0, points * one)
+    return model
 
 
 def problem(model: Classifier, count: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,9 +84,9 @@ def test_running_statistics_of_each_point_follow_its_own_batch(shape: NetworkSha
 @shapes
 @pytest.mark.parametrize("room", [0, 1, 2, 5])
 def test_points_that_take_turns_are_points_at_once(shape: NetworkShape, room: int) -> None:
-    model, narrow = Classifier(shape), Narrow(shape)
-    narrow.points = room
-    assert (narrow._at_once(6), model._at_once(6) > 5) == (max(1, room), True)
+    model, narrow = Classifier(shape), narrow_for(shape, room)
+    sizes = narrow._stacked.at_once(6), model._stacked.at_once(6)
+    assert (sizes[0], sizes[1] > 5) == (max(1, room), True)
     points, x, y = problem(model, 5, 6)
     running = torch.ones(5, sum(t.numel() for t in model.buffers().values()))
     turns, at_once = running.clone(), running.clone()

@@ -14,12 +14,12 @@ from coterie.core.roles import GENERALIST, Role, by_role
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.models.lora import LoRA
-from coterie.models.network_tensors import check, statistics
+from coterie.models.network_tensors import check, statistics, training
 from coterie.models.networks import Network, Shape
-from coterie.models.vectorised import Vectorised, unflatten
+from coterie.models.vectorised import Stacked, unflatten
 
 
-class Classifier(Vectorised):
+class Classifier:
     """A network with one role: GENERALIST.
 
     It trains with the statistics of the batch and scores with the running ones, where it normalises
@@ -158,17 +158,8 @@ class Classifier(Vectorised):
         """
         x, y = self.checked(batch)
         size = micro_batch or len(y)
-        if micro_batch is not None and micro_batch < 1:
-            raise ModelError(
-                f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
-            )
-        if size < len(y) and self._batch_norms:
-            raise ModelError(
-                f"micro_batch {size} would split a batch of {len(y)}, but batch normalisation "
-                f"needs all of it at once",
-                "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'.",
-            )
-        with self._training(wrt):
+        self.check_whole(size, len(y))
+        with training(self.network, wrt), self.batch_statistics():
             gradients, losses, correct = self._accumulate(
                 torch.split(x, size), torch.split(y, size), wrt
             )
@@ -183,40 +174,70 @@ class Classifier(Vectorised):
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
-    def _each_example(
+    @property
+    def separable(self) -> bool:
+        """Whether `per_example` can be computed: not where examples count for each other, by batch
+        normalisation, nor of networks that do not stack.
+        """
+        return type(self) is Classifier and self.stacks and not self._batch_norms
+
+    def per_example(
         self, batch: Examples, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """See `per_example`."""
-        named = self.parameters_by_role()[GENERALIST]
-        if {id(p) for p in wrt} != {id(p) for p in named.values()}:
-            raise ModelError(
-                "per-example gradients can only be taken of all parameters of the network",
-                "Give all of them in `wrt`.",
-            )
-        points = torch.cat([p.detach().flatten() for p in named.values()]).expand(len(batch), -1)
+        """Return the gradients of each example, (B, ...) in the order of `wrt`, which are all
+        parameters: each exactly that of a batch of it alone; and statistics.
+        """
+        points = torch.cat([p.detach().flatten() for p in wrt]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
-        by_name, names = unflatten(gradients, named), {id(p): name for name, p in named.items()}
-        return [by_name[names[id(p)]] for p in wrt], {
-            name: values.mean() for name, values in stats.items()
-        }
+        by_name = unflatten(gradients, self.parameters_by_role()[GENERALIST])
+        return list(by_name.values()), {name: values.mean() for name, values in stats.items()}
 
     @property
-    def per_example(
-        self,
-    ) -> (
-        Callable[[Examples, Sequence[nn.Parameter]], tuple[list[Tensor], dict[str, Tensor]]] | None
-    ):
-        """Give the gradients of each example, (B, ...) in the order of `wrt`, each exactly that of
-        a batch of it alone; and statistics.
-
-        None where examples count for each other, by batch normalisation, and for networks that do
-        not stack.
+    def stacks(self) -> bool:
+        """Whether many clients' networks can be computed at once, with the same result; image
+        networks can.
         """
-        return (
-            self._each_example
-            if type(self) is Classifier and self.stacks and not self._batch_norms
-            else None
-        )
+        return isinstance(self.network, Network)
+
+    def gains(self, examples: int) -> bool:
+        """See `Stacked.gains`."""
+        return self._stacked.gains(examples)
+
+    @cached_property
+    def _stacked(self) -> Stacked:
+        return Stacked(self.shape, self.network, self.device)
+
+    def vectorised(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`gradient` at many points at once, each with a batch and running statistics of its own;
+        or `gradient_elsewhere`.
+
+        Args:
+            points: (m, d) fp32: at each row all parameters, flat, in the order of
+                `parameters_by_role()[GENERALIST]`.
+            x: (m, B, C, H, W) fp32.
+            y: (m, B) int64.
+            running: (m, s) fp32 on the network's device: at each row all running statistics, flat,
+                in the order of `buffers`. They follow the batches, in place. None: it is elsewhere.
+
+        Returns:
+            Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
+
+        Raises:
+            ModelError: The points or the batches do not fit the network.
+        """
+        if x.shape[:2] != y.shape or points.shape != (len(y), self.trainable_parameters):
+            raise ModelError(
+                f"{list(points.shape)} values of points, {list(x.shape)} inputs and "
+                f"{list(y.shape)} labels",
+                f"Expected [m, {self.trainable_parameters}], [m, examples, ...] and [m, examples].",
+            )
+        inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
+        with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
+            return self._stacked.gradients(
+                points, inputs.view(x.shape), labels.view(y.shape), running
+            )
 
     @torch.no_grad()
     def score(self, batches: Iterable[Examples]) -> Tensor:
@@ -288,30 +309,16 @@ class Classifier(Vectorised):
             )
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    @contextmanager
-    def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block only `wrt` requires gradients, and normalisation uses the statistics of
-        the batch.
-
-        Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, or a batch is too small to have
-                statistics.
+    def check_whole(self, micro_batch: int, examples: int) -> None:
+        """Refuse to cut a batch of which every example counts for its statistics. Raises
+        ModelError.
         """
-        parameters, trained = list(self.network.parameters()), {id(parameter) for parameter in wrt}
-        if not trained or not trained <= {id(parameter) for parameter in parameters}:
+        if micro_batch < examples and self._batch_norms:
             raise ModelError(
-                "gradient: `wrt` is empty or holds a parameter of another model",
-                "Give parameters of this network.",
+                f"micro_batch {micro_batch} would split a batch of {examples}, but batch "
+                f"normalisation needs all of it at once",
+                "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'.",
             )
-        before = [parameter.requires_grad for parameter in parameters]
-        try:
-            for parameter in parameters:
-                parameter.requires_grad_(id(parameter) in trained)
-            with self.batch_statistics():
-                yield
-        finally:
-            for parameter, required in zip(parameters, before, strict=True):
-                parameter.requires_grad_(required)
 
     @contextmanager
     def batch_statistics(self) -> Iterator[None]:

@@ -150,7 +150,7 @@ def save_classifier(
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = known_shape(common.shape) if common else None
-        data_norm, expert_norm = (common.data, common.own) if common else (None, None)
+        data_norm, expert_norm = (common.data, common.expected) if common else (None, None)
         share = Share(
             layout.pool,
             tuple(present_experts(model)),

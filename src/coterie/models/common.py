@@ -21,7 +21,7 @@ from coterie.core import devices
 from coterie.core.errors import CheckpointError, CoterieError, ModelError, SaveError
 from coterie.core.files import save
 from coterie.core.protocol import derive_seed
-from coterie.core.tensors import Named, Tensors, all_finite, nbytes
+from coterie.core.tensors import Named, Tensors, all_finite
 from coterie.data.examples import ExampleSplit
 from coterie.data.store import default_cache
 from coterie.models import network_tensors
@@ -98,21 +98,15 @@ class CommonExpert:
         expected: Normalisation | None = None,
     ) -> None:
         self.shape, self.device, self.tensors = shape, torch.device(device), tensors
-        self.data, self.own = data, expected
-        self._change = (
-            None if expected is None else _change(shape.example().shape[1], data, expected)
-        )
+        self.data, self.expected = data, expected
+        channels = shape.example().shape[1]
+        self._change = None if expected is None else _change(channels, data, expected)
         self._model = self.classifier(device)
 
     @cached_property
     def width(self) -> int:
         """Length of an embedding, e."""
         return self.embed(self.shape.example()).shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes to send it once, in bytes."""
-        return nbytes(self.tensors)
 
     def flops(self) -> int:
         """Floating-point operations of one example's embedding and its classification."""
@@ -155,26 +149,10 @@ def _change(
             f"channels",
             "Give one mean and one positive std for each channel.",
         )
-    mean, std, own_mean, own_std = (
+    mean, std, new_mean, new_std = (
         torch.tensor(values, dtype=torch.float64).view(-1, 1, 1) for values in (*data, *expected)
     )
-    return (std / own_std).float(), ((mean - own_mean) / own_std).float()
-
-
-def pretrained(
-    path: Path,
-    shape: Shape,
-    device: torch.device | str = "cpu",
-    data: Normalisation | None = None,
-    expected: Normalisation | None = None,
-) -> CommonExpert:
-    """Return the common expert of a file of safetensors; the arguments are those of `CommonExpert`.
-
-    Raises:
-        CheckpointError: There is no such file, or it is damaged.
-        ModelError: It is of another network, or a normalisation is not one of so many channels.
-    """
-    return CommonExpert(shape, network_tensors.load(path, shape), device, data, expected)
+    return (std / new_std).float(), ((mean - new_mean) / new_std).float()
 
 
 def trained(
@@ -204,9 +182,8 @@ def trained(
         SaveError: The cache cannot be written.
     """
     start = shape.initial(derive_seed(settings.seed, "common expert"))
-    entry = (
-        cache or default_cache()
-    ) / f"common-{_key(shape, start, public, settings)}.safetensors"
+    name = f"common-{_key(shape, start, public, settings)}.safetensors"
+    entry = (cache or default_cache()) / name
     try:
         tensors = network_tensors.load(entry, shape)
     except (CheckpointError, ModelError):  # missing or damaged
@@ -245,19 +222,15 @@ def _train(
     """
     rows = np.random.default_rng(derive_seed(settings.seed, "held out")).permutation(public.rows)
     held = max(1, len(rows) // 10)
-    train, valid = (
-        replace(public, name="train", rows=rows[held:], seed=settings.seed),
-        replace(public, name="valid", rows=rows[:held]),
-    )
+    train = replace(public, name="train", rows=rows[held:], seed=settings.seed)
+    valid = replace(public, name="valid", rows=rows[:held])
     model = Classifier(shape, device)
     model.network.load_state_dict(start, strict=False)
     parameters = list(model.network.parameters())
     optimiser = torch.optim.SGD(parameters, settings.lr, settings.momentum)
     size = min(settings.batch_size, train.windows)
-    every, steps = (
-        math.ceil(train.windows / size / _CHECKS),
-        math.ceil(settings.epochs * train.windows / size),
-    )
+    every = math.ceil(train.windows / size / _CHECKS)
+    steps = math.ceil(settings.epochs * train.windows / size)
     accuracy = 0.0
     for step in range(1, steps + 1):
         gradients, _ = model.gradient(train.batch((step - 1) * size, size), parameters)
@@ -278,12 +251,9 @@ def _train(
             "Train it with a lower learning rate.",
         )
     if settings.stop_at is not None and accuracy < settings.stop_at:
-        problem = (
-            f"the common expert classifies {accuracy:.1%} of the held-out examples correctly after "
-            f"{settings.epochs} epochs"
-        )
         raise CoterieError(
-            f"{problem}, not {settings.stop_at:.1%}",
+            f"the common expert classifies {accuracy:.1%} of the held-out examples correctly after "
+            f"{settings.epochs} epochs, not {settings.stop_at:.1%}",
             "Train it for more epochs, or with a lower stop_at.",
         )
     return tensors
@@ -299,10 +269,7 @@ def _write(entry: Path, tensors: Named) -> None:
             save(Path(folder) / entry.name, tensors)
             os.replace(Path(folder) / entry.name, entry)
     except OSError as error:
-        remedy = (
-            "Free some space there, or name another folder in the environment variable "
-            "COTERIE_CACHE."
-        )
         raise SaveError(
-            f"cannot write the common expert {entry}: {error.strerror}", remedy
+            f"cannot write the common expert {entry}: {error.strerror}",
+            "Free some space there, or set COTERIE_CACHE to another folder.",
         ) from error

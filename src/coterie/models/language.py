@@ -19,6 +19,7 @@ from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.layout import ABSENT, Layout
 from coterie.models.lora import LoRA
+from coterie.models.network_tensors import check_trained, training
 from coterie.models.per_example import CopiedAdapter, copies
 from coterie.models.routing import Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable
@@ -256,14 +257,9 @@ class LanguageModel:
             mean routing weight.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, the batch has another form, or
-                `micro_batch` is not positive.
+            ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
         """
         windows = Windows.of(self.backbone, batch)
-        if micro_batch is not None and micro_batch < 1:
-            raise ModelError(
-                f"micro_batch is {micro_batch}", "Use at least 1, or None for the whole batch."
-            )
         parts = windows.split(micro_batch or len(windows))
         totals = Totals(self.layout, windows.predictions, windows.routed)
         gradients: list[Tensor] = []
@@ -306,7 +302,7 @@ class LanguageModel:
             ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
         """
         windows = Windows.of(self.backbone, batch)
-        self._check_own(wrt)
+        check_trained(self.adapter.parameters(), wrt)
         totals = Totals(self.layout, windows.predictions, windows.routed)
         copied, record = copies(wrt, len(windows)), list[Routing]()
         with self._using(record, CopiedAdapter(self.adapter, copied)):
@@ -348,27 +344,12 @@ class LanguageModel:
                 users.append(torch.stack([decision.users() for decision in part.of_tokens(record)]))
         return torch.stack(users).sum(dim=0) / sum(part.routed for part in parts)
 
-    def _check_own(self, wrt: Sequence[nn.Parameter]) -> None:
-        """Refuse anything but parameters of this adapter, at least one."""
-        trained = {id(parameter) for parameter in wrt}
-        if not trained or not trained <= {id(parameter) for parameter in self.adapter.parameters()}:
-            raise ModelError(
-                "gradient: `wrt` is empty or holds a parameter of another model",
-                "Give parameters of this adapter.",
-            )
-
     @contextmanager
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
         """Within the block only `wrt` requires gradients, and dropout is on."""
-        self._check_own(wrt)
-        parameters, trained = list(self.adapter.parameters()), {id(parameter) for parameter in wrt}
-        before = [parameter.requires_grad for parameter in parameters]
         self.adapter.train()
         try:
-            for parameter in parameters:
-                parameter.requires_grad_(id(parameter) in trained)
-            yield
+            with training(self.adapter, wrt):
+                yield
         finally:
             self.adapter.eval()
-            for parameter, required in zip(parameters, before, strict=True):
-                parameter.requires_grad_(required)

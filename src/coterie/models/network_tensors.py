@@ -1,5 +1,7 @@
-"""A network's tensors from elsewhere: files of weights, and whether tensors fit a network."""
+"""A network's tensors: files of weights, whether tensors fit a network, and which are trained."""
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -83,3 +85,32 @@ def check(shape: Shape, tensors: Named, source: str) -> None:
             f"{source}: {broken[0]!r} holds values that are not finite",
             "Take an earlier copy, or train it again.",
         )
+
+
+def check_trained(parameters: Iterable[nn.Parameter], wrt: Sequence[nn.Parameter]) -> None:
+    """Refuse to train anything but a model's own parameters, at least one. Raises ModelError."""
+    trained = set(map(id, wrt))
+    if not trained or not trained <= set(map(id, parameters)):
+        raise ModelError(
+            "gradient: `wrt` is empty or holds a parameter of another model",
+            "Give parameters of this model.",
+        )
+
+
+@contextmanager
+def training(module: nn.Module, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within the block only `wrt` of a module's parameters require gradients.
+
+    Raises:
+        ModelError: See `check_trained`.
+    """
+    parameters, trained = list(module.parameters()), set(map(id, wrt))
+    check_trained(parameters, wrt)
+    before = [parameter.requires_grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.requires_grad_(id(parameter) in trained)
+        yield
+    finally:
+        for parameter, required in zip(parameters, before, strict=True):
+            parameter.requires_grad_(required)

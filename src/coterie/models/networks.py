@@ -1,15 +1,13 @@
 """Networks that classify images: a multilayer perceptron, a small convolutional network, and
 residual ones of four depths.
-
-Each is a linear `head` on what its `features` make of an image: `network(x) = head(features(x))`,
-with `head.in_features` of them.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import ClassVar, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +69,7 @@ class NetworkShape:
                 f"and {self.classes} classes",
                 "Inputs are (channels, height, width), and every size is at least 1.",
             )
-        if self.network not in NETWORKS or self.norm not in ("batch", "group", "none"):
+        if self.network not in NETWORKS or self.norm not in get_args(Norm):
             raise ModelError(
                 f"no network {self.network!r} with norm {self.norm!r}",
                 f"Networks: {', '.join(NETWORKS)}; norms: batch, group, none.",
@@ -90,12 +88,24 @@ class NetworkShape:
         return f"a {self.network} for {self.inputs} and {self.classes} classes"
 
     def build(self, device: torch.device | str = "cpu") -> "Network":
-        """See `networks.build`."""
-        return build(self, device)
+        """Return the network, every parameter a GENERALIST: values of `initial` with seed 0,
+        running means 0 and variances 1.
+
+        PyTorch's random generators are left as they were.
+        """
+        with torch.device("meta"):
+            network = NETWORKS[self.network](self)
+        tag(network, GENERALIST)
+        if torch.device(device).type != "meta":
+            network.to_empty(device=device)
+            network.load_state_dict(initial(network, 0), strict=False)
+            for name, statistic in network.named_buffers():
+                statistic.fill_(name.endswith("running_var"))
+        return network
 
     def initial(self, seed: int) -> Tensors:
         """See `networks.initial`."""
-        return initial(build(self, "meta"), seed)
+        return initial(self.build("meta"), seed)
 
     def check_inputs(self, x: Tensor) -> None:
         """Refuse what are not images for this network.
@@ -117,7 +127,16 @@ class NetworkShape:
         return torch.zeros(1, *self.inputs)
 
 
-class MLP(nn.Sequential):
+class Network(nn.Module):
+    """A linear `head` on the `features` of an image, of which there are `head.in_features`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, classes)."""
+        network: Any = self
+        return cast(Tensor, network.head(network.features(x)))
+
+
+class MLP(Network, nn.Sequential):
     """Linear layers with ReLU between them, on the flattened image."""
 
     def __init__(self, shape: NetworkShape) -> None:
@@ -137,10 +156,6 @@ class MLP(nn.Sequential):
             x = layer(x).relu()
         return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.head(self.features(x)))
-
     def stacked(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return the network at m points at once: one batched matrix product a layer.
 
@@ -158,7 +173,7 @@ class MLP(nn.Sequential):
         return x
 
 
-class CNN(nn.Module):
+class CNN(Network):
     """Two convolutions of width w and 2w, each with pooling while the map is larger than one
     pixel, and a linear layer.
     """
@@ -174,12 +189,8 @@ class CNN(nn.Module):
         self.features = nn.Sequential(*layers, nn.Flatten())
         self.head = nn.Linear(channels * math.prod(size), shape.classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.head(self.features(x)))
 
-
-class ResNet9(nn.Module):
+class ResNet9(Network):
     """Convolutions of w, 2w, 4w and 8w channels, residual blocks behind the second and the last,
     global max pooling and a linear layer.
 
@@ -203,32 +214,36 @@ class ResNet9(nn.Module):
         )
         self.head = nn.Linear(8 * w, shape.classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.head(self.features(x)))
 
-
-class ResNet(nn.Module):
+class ResNet(Network):
     """A convolution of w channels, stages of residual blocks of w, 2w, 4w, ... channels, global
     average pooling and a linear layer.
 
     Each stage but the first halves height and width. Modules are named as in
     akamaster/pytorch_resnet_cifar10 (subsampling) and kuangliu/pytorch-cifar (projections), so that
     weights of these load as they are.
+
+    ResNet-20 for CIFAR (He et al., 2016, Section 4.2) has 0.27 million parameters with w = 16 and
+    ten classes, ResNet-56 has 0.86 million. ResNet-34 for small images, without the first stride
+    and pooling of ImageNet's, has 21.3 million.
+
+    Args:
+        shape: Of the network.
+        blocks: Of each stage.
+        projects: See `Block`.
     """
 
-    blocks: ClassVar[tuple[int, ...]]  # of each stage
-    projects: ClassVar[bool]
-
-    def __init__(self, shape: NetworkShape) -> None:
+    def __init__(
+        self, shape: NetworkShape, blocks: tuple[int, ...], projects: bool = False
+    ) -> None:
         super().__init__()
         inputs = shape.channels
         self.conv1 = nn.Conv2d(shape.inputs[0], inputs, 3, padding=1, bias=shape.norm == "none")
         self.bn1 = _norm(shape.norm, inputs)
-        self.stages = [f"layer{number}" for number in range(1, len(self.blocks) + 1)]
-        for number, (stage, depth) in enumerate(zip(self.stages, self.blocks, strict=True)):
+        self.stages = [f"layer{number}" for number in range(1, len(blocks) + 1)]
+        for number, (stage, depth) in enumerate(zip(self.stages, blocks, strict=True)):
             outputs = shape.channels * 2**number
-            first = Block(inputs, outputs, shape.norm, number > 0, self.projects)
+            first = Block(inputs, outputs, shape.norm, number > 0, projects)
             self.add_module(
                 stage,
                 nn.Sequential(
@@ -251,59 +266,15 @@ class ResNet(nn.Module):
             x = self.get_submodule(stage)(x)
         return x.mean(dim=(2, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, classes)."""
-        return cast(Tensor, self.linear(self.features(x)))
 
-
-class ResNet20(ResNet):
-    """ResNet-20 for CIFAR (He et al., 2016, Section 4.2): 0.27 million parameters with w = 16
-    and ten classes.
-    """
-
-    blocks, projects = (3, 3, 3), False
-
-
-class ResNet56(ResNet):
-    """ResNet-56 for CIFAR: 0.86 million parameters."""
-
-    blocks, projects = (9, 9, 9), False
-
-
-class ResNet34(ResNet):
-    """ResNet-34 for small images, without the first stride and pooling of ImageNet's: 21.3
-    million parameters.
-    """
-
-    blocks, projects = (3, 4, 6, 3), True
-
-
-Network = MLP | CNN | ResNet9 | ResNet
-NETWORKS: Mapping[str, type[MLP | CNN | ResNet9 | ResNet]] = {
+NETWORKS: Mapping[str, Callable[["NetworkShape"], Network]] = {
     "mlp": MLP,
     "cnn": CNN,
     "resnet9": ResNet9,
-    "resnet20": ResNet20,
-    "resnet56": ResNet56,
-    "resnet34": ResNet34,
+    "resnet20": partial(ResNet, blocks=(3, 3, 3)),
+    "resnet56": partial(ResNet, blocks=(9, 9, 9)),
+    "resnet34": partial(ResNet, blocks=(3, 4, 6, 3), projects=True),
 }
-
-
-def build(shape: NetworkShape, device: torch.device | str = "cpu") -> Network:
-    """Return the network, every parameter a GENERALIST: values of `initial` with seed 0, running
-    means 0 and variances 1.
-
-    PyTorch's random generators are left as they were.
-    """
-    with torch.device("meta"):
-        network = NETWORKS[shape.network](shape)
-    tag(network, GENERALIST)
-    if torch.device(device).type != "meta":
-        network.to_empty(device=device)
-        network.load_state_dict(initial(network, 0), strict=False)
-        for name, statistic in network.named_buffers():
-            statistic.fill_(name.endswith("running_var"))
-    return network
 
 
 def initial(network: nn.Module, seed: int) -> Tensors:

@@ -3,10 +3,9 @@ among all M (DDOME, Section 4).
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,8 @@ from coterie.models.common import CommonExpert
 from coterie.models.layout import ABSENT, GateTarget, PoolLayout
 from coterie.models.lora import LoRA
 from coterie.models.networks import NetworkShape, Shape
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 class PoolClassifier:
@@ -68,10 +69,19 @@ class PoolClassifier:
             self.gate = Classifier(
                 NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device
             )
-        for expert in self.experts:
-            tag(expert.network, EXPERT)
-        if self.gate is not None:
             tag(self.gate.network, GATE)
+        self._parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
+        self._buffers: dict[str, Tensor] = {}
+        self._expert_slots: list[dict[str, Tensor]] = []
+        for place, expert in enumerate(self.experts):
+            tag(expert.network, EXPERT)
+            parameters = _named(place, dict(expert.network.named_parameters()))
+            buffers = _named(place, expert.buffers())
+            self._parameters[EXPERT] |= parameters
+            self._buffers |= buffers
+            self._expert_slots.append(dict[str, Tensor](parameters) | buffers)
+        if self.gate is not None:
+            self._parameters[GATE] = _named("gate", dict(self.gate.network.named_parameters()))
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """Return the parameters by role: those of each place, named `<place>.<parameter>`, and the
@@ -79,54 +89,22 @@ class PoolClassifier:
         """
         return self._parameters
 
-    @cached_property
-    def _parameters(self) -> dict[Role, dict[str, nn.Parameter]]:
-        parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
-        for place, expert in enumerate(self.experts):
-            parameters[EXPERT] |= {
-                f"{place}.{name}": p for name, p in expert.network.named_parameters()
-            }
-        if self.gate is not None:
-            parameters[GATE] = {
-                f"gate.{name}": p for name, p in self.gate.network.named_parameters()
-            }
-        return parameters
-
     def buffers(self) -> dict[str, Tensor]:
         """Return the running statistics of batch normalisation in each place."""
         return self._buffers
 
-    @cached_property
-    def _buffers(self) -> dict[str, Tensor]:
-        return {
-            f"{place}.{name}": buffer
-            for place, expert in enumerate(self.experts)
-            for name, buffer in expert.buffers().items()
-        }
-
     def initial_buffers(self) -> Tensors:
         """See `Classifier.initial_buffers`, of each place."""
-        return {
-            f"{place}.{name}": buffer
-            for place, expert in enumerate(self.experts)
-            for name, buffer in expert.initial_buffers().items()
-        }
+        initial = [
+            _named(place, expert.initial_buffers()) for place, expert in enumerate(self.experts)
+        ]
+        return {name: buffer for buffers in initial for name, buffer in buffers.items()}
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
         """All that travels with the expert in each place: its parameters, then its running
         statistics.
         """
         return self._expert_slots
-
-    @cached_property
-    def _expert_slots(self) -> list[dict[str, Tensor]]:
-        return [
-            {
-                f"{place}.{name}": t
-                for name, t in [*expert.network.named_parameters(), *expert.buffers().items()]
-            }
-            for place, expert in enumerate(self.experts)
-        ]
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
         """Take over the numbers of a client's experts, (K,) int64; batches bring their
@@ -149,10 +127,7 @@ class PoolClassifier:
         if role is EXPERT:
             return self.experts[0].initial(GENERALIST, seed)
         if role is GATE and self.gate is not None:
-            return {
-                f"gate.{name}": tensor
-                for name, tensor in self.gate.initial(GENERALIST, seed).items()
-            }
+            return _named("gate", self.gate.initial(GENERALIST, seed))
         return {}
 
     @property
@@ -234,15 +209,7 @@ class PoolClassifier:
             loss = cross_entropy(logits, target)
             return _gradients(loss, wrt), _stats(logits, target, loss)
         size = micro_batch or len(batch)
-        if size < len(batch) and self.buffers():
-            remedy = (
-                "Leave training.micro_batch out, or choose a network with norm 'group' or 'none'."
-            )
-            raise ModelError(
-                f"micro_batch {size} would split a batch of {len(batch)}, but batch normalisation "
-                f"needs all of it",
-                remedy,
-            )
+        self.experts[0].check_whole(size, len(batch))
         total: list[Tensor] = []
         stats: list[tuple[float, dict[str, Tensor]]] = []
         for part in batch.split(size):
@@ -363,3 +330,8 @@ def _gradients(loss: Tensor, wrt: Sequence[nn.Parameter]) -> list[Tensor]:
 
 def _stats(outputs: Tensor, target: Tensor, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "accuracy": (outputs.argmax(dim=1) == target).float().mean()}
+
+
+def _named(place: int | str, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Return tensors under their names within the pool."""
+    return {f"{place}.{name}": tensor for name, tensor in tensors.items()}

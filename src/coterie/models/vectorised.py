@@ -2,8 +2,6 @@
 own, and gradients of single examples.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from statistics import mean
 from typing import NamedTuple
@@ -12,11 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie.core.errors import ModelError
-from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors
-from coterie.data.examples import Examples
-from coterie.models.networks import MLP, Network, Shape
+from coterie.models.network_tensors import statistics
+from coterie.models.networks import MLP, Shape
 
 
 class Bounds(NamedTuple):
@@ -39,44 +35,20 @@ class Bounds(NamedTuple):
 _ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
-class Vectorised:
-    """Computations of a classifier for many networks of its architecture at once."""
+class Stacked:
+    """Computations of many networks of one shape at once.
 
-    shape: Shape
-    network: nn.Module
-    device: torch.device
-    _batch_norms: Sequence[nn.BatchNorm2d]
+    Args:
+        shape: Of the networks.
+        network: One of them, whose modules compute.
+        device: Where it is.
+    """
 
-    @property
-    def trainable_parameters(self) -> int:
-        """Parameters of the network."""
-        raise NotImplementedError
-
-    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """See `Classifier.parameters_by_role`."""
-        raise NotImplementedError
-
-    def buffers(self) -> dict[str, Tensor]:
-        """See `Classifier.buffers`."""
-        raise NotImplementedError
-
-    def checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """See `Classifier.checked`."""
-        raise NotImplementedError
-
-    def batch_statistics(self) -> AbstractContextManager[None]:
-        """See `Classifier.batch_statistics`."""
-        raise NotImplementedError
-
-    def _untracked(self) -> AbstractContextManager[None]:
-        raise NotImplementedError
-
-    @property
-    def stacks(self) -> bool:
-        """Whether many clients' networks can be computed at once, with the same result; image
-        networks can.
-        """
-        return isinstance(self.network, Network)
+    def __init__(self, shape: Shape, network: nn.Module, device: torch.device) -> None:
+        self.shape, self.network, self.device = shape, network, device
+        self._bounds = _ON_CPU if device.type == "cpu" else _ELSEWHERE
+        self._parameters = dict(network.named_parameters())
+        self._buffers = statistics(network)
 
     def gains(self, examples: int) -> bool:
         """Whether many clients' networks are faster together than one by one, each with a batch of
@@ -87,10 +59,6 @@ class Vectorised:
         layer's output.
         """
         return isinstance(self.network, MLP) or examples * mean(self._maps) <= self._bounds.map
-
-    @property
-    def _bounds(self) -> Bounds:
-        return _ON_CPU if self.device.type == "cpu" else _ELSEWHERE
 
     @cached_property
     def _maps(self) -> list[int]:
@@ -103,77 +71,32 @@ class Vectorised:
         network(self.shape.example().to("meta"))
         return sizes
 
-    def vectorised(
-        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
+    def gradients(
+        self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`gradient` at many points at once, each with a batch and running statistics of its own;
-        or `gradient_elsewhere`.
-
-        Args:
-            points: (m, d) fp32: at each row all parameters, flat, in the order of
-                `parameters_by_role()[GENERALIST]`.
-            x: (m, B, C, H, W) fp32.
-            y: (m, B) int64.
-            running: (m, s) fp32 on the network's device: at each row all running statistics, flat,
-                in the order of `buffers`. They follow the batches, in place. None: it is elsewhere.
-
-        Returns:
-            Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
-
-        Raises:
-            ModelError: The points or the batches do not fit the network.
-        """
-        if (
-            points.ndim != 2
-            or points.shape[1] != self.trainable_parameters
-            or y.ndim != 2
-            or len(y) != len(points)
-        ):
-            raise ModelError(
-                f"{list(points.shape)} values of points and {list(y.shape)} labels",
-                f"Expected [m, {self.trainable_parameters}] and [m, examples].",
-            )
-        if x.shape[:2] != y.shape:
-            raise ModelError(
-                f"{list(x.shape)} inputs for {list(y.shape)} labels", "Give every label an input."
-            )
-        inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
+        """See `Classifier.vectorised`, of inputs and labels that are on the device."""
         gradients, stats = torch.empty(points.shape, device=self.device), []
-        size = self._at_once(y.shape[1])
-        with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
-            for start in range(0, len(points), size):
-                part = slice(start, start + size)
-                statistics = None if running is None else running[part]
-                stats.append(
-                    self._at(
-                        points[part],
-                        inputs.view(x.shape)[part],
-                        labels.view(y.shape)[part],
-                        statistics,
-                        gradients[part],
-                    )
-                )
+        size = self.at_once(y.shape[1])
+        for start in range(0, len(points), size):
+            part = slice(start, start + size)
+            statistics = None if running is None else running[part]
+            stats.append(self._at(points[part], x[part], y[part], statistics, gradients[part]))
         return gradients, {name: torch.cat([values[name] for values in stats]) for name in stats[0]}
 
-    def _at_once(self, examples: int) -> int:
+    def at_once(self, examples: int) -> int:
         """Return the number of points that are computed at once. Each needs its parameters, a
         copy, their gradient, and layer outputs with their gradients.
         """
-        return max(
-            1,
-            self._bounds.at_once
-            // (3 * 4 * self.trainable_parameters + 2 * examples * sum(self._maps)),
-        )
+        parameters = 3 * sum(p.nbytes for p in self._parameters.values())
+        return max(1, self._bounds.at_once // (parameters + 2 * examples * sum(self._maps)))
 
     def _at(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor
     ) -> dict[str, Tensor]:
-        """Compute `vectorised` for points that fit into memory at once; gradients are written to
-        `into` (m, d).
-        """
-        by_name = unflatten(points.detach().to(self.device), self.parameters_by_role()[GENERALIST])
+        """Compute `gradients` of points that fit into memory at once, into `into` (m, d)."""
+        by_name = unflatten(points.detach().to(self.device), self._parameters)
         stacks = {name: stack.requires_grad_() for name, stack in by_name.items()}
-        parts = {} if running is None else unflatten(running, self.buffers())
+        parts = {} if running is None else unflatten(running, self._buffers)
         buffers = {
             name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
         }  # PyTorch changes no others in place

@@ -11,14 +11,14 @@ import torch
 from coterie.client.client import Client
 from coterie.core.errors import ModelError
 from coterie.core.metrics import ACCURACY
-from coterie.core.tensors import Tensors, to_bytes
+from coterie.core.tensors import Tensors, nbytes, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
 from coterie.data.partition import Partitioner
 from coterie.models import artifact
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import save_classifier
-from coterie.models.common import CommonExpert, Normalisation, pretrained, trained
+from coterie.models.common import CommonExpert, Normalisation, trained
 from coterie.models.generalising import (
     AdversarialClassifier,
     AdversarialLayout,
@@ -27,7 +27,7 @@ from coterie.models.generalising import (
     StochasticLayout,
 )
 from coterie.models.layout import CommonLayout, Layout, PoolLayout
-from coterie.models.network_tensors import statistics
+from coterie.models.network_tensors import load, statistics
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.pool import PoolClassifier
 from coterie.models.text import TextShape
@@ -155,7 +155,7 @@ class Classification(LearningProblem):
 
     @property
     def once_bytes(self) -> int:
-        return self.common.nbytes if self.common is not None else 0
+        return nbytes(self.common.tensors) if self.common is not None else 0
 
     def flops(self, layout: Layout, trained: bool) -> int:
         return self.trainable(layout).flops()
@@ -198,9 +198,8 @@ def _common(
             if section.mean is not None and section.std is not None
             else None
         )
-        return pretrained(
-            _below(section.path), shape, device, Normalisation(data.mean, data.std), preprocessing
-        )
+        tensors, here = load(_below(section.path), shape), Normalisation(data.mean, data.std)
+        return CommonExpert(shape, tensors, device, here, preprocessing)
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)

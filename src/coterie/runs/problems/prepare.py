@@ -211,7 +211,7 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
             f"examples do not train"
         )
         return [f"{problem}; possible with {', '.join(able)}"]
-    if method.shared and isinstance(model, Classifier) and model.per_example is None:
+    if method.shared and isinstance(model, Classifier) and not model.separable:
         return [
             "privacy.unit: gradients of single examples need a language model or an image "
             "network whose norm is group or none"
