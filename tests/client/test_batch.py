@@ -99,7 +99,8 @@ class Run:
         return self.engine.states()
 
     def batch(self) -> ClientBatch | None:
-        return ClientBatch.of(self.site, {i: dict(self.states[i]) for i in self.ids})
+        states = {i: dict(self.states[i]) for i in self.ids}
+        return ClientBatch.of(self.site, states, 0, 0, self.site.total_iterations)
 
 
 @pytest.fixture(scope="module")

@@ -226,8 +226,6 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(ModelError, match=message):
             model.gradient(batch, wrt)
-    with pytest.raises(ModelError, match="micro_batch"):
-        model.gradient(ids(), wrt, 0)
     with pytest.raises(ModelError, match="another model"):
         model.gradient(ids(), [nn.Parameter(torch.zeros(2))])
     with (

@@ -119,7 +119,11 @@ def test_one_example_has_no_statistics_at_once_either(running: float | None) -> 
 
 
 def test_what_layers_put_out() -> None:
-    assert Classifier(NetworkShape("mlp", DIGITS, 10, (12, 8)))._maps == [4 * 12, 4 * 8, 4 * 10]
+    assert Classifier(NetworkShape("mlp", DIGITS, 10, (12, 8)))._stacked._maps == [
+        4 * 12,
+        4 * 8,
+        4 * 10,
+    ]
     convolution, pooled = 4 * 3 * 64, 4 * 3 * 16
     second, last = 4 * 6 * 16, 4 * 6 * 4
     expected = [
@@ -130,7 +134,7 @@ def test_what_layers_put_out() -> None:
         last,
         4 * 10,
     ]  # convolution, norm, ReLU, pooling, twice; flat; head
-    assert Classifier(NetworkShape("cnn", DIGITS, 10, width=3))._maps == expected
+    assert Classifier(NetworkShape("cnn", DIGITS, 10, width=3))._stacked._maps == expected
 
 
 def test_small_networks_gain_on_a_cpu_and_larger_ones_elsewhere() -> None:

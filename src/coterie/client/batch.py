@@ -44,15 +44,15 @@ class ClientBatch:
         model: Theirs.
         round: Rounds that the run has done.
         round_steps: L, local iterations in a round.
-        total_iterations: T * L; None for that of the site.
+        total_iterations: T * L.
     """
 
     site: Site
     states: Mapping[ClientId, State]
     model: Classifier
-    round: int = 0
-    round_steps: int = 0
-    total_iterations: int | None = None
+    round: int
+    round_steps: int
+    total_iterations: int
     _tokens: dict[ClientId, int] = field(default_factory=dict)
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -61,9 +61,9 @@ class ClientBatch:
         cls,
         site: Site,
         states: Mapping[ClientId, State],
-        round: int = 0,
-        round_steps: int = 0,
-        total_iterations: int | None = None,
+        round: int,
+        round_steps: int,
+        total_iterations: int,
     ) -> "ClientBatch | None":
         """Return the batch of these clients; None where they must be asked one by one.
 
@@ -153,10 +153,7 @@ class ClientBatch:
         return self._lr(self._position)
 
     def _lr(self, at: int) -> float:
-        total = self.total_iterations
-        return self.site.training.experts.lr_at(
-            at, self.site.total_iterations if total is None else total
-        )
+        return self.site.training.experts.lr_at(at, self.total_iterations)
 
     @property
     def _position(self) -> int:
@@ -264,29 +261,29 @@ class ClientBatch:
         client.
         """
         pairs = [
-            (i, j, x) for i, mine in self.split(points).items() for j, x in sorted(mine.items())
+            (i, j, x) for i, named in self.split(points).items() for j, x in sorted(named.items())
         ]
         gradients_of = PerClientTensors()
-        if mine := [(i, x) for i, j, x in pairs if i == j]:
-            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, x in mine}))
-            gradients = self._gradients(
-                torch.stack([x for _, x in mine]), [i for i, _ in mine], self.train
-            )
-            gradients_of |= {
-                f"{i}/{i}": gradient for (i, _), gradient in zip(mine, gradients, strict=True)
-            }
+        if own := [pair for pair in pairs if pair[0] == pair[1]]:
+            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, _, x in own}))
+            gradients_of |= self._gradients_of(own, self.train)
         if others := [pair for pair in pairs if pair[0] != pair[1]]:
-            batches = {
-                i: training_data(self.site.data[i], purpose)
-                for i in dict.fromkeys(i for i, *_ in others)
-            }
-            gradients = self._gradients(
-                torch.stack([x for *_, x in others]), [i for i, *_ in others], batches, purpose
-            )
-            gradients_of |= {
-                f"{i}/{j}": gradient for (i, j, _), gradient in zip(others, gradients, strict=True)
-            }
+            owners = dict.fromkeys(i for i, *_ in others)
+            batches = {i: training_data(self.site.data[i], purpose) for i in owners}
+            gradients_of |= self._gradients_of(others, batches, purpose)
         return gradients_of
+
+    def _gradients_of(
+        self,
+        points: Sequence[tuple[ClientId, str, Tensor]],
+        on: Mapping[ClientId, Split],
+        purpose: str = "",
+    ) -> Tensors:
+        """Return the gradients at points of clients, under `<client>/<point>`."""
+        owners, names, values = zip(*points, strict=True)
+        gradients = self._gradients(torch.stack(values), owners, on, purpose)
+        pairs = zip(owners, names, gradients, strict=True)
+        return {f"{i}/{j}": gradient for i, j, gradient in pairs}
 
     def _check_role(self, *roles: Role) -> None:
         if roles != (GENERALIST,):
@@ -350,11 +347,11 @@ class ClientBatch:
     @property
     def measured(self) -> dict[ClientId, Metrics]:
         """See `Client.metrics`, of each client."""
-        return {i: self._measured(i) if i in self._stats else {} for i in self.ids}
-
-    def _measured(self, client: ClientId) -> Metrics:
-        means = {name: sum(values) / len(values) for name, values in self._stats[client].items()}
-        return {"tokens": self._tokens[client], **means}
+        metrics: dict[ClientId, Metrics] = {i: {} for i in self.ids}
+        for i, stats in self._stats.items():
+            means = {name: sum(values) / len(values) for name, values in stats.items()}
+            metrics[i] = {"tokens": self._tokens[i], **means}
+        return metrics
 
     def _matrix(self, key: str) -> Tensor:
         """Return the clients' tensors under a key as the rows of one matrix, or what they all share

@@ -1,7 +1,7 @@
 """The client as a task sees it: it trains, and is scored."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -99,19 +99,14 @@ class Client(BoundClient):
         """
         if self.sanitizer is None or self.sanitizer.roles.isdisjoint(roles):
             return self.step_on(self.draw(on), *roles, extra=extra)
-        shared = [role for role in roles if role in self.sanitizer.roles and self._parameters[role]]
-        local = [
-            role for role in roles if role not in self.sanitizer.roles and self._parameters[role]
-        ]
+        present = [role for role in roles if self._parameters[role]]
+        shared = [role for role in present if role in self.sanitizer.roles]
+        local = [role for role in present if role not in self.sanitizer.roles]
         at = self.position if UPPER.issuperset(roles) else self.advance()
         with span(f"{STEP} {'+'.join(roles)}"):
-            gradients = (
-                dict(zip(shared, self._sanitized(self.sanitizer, on, shared), strict=True))
-                if shared
-                else {}
-            )
+            gradients = self._sanitized(self.sanitizer, on, shared) if shared else {}
             if local:  # at the same point, as in a step without privacy
-                gradients |= dict(zip(local, self._gradients(self.draw(on), local), strict=True))
+                gradients |= self._gradients(self.draw(on), local)
             self._descend(gradients, extra, at)
         return None
 
@@ -127,12 +122,11 @@ class Client(BoundClient):
         if not present:  # a single expert has no router to train
             return
         with span(f"{STEP} {'+'.join(roles)}"):
-            gradients = self._gradients(batch, present, "+".join(roles))
-            self._descend(dict(zip(present, gradients, strict=True)), extra, at)
+            self._descend(self._gradients(batch, present, "+".join(roles)), extra, at)
 
     def _gradients(
         self, batch: Batch, roles: Sequence[Role], what: str = ""
-    ) -> Sequence[list[Tensor]]:
+    ) -> dict[Role, list[Tensor]]:
         """Return the gradients of each role's tensors on a batch; note the loss under `what`."""
         wrt = [p for role in roles for p in self._parameters[role].values()]
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
@@ -140,11 +134,11 @@ class Client(BoundClient):
         return self._by_role(gradients, roles)
 
     def _by_role(
-        self, gradients: Sequence[Tensor], roles: Sequence[Role]
-    ) -> Sequence[list[Tensor]]:
+        self, gradients: Iterable[Tensor], roles: Sequence[Role]
+    ) -> dict[Role, list[Tensor]]:
         """Split the gradients of all tensors of some roles by role."""
         remaining = iter(gradients)
-        return [list(islice(remaining, len(self._parameters[role]))) for role in roles]
+        return {role: list(islice(remaining, len(self._parameters[role]))) for role in roles}
 
     def _descend(
         self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int
@@ -152,30 +146,24 @@ class Client(BoundClient):
         """One optimiser step of each role, along its gradients and those of `extra`."""
         extra_gradients = extra() if extra else {}
         for role, parts in gradients.items():
-            terms = (
-                (gradient, extra_gradients.get(name))
-                for name, gradient in zip(self._parameters[role], parts, strict=True)
+            named = zip(self._parameters[role], parts, strict=True)
+            sums = (
+                gradient + extra_gradients[name] if name in extra_gradients else gradient
+                for name, gradient in named
             )
-            flat = torch.cat(
-                [
-                    (gradient if term is None else gradient + term).flatten()
-                    for gradient, term in terms
-                ]
-            )
-            self.descend(role, flat.float(), at)
+            self.descend(role, _flat(sums).float(), at)
 
     def _sanitized(
         self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
-    ) -> Sequence[list[Tensor]]:
+    ) -> dict[Role, list[Tensor]]:
         """Return the gradients of the tensors of each role on a sample of a split, private for each
         of its examples.
         """
         wrt = [p for role in roles for p in self._parameters[role].values()]
         size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
         with self.borrowing(self._initial(frozenset(OWNED) - sanitizer.roles)):
-            parts = self._by_example(
-                on, sanitizer.sample(on.windows, expected), wrt, "+".join(roles)
-            )
+            sample = sanitizer.sample(on.windows, expected)
+            parts = self._by_example(on, sample, wrt, "+".join(roles))
             flat = sanitizer.gradient(parts, size, expected).to(self.model.device)
         # the number of rows that were sampled is a secret
         self.tokens += expected * self.data.train.context
@@ -242,7 +230,7 @@ class Client(BoundClient):
             wrt = list(self._parameters[role].values())
             gradients, stats = self.model.gradient_elsewhere(batch, wrt, self.training.micro_batch)
             self._note("elsewhere", len(batch), stats)
-            return torch.cat([gradient.flatten() for gradient in gradients]).float()
+            return _flat(gradients).float()
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
         """Return the gradients of the client's loss at several models.
@@ -262,8 +250,8 @@ class Client(BoundClient):
                 gradients_of[name] = self.gradient_at(values, self.draw(others))
                 continue
             self.load({GENERALIST: values})
-            (gradients,) = self._gradients(self.draw(self.train), [GENERALIST])
-            gradients_of[name] = torch.cat([gradient.flatten() for gradient in gradients]).float()
+            gradients = self._gradients(self.draw(self.train), [GENERALIST])
+            gradients_of[name] = _flat(gradients[GENERALIST]).float()
         return gradients_of
 
     def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
@@ -273,8 +261,7 @@ class Client(BoundClient):
         if self.sanitizer is None:
             return self.gradient_at(values, batch, role)
         with self.at(values, role):
-            (gradients,) = self._sanitized(self.sanitizer, self.train, [role])
-            return torch.cat([gradient.flatten() for gradient in gradients])
+            return _flat(self._sanitized(self.sanitizer, self.train, [role])[role])
 
     def gradients(self, batch: Batch, *roles: Role) -> Tensors:
         """Return the gradient of the client's loss on a batch at its own model, by the names of
@@ -283,9 +270,8 @@ class Client(BoundClient):
         named = {name: p for role in roles for name, p in self._parameters[role].items()}
         if not named:
             return {}
-        values, _ = self.model.gradient_elsewhere(
-            batch, list(named.values()), self.training.micro_batch
-        )
+        wrt = list(named.values())
+        values, _ = self.model.gradient_elsewhere(batch, wrt, self.training.micro_batch)
         return {name: gradient.float() for name, gradient in zip(named, values, strict=True)}
 
     def reset_optimizer(self, role: Role) -> None:
@@ -344,9 +330,8 @@ class Client(BoundClient):
         """Return the mean negative log-likelihood of the client's model on one batch, in nats,
         without a gradient.
         """
-        nll, predictions, *_ = self.model.score(
-            iter(batch.split(self.training.micro_batch or len(batch)))
-        ).tolist()
+        parts = batch.split(self.training.micro_batch or len(batch))
+        nll, predictions, *_ = self.model.score(iter(parts)).tolist()
         return float(nll / predictions)
 
     def metrics(self) -> Metrics:
@@ -367,3 +352,8 @@ class Client(BoundClient):
                     )
                 metrics[f"{name}/{roles}"] = value.tolist()
         return metrics
+
+
+def _flat(gradients: Iterable[Tensor]) -> Tensor:
+    """Return gradients as one vector, (d,)."""
+    return torch.cat([gradient.flatten() for gradient in gradients])

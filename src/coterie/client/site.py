@@ -79,16 +79,11 @@ class Site:
 
         return replace(self, build=copied, models={}, _known={})
 
-    def client(self, id: ClientId, state: State) -> Client:
-        """Return the client `id` with its remembered state."""
+    def client(self, id: ClientId, state: State, **task: Any) -> Client:
+        """Return the client `id` with its remembered state; during a task with what it brings."""
+        settings = {"total_iterations": self.total_iterations} | task
         return Client(
-            id,
-            self.model(id),
-            self.data[id],
-            self.training,
-            state,
-            self.seed,
-            self.total_iterations,
+            id, self.model(id), self.data[id], self.training, state, self.seed, **settings
         )
 
     def _unshared(
@@ -105,22 +100,16 @@ class Site:
         # the two matrices of a product travel as `<module>/A` and `/B`
         suffixes = [".".join(parts[at:]) for at in range(len(parts))]
         role = next((roles[suffix] for suffix in suffixes if suffix in roles), None)
-        whole = {
-            candidate
-            for candidate in Role
-            if candidate in parts and tensor.numel() == sizes[candidate]
-        }  # a client may be called as a role is
+        # a client may be called as a role is
+        whole = {role for role in Role if role in parts and tensor.numel() == sizes[role]}
         role = EXPERT if len(parts) == 2 and parts[0] == EXPERT else next(iter(whole), role)
         figures = tensor.dtype in (torch.float64, torch.int64, torch.bool)  # no model's tensors
         if role in shared or (figures and (role is None or tensor.numel() <= MOST_SCORES)):
             return None
         if role is None:
-            vector = tensor.numel() in {sizes[candidate] for candidate in shared}
-            return (
-                None
-                if vector
-                else f"its {tensor.numel():,} numbers are not a tensor of a shared role"
-            )
+            if tensor.numel() in {sizes[candidate] for candidate in shared}:
+                return None
+            return f"its {tensor.numel():,} numbers are not a tensor of a shared role"
         return f"its role is {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
@@ -134,13 +123,11 @@ class Site:
             roles = {name: role for role, parameters in named.items() for name in parameters}
             if model.statistics is not None:
                 roles |= dict.fromkeys(model.buffers(), model.statistics)
-            self._known[layout] = (
-                roles,
-                {
-                    role: sum(p.numel() for p in parameters.values())
-                    for role, parameters in named.items()
-                },
-            )
+            sizes = {
+                role: sum(p.numel() for p in parameters.values())
+                for role, parameters in named.items()
+            }
+            self._known[layout] = roles, sizes
         return self._known[layout]
 
     @property
@@ -179,19 +166,14 @@ class Site:
                 continue
             if problem := self._unshared(method.shared, id, name, tensor):
                 shares = ", ".join(method.shared) or "nothing"
-                problem = (
-                    f"{task}: {name!r} does not leave client {id!r}: {problem}, and "
-                    f"{type(method).__name__} shares {shares}"
-                )
                 raise Refused(
-                    problem,
+                    f"{task}: {name!r} does not leave client {id!r}: {problem}, and "
+                    f"{type(method).__name__} shares {shares}",
                     "Send shared tensors only, or declare the role in the method's `shared`.",
                 )
-        return (
-            reply
-            if self.outbound is None
-            else self.outbound(find_task(method, task), id, sent, reply, round, phase)
-        )
+        if self.outbound is None:
+            return reply
+        return self.outbound(find_task(method, task), id, sent, reply, round, phase)
 
     def answer(
         self,
@@ -224,23 +206,19 @@ class Site:
             try:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))
-                client = self.client(id, state)
-                client.round, client.round_steps = round, method.steps(client)
-                client.total_iterations = method.rounds * client.round_steps
-                client.sanitizer = (
-                    None
-                    if self.outbound is None
-                    else self.outbound.sanitizer(method, client.round_steps, round, phase, id)
-                )
-                reply = self.leaving(
-                    method,
-                    task,
+                steps = method.steps_of(self.data[id].train.windows, self.training.batch_size)
+                client = self.client(
                     id,
-                    tensors,
-                    find_task(method, task)(client, tensors),
-                    round,
-                    phase,
+                    state,
+                    round=round,
+                    round_steps=steps,
+                    total_iterations=method.rounds * steps,
+                    sanitizer=None
+                    if self.outbound is None
+                    else self.outbound.sanitizer(method, steps, round, phase, id),
                 )
+                reply = find_task(method, task)(client, tensors)
+                reply = self.leaving(method, task, id, tensors, reply, round, phase)
                 return reply, self.measured(client.metrics())
             except CoterieError as error:
                 problem = error.problem.removeprefix(f"client {id!r}: ")

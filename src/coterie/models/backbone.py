@@ -73,9 +73,8 @@ class Backbone:
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
             attention = block.get_submodule(family.attention)
             for name in family.linears:
-                setattr(
-                    attention, name, LinearSlot(getattr(attention, name), self._attached, i, name)
-                )
+                linear = getattr(attention, name)
+                setattr(attention, name, LinearSlot(linear, self._attached, i, name))
             self.attentions.append(attention)
             self.mlps.append(slotted(block, family, self._attached, i))
         if self.device.type != "meta":
@@ -121,14 +120,14 @@ class Backbone:
         # of reading weights into memory; that of a download is another one
         logging.disable_progress_bar()
         with explained(base), uncollected():
-            model, backbone = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=DTYPES[dtype] if quantised is None or dtype != "fp32" else "auto",
                 output_loading_info=True,
                 trust_remote_code=trusted(),
                 weights_only=True,
             )
-        if missing := sorted(backbone["missing_keys"]):
+        if missing := sorted(report["missing_keys"]):
             raise ModelError(
                 f"base {str(base)!r}: its weights lack {missing[0]!r} ({len(missing)} tensors in "
                 f"all)",
@@ -153,8 +152,7 @@ class Backbone:
     @property
     def nbytes(self) -> int:
         """What its weights take, in bytes."""
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":
@@ -185,12 +183,7 @@ class Backbone:
         Raises:
             ModelError: They are not (B, C) int64, or longer than the base's context.
         """
-        if (
-            ids.ndim != 2
-            or ids.dtype != torch.int64
-            or len(ids) == 0
-            or ids.shape[1] < 1 + predicts
-        ):
+        if ids.ndim != 2 or ids.dtype != torch.int64 or not len(ids) or ids.shape[1] <= predicts:
             raise ModelError(
                 f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
                 f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
@@ -234,12 +227,8 @@ class Backbone:
             return None
         probe = torch.arange(min(4, self.architecture.vocabulary), device=self.device)[None]
         with torch.no_grad(), self.using(None):
-            same = torch.allclose(
-                self.model(probe, use_cache=False).logits,
-                head(self.hidden(probe)),
-                rtol=1e-3,
-                atol=1e-5,
-            )
+            logits, expected = self.logits(probe), head(self.hidden(probe))
+        same = torch.allclose(logits, expected, rtol=1e-3, atol=1e-5)
         return (head.weight, head.bias) if same else None
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -301,9 +290,8 @@ class Backbone:
         from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
-        mask = torch.zeros(
-            (1, 1, context, context), dtype=self.dtype, device=self.device
-        )  # transformers would look at values for one
+        # without a mask transformers would look at values for one
+        mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)
         # Of fused attention on a CPU the counter knows nothing.
         with (
             self.using(adapter),

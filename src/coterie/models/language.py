@@ -106,9 +106,8 @@ class LanguageModel:
         assert self.adapter.gate is not None
         assert self.embedded is not None
         logits = self.adapter.gate(self.embedded().to(self.device))
-        loss = (
-            logits.logsumexp(dim=1) - logits[:, self.numbers.to(self.device)].logsumexp(dim=1)
-        ).mean()
+        present = logits[:, self.numbers.to(self.device)]
+        loss = (logits.logsumexp(dim=1) - present.logsumexp(dim=1)).mean()
         named = self.parameters_by_role()[GATE]
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
@@ -122,9 +121,9 @@ class LanguageModel:
         with torch.no_grad():
             bias = self._bias()
         layout = replace(self.layout, members=0, biased=bias is not None)
-        names = [name for name, _ in Adapter(self.backbone.architecture, layout).named_parameters()]
+        named = dict(Adapter(self.backbone.architecture, layout).named_parameters())
         return layout, {
-            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in names
+            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in named
         }
 
     def _bias(self) -> Tensor | None:
@@ -140,9 +139,8 @@ class LanguageModel:
                 "The server must send them before it trains or predicts.",
             )
         scores = self.affinity(self.embedded())[self.numbers.to(self.device)]
-        return torch.cat(
-            [(count * scores / scores.sum()).log(), scores.new_zeros(self.layout.specialists)]
-        )
+        zeros = scores.new_zeros(self.layout.specialists)
+        return torch.cat([(count * scores / scores.sum()).log(), zeros])
 
     @contextmanager
     def _using(
@@ -193,9 +191,7 @@ class LanguageModel:
     def generate(self, ids: Tensor, **settings: Any) -> Tensor:
         """Continue (B, C) token ids by transformers' `generate`, with its settings."""
         with self._using():
-            return cast(
-                Tensor, self.backbone.model.generate(ids.to(self.backbone.device), **settings)
-            )
+            return cast(Tensor, self.backbone.model.generate(ids.to(self.device), **settings))
 
     @torch.no_grad()
     def routing(self, ids: Tensor) -> Tensor:
@@ -264,12 +260,13 @@ class LanguageModel:
         totals = Totals(self.layout, windows.predictions, windows.routed)
         gradients: list[Tensor] = []
         with self._training(wrt):
-            load = self._load(parts) if len(parts) > 1 and self._load_varies else None
+            # with k = n every f is 1
+            varies = self.layout.balance_has_gradient and self.layout.active < self.layout.experts
+            load = self._load(parts) if len(parts) > 1 and varies else None
             for part in parts:
                 objective = self._objective(part, totals, load)
-                if (
-                    not objective.requires_grad
-                ):  # a gate that chose a single expert: nothing is weighed
+                # a gate that chose a single expert: nothing is weighed
+                if not objective.requires_grad:
                     return [torch.zeros_like(p) for p in wrt], totals.statistics()
                 terms = torch.autograd.grad(objective, wrt, materialize_grads=True)
                 if not gradients:
@@ -324,11 +321,6 @@ class LanguageModel:
         balance = totals.add(nll, windows.of_tokens(record), load)
         objective = nll / totals.tokens
         return objective if balance is None else objective + self.layout.balance_weight * balance
-
-    @property
-    def _load_varies(self) -> bool:
-        """Whether the gradient of load balancing needs f: with k = n it is 1."""
-        return self.layout.balance_has_gradient and self.layout.active < self.layout.experts
 
     @torch.no_grad()
     def _load(self, parts: Sequence[Windows]) -> Tensor:

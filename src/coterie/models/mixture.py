@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout, linear
 
 from coterie.core.roles import Role
 from coterie.models.families import MLPShape
@@ -41,43 +42,34 @@ class Mixture(nn.Module):
     def __init__(self, shape: MLPShape, layout: Layout) -> None:
         super().__init__()
         self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
-        self.first = tuple(linear.name for linear in shape.linears if linear.name != "down")
+        self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.members else Role.GENERALIST
         for name, role, count in (
             ("generalist", shared, layout.generalists),
             ("specialist", Role.SPECIALIST, layout.specialists),
         ):
-            loras = {
-                linear.name: LoRA(
-                    layout.factors(role),
-                    count,
-                    linear.inputs,
-                    linear.outputs,
-                    layout.expert_rank,
-                    layout.alpha,
-                )
-                for linear in shape.linears
-            }
             if count:
+                roles, rank, alpha = layout.factors(role), layout.expert_rank, layout.alpha
+                loras = {
+                    layer.name: LoRA(roles, count, layer.inputs, layer.outputs, rank, alpha)
+                    for layer in shape.linears
+                }
                 self.add_module(name, nn.ModuleDict(loras))
-        self.router = (
-            Router(shape.width, layout.experts, layout.active, layout.biased)
-            if layout.routed
-            else None
-        )
+        n, k = layout.experts, layout.active
+        self.router = Router(shape.width, n, k, layout.biased) if layout.routed else None
 
-    def _by_role(self, linear: str, matrix: str) -> list[Tensor]:
+    def _by_role(self, layer: str, matrix: str) -> list[Tensor]:
         """One matrix of the experts of each role, (., ., .), generalists first."""
         return [
-            getattr(self.get_submodule(f"{role}.{linear}"), matrix)
+            getattr(self.get_submodule(f"{role}.{layer}"), matrix)
             for role in ("generalist", "specialist")
             if hasattr(self, role)
         ]
 
-    def _stack(self, linear: str, matrix: str, dtype: torch.dtype) -> Tensor:
+    def _stack(self, layer: str, matrix: str, dtype: torch.dtype) -> Tensor:
         """(n, ., .) one matrix of all experts."""
-        return stacked(self._by_role(linear, matrix), dtype)
+        return stacked(self._by_role(layer, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended
@@ -90,9 +82,8 @@ class Mixture(nn.Module):
         weights = self._weights(tokens, routing)
         if self.training and self.layout.dropout > 0:
             return self._experts(tokens, weights, base, None).view_as(x)
-        plan, order = self._plan(
-            tokens, None if routing is None else routing.selected, base.activation
-        )
+        selected = None if routing is None else routing.selected
+        plan, order = self._plan(tokens, selected, base.activation)
         if order is None or weights is None:
             return self._experts(tokens, weights, base, plan).view_as(x)
         inverse = order.argsort()
@@ -107,10 +98,9 @@ class Mixture(nn.Module):
         """(T, d_model) -> (T, d_model), with weights (T, n), or None for 1; without a plan, with
         dropout.
         """
-        bases = [project(linear, x) for linear in base.first]
-        A1 = torch.stack(
-            [self._stack(name, "A", x.dtype) for name in self.first]
-        )  # (linears, n, r, d_model)
+        bases = [project(layer, x) for layer in base.first]
+        # (linears, n, r, d_model)
+        A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])
         B2 = self._stack("down", "B", x.dtype)
         weights = None if weights is None else weights.T.contiguous()
         if plan is None:
@@ -147,20 +137,16 @@ class Mixture(nn.Module):
         cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
         on_cpu = x.device.type == "cpu"
         chunk = max(cached // self.hidden, 16) if on_cpu else max(len(x), 1)
-        if (
-            selected is None or x.is_meta
-        ):  # where there are no values, any k experts do: only operations are counted
-            return Plan(
-                tuple(dense_pieces(len(x), n if selected is None else active, chunk)),
-                activation,
-                self.gamma,
-            ), None
-        if on_cpu and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
+        order = None
+        # where there are no values, any k experts do: only operations are counted
+        if selected is None or x.is_meta:
+            pieces = dense_pieces(len(x), n if selected is None else active, chunk)
+        elif on_cpu and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
             order, sets = by_experts(selected)
-            return Plan(tuple(sorted_pieces(sets, chunk)), activation, self.gamma), order
-        return Plan(
-            tuple(grouped_pieces(selected, n, chunk * n // active)), activation, self.gamma
-        ), None
+            pieces = sorted_pieces(sets, chunk)
+        else:
+            pieces = grouped_pieces(selected, n, chunk * n // active)
+        return Plan(tuple(pieces), activation, self.gamma), order
 
     def _with_dropout(
         self,
@@ -173,21 +159,16 @@ class Mixture(nn.Module):
         """Return the same m and c with a dropout mask of its own on the input of every LoRA: by
         autograd, all experts for all tokens.
         """
-        A2, B1 = (
-            self._stack("down", "A", x.dtype),
-            [self._stack(name, "B", x.dtype).mT for name in self.first],
-        )
+        A2 = self._stack("down", "A", x.dtype)
+        B1 = [self._stack(name, "B", x.dtype).mT for name in self.first]
         m, c = torch.zeros_like(bases[0]), []
         for j in range(self.layout.experts):
             p = [
-                b
-                + self.gamma
-                * nn.functional.linear(nn.functional.dropout(x, self.layout.dropout), A[j])
-                @ B[j]
+                b + self.gamma * linear(dropout(x, self.layout.dropout), A[j]) @ B[j]
                 for b, A, B in zip(bases, A1, B1, strict=True)
             ]
             h = activation.forward(p[0]) * p[1] if len(p) == 2 else activation.forward(p[0])
-            codes = nn.functional.linear(nn.functional.dropout(h, self.layout.dropout), A2[j]).T
+            codes = linear(dropout(h, self.layout.dropout), A2[j]).T
             m = m + (h if weights is None else weights[j, :, None] * h)
             c.append(codes if weights is None else weights[j] * codes)
         return m, torch.stack(c)

@@ -291,9 +291,8 @@ def initial(network: nn.Module, seed: int) -> Tensors:
             if isinstance(owner, nn.Linear | nn.Conv2d):
                 bound = 1 / math.sqrt(owner.weight[0].numel())
                 generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
-                values[name] = torch.empty(parameter.shape).uniform_(
-                    -bound, bound, generator=generator
-                )
+                values[name] = torch.empty(parameter.shape)
+                values[name].uniform_(-bound, bound, generator=generator)
             else:
                 values[name] = torch.full(parameter.shape, float(attribute == "weight"))
     return values

@@ -66,9 +66,8 @@ class TextShape:
             ModelError: The base is missing, incomplete, damaged, of a kind that cannot classify, or
                 was made for shorter texts.
         """
-        most = getattr(
-            _config(self.base, self.classes).get_text_config(), "max_position_embeddings", None
-        )
+        config = _config(self.base, self.classes).get_text_config()
+        most = getattr(config, "max_position_embeddings", None)
         if most is not None and self.length > most:
             raise ModelError(
                 f"texts of {self.length} tokens, but {self.base} allows {most}",
@@ -95,9 +94,8 @@ class TextShape:
                 values[name] = parameter.detach().clone()
             elif parameter.ndim > 1:
                 generator = torch.Generator().manual_seed(derive_seed(seed, GENERALIST, name))
-                values[name] = torch.empty(parameter.shape).normal_(
-                    0, network.scale, generator=generator
-                )
+                values[name] = torch.empty(parameter.shape)
+                values[name].normal_(0, network.scale, generator=generator)
             else:
                 values[name] = torch.full(parameter.shape, float(name.endswith("weight")))
         return values
@@ -175,14 +173,8 @@ def _padding(config: Any) -> int:
     0.
     """
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return next(
-        (
-            id
-            for id in (config.pad_token_id, *ends)
-            if id is not None and 0 <= id < config.vocab_size
-        ),
-        0,
-    )
+    ids = (config.pad_token_id, *ends)
+    return next((id for id in ids if id is not None and 0 <= id < config.vocab_size), 0)
 
 
 @lru_cache(maxsize=8)
@@ -192,16 +184,14 @@ def _config(base: str, classes: int) -> Any:
 
     with explained(base):
         config = configuration(base, num_labels=classes)
+    problem = ""
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        problem = "and transformers has no text classifier of that kind"
+    elif config.is_encoder_decoder:
+        problem = "of an encoder and a decoder: text classifiers of that kind are not supported"
+    if problem:
         raise ModelError(
-            f"base {base!r} is a {config.model_type} model, and transformers has no text "
-            f"classifier of that kind",
-            "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
-        )
-    if config.is_encoder_decoder:
-        raise ModelError(
-            f"base {base!r} is a {config.model_type} model, of an encoder and a decoder: text "
-            f"classifiers of that kind are not supported",
+            f"base {base!r} is a {config.model_type} model, {problem}",
             "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
         )
     config.use_cache = False  # of decoders: nothing is generated
@@ -247,17 +237,10 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
             )
     missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
     pooler = getattr(model.base_model, "pooler", None)
-    head = {
-        id(parameter)
-        for parameter in (pooler.parameters() if isinstance(pooler, nn.Module) else ())
-    }
-    inner = model.base_model.parameters() if model.base_model is not model else ()
-    encoder = {id(parameter) for parameter in inner} - head
-    if broken := sorted(
-        name
-        for name, parameter in model.named_parameters()
-        if name in missing and id(parameter) in encoder
-    ):
+    head = set(pooler.parameters()) if isinstance(pooler, nn.Module) else set()
+    inner = set(model.base_model.parameters()) if model.base_model is not model else set()
+    named = model.named_parameters()
+    if broken := sorted(name for name, p in named if name in missing and p in inner - head):
         raise ModelError(
             f"base {base!r}: its weights lack {broken[0]!r} ({len(broken)} tensors in all)",
             "The files are incomplete or belong to another configuration: get the base again.",
