@@ -28,6 +28,14 @@ EMBEDDED = "embedded"  # the name of the small base model that comes with the pa
 # environment variable: 1 where whoever runs this process lets a base bring code of its own
 TRUST = "COTERIE_TRUST_REMOTE_CODE"
 _EMBEDDED_FOLDER = Path(__file__).parent / "mini"
+# endings of a base's files that change what it is
+_READ = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"}
+_PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
+_REMEDY_FOR_CODE = (
+    "Use a base that transformers itself supports. If you have read that code and trust it, use "
+    f"--trust-remote-code, or set {TRUST}=1 in the environment."
+)
+_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 @dataclass(frozen=True)
@@ -120,13 +128,6 @@ def configuration(base: str | Path, **settings: Any) -> Any:
             _REMEDY_FOR_CODE,
         )
     return AutoConfig.from_pretrained(source, trust_remote_code=trusted(), **settings)
-
-
-_REMEDY_FOR_CODE = (
-    "Use a base that transformers itself supports. If you have read that code and trust it, use "
-    "--trust-remote-code, "
-    f"or set {TRUST}=1 in the environment."
-)
 
 
 def _foreign_code(source: str) -> list[str]:
@@ -222,19 +223,6 @@ def refuse_adapter(base: str | Path) -> None:
         )
 
 
-_READ = (
-    ".json",
-    ".safetensors",
-    ".bin",
-    ".model",
-    ".txt",
-    ".jinja",
-    ".py",
-)  # endings of a base's files that change what it is
-_PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
-_SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
-
-
 def files_of(base: str | Path) -> list[Path]:
     """Return the files on this machine that a base is made of: configuration, weights, tokenizer;
     [] of one on the Hub that is not here.
@@ -276,11 +264,10 @@ def tokenizer(base: str | Path) -> Any:
                 f"the tokenizer of base {source!r} contains its own code, which was not run",
                 _REMEDY_FOR_CODE,
             ) from None
-        remedy = (
-            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into the base's "
-            "folder."
-        )
-        raise ModelError(f"base {source!r} has no usable tokenizer: {reason}", remedy) from error
+        raise ModelError(
+            f"base {source!r} has no usable tokenizer: {reason}",
+            "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into its folder.",
+        ) from error
 
 
 def _raise_signals(error: BaseException) -> None:
@@ -301,10 +288,9 @@ def explained(base: str | Path) -> Iterator[None]:
     except BaseException as error:  # what readers of configurations and weights happen to raise
         _raise_signals(error)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        local = os.path.isdir(locate(base))
         remedy = (
             "Check the folder: it needs config.json and complete weights (model.safetensors)."
-            if local
+            if os.path.isdir(locate(base))
             else "Check the Hub id and the network, or download it once and give the local folder."
         )
         raise ModelError(f"cannot load base {str(base)!r}: {reason}", remedy) from error

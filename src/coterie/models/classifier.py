@@ -48,12 +48,10 @@ class Classifier:
         self.network = shape.build(self.device).eval()
         if start is not None:
             check(shape, start, "the values to start from")
-            self.network.load_state_dict(
-                start, strict=False
-            )  # PyTorch misses counts that nothing reads
-        self._batch_norms = [
-            module for module in self.network.modules() if isinstance(module, nn.BatchNorm2d)
-        ]
+            # PyTorch misses counts that nothing reads
+            self.network.load_state_dict(start, strict=False)
+        modules = self.network.modules()
+        self._batch_norms = [module for module in modules if isinstance(module, nn.BatchNorm2d)]
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """Return the parameters by role, in the order of `named_parameters`."""
@@ -108,11 +106,9 @@ class Classifier:
 
     def _started(self, fresh: Tensors) -> Tensors:
         """Return the values to start from, in place of fresh ones if there are any."""
-        return (
-            fresh
-            if self._start is None
-            else {name: self._start[name].detach().cpu().clone() for name in fresh}
-        )
+        if self._start is None:
+            return fresh
+        return {name: self._start[name].detach().cpu().clone() for name in fresh}
 
     @property
     def trainable_parameters(self) -> int:
@@ -277,11 +273,8 @@ class Classifier:
             logits = self.network(x)
             loss = cross_entropy(logits, y, reduction="sum")
             terms = torch.autograd.grad(loss / count, wrt, materialize_grads=True)
-            gradients = (
-                [total + term for total, term in zip(gradients, terms, strict=True)]
-                if gradients
-                else list(terms)
-            )
+            pairs = zip(gradients, terms, strict=True)
+            gradients = [total + term for total, term in pairs] if gradients else list(terms)
             losses, correct = losses + loss.detach(), correct + (logits.argmax(dim=1) == y).sum()
         return gradients, losses, correct
 
@@ -338,9 +331,9 @@ class Classifier:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            remedy = "Use a larger training.batch_size, or a network with norm 'group' or 'none'."
             raise ModelError(
-                "a batch of one example has no statistics to normalise it by", remedy
+                "a batch of one example has no statistics to normalise it by",
+                "Use a larger training.batch_size, or a network with norm 'group' or 'none'.",
             ) from error
         finally:
             for module in modal:

@@ -113,9 +113,8 @@ class ExtendedClassifier(Classifier, ABC):
     @property
     def trainable_parameters(self) -> int:
         """Values that are trained: all that is not frozen."""
-        by_role = self.parameters_by_role()
-        trained = [named for role, named in by_role.items() if role is not BACKBONE]
-        return _size({p for named in trained for p in named.values()})
+        by_role = self.parameters_by_role().items()
+        return sum(p.numel() for role, n in by_role if role is not BACKBONE for p in n.values())
 
     def plain(self) -> Classifier | None:
         """Return a plain classifier that predicts alike; None for texts, where no plain network has
@@ -123,11 +122,8 @@ class ExtendedClassifier(Classifier, ABC):
         """
         if hasattr(self.network, "outer"):
             return None
-        return Classifier(
-            self.shape,
-            self.device,
-            {name: tensor.detach() for name, tensor in self.network.plain().items()},
-        )
+        start = {name: tensor.detach() for name, tensor in self.network.plain().items()}
+        return Classifier(self.shape, self.device, start)
 
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
@@ -141,11 +137,9 @@ class ExtendedClassifier(Classifier, ABC):
                 followed = [parameter for parameter in wrt if parameter in followers]
                 if not followed:
                     continue
+                share = objective * (len(y) / count)
                 gradients = torch.autograd.grad(
-                    objective * (len(y) / count),
-                    followed,
-                    retain_graph=True,
-                    materialize_grads=True,
+                    share, followed, retain_graph=True, materialize_grads=True
                 )
                 for parameter, gradient in zip(followed, gradients, strict=True):
                     totals[parameter] += gradient
@@ -180,11 +174,8 @@ class StochasticClassifier(ExtendedClassifier):
         z = mean + spread * torch.randn_like(mean)
         logits = self.network.head(z)
         divergence = normal_divergence(mean, spread, *self.network.reference(y)).mean()
-        objective = (
-            cross_entropy(logits, y)
-            + self.layout.l2 * z.square().sum(dim=1).mean()
-            + self.layout.cmi * divergence
-        )
+        norm = self.layout.l2 * z.square().sum(dim=1).mean()
+        objective = cross_entropy(logits, y) + norm + self.layout.cmi * divergence
         return logits, [(objective, trained)]
 
 
@@ -216,14 +207,9 @@ class AdversarialClassifier(ExtendedClassifier):
         h = network.features(x)
         logits = network.head(h)
         error = cross_entropy(logits, y)
-        classifier, generator, discriminator = (
-            trained & _parameters(*modules)
-            for modules in (
-                (network.base, network.head),
-                (network.generator,),
-                (network.discriminator,),
-            )
-        )
+        classifier = trained & _parameters(network.base, network.head)
+        generator = trained & _parameters(network.generator)
+        discriminator = trained & _parameters(network.discriminator)
         if not discriminator:
             return logits, [(error, classifier)]
         seen, drawn = network.judge(h, y), network.judge(network.generate(y), y)

@@ -118,14 +118,8 @@ class Layout:
         """Whether it uses no setting that only LoRA experts have, so that any kind of model fits
         it.
         """
-        return not (
-            self.routed
-            or self.specialists
-            or self.members
-            or self.frozen_a
-            or self.local_b
-            or self.mlp_rank
-        )
+        own = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
+        return not self.routed and not any(own)
 
     @property
     def expert_rank(self) -> int:
@@ -157,12 +151,9 @@ class Layout:
         """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1
         whatever the router says.
         """
-        equal = len(set(self.balance_coefficients)) <= 1
-        return (
-            bool(self.balance_coefficients)
-            and self.balance_weight > 0
-            and not (equal and self.active == self.experts)
-        )
+        if not self.balance_coefficients or self.balance_weight == 0:
+            return False
+        return len(set(self.balance_coefficients)) > 1 or self.active < self.experts
 
 
 @dataclass(frozen=True)

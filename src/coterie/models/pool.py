@@ -49,15 +49,10 @@ class PoolClassifier:
         gate_width: int = 64,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.shape, self.layout, self.common, self.device = (
-            shape,
-            layout,
-            common,
-            torch.device(device),
-        )
-        self.experts = [
-            Classifier(shape, device, start, statistics=True) for _ in range(layout.chosen)
-        ]
+        self.shape, self.layout, self.common = shape, layout, common
+        self.device = torch.device(device)
+        places = range(layout.chosen)
+        self.experts = [Classifier(shape, device, start, statistics=True) for _ in places]
         self.numbers = torch.full((layout.chosen,), ABSENT)
         self.gate: Classifier | None = None
         if layout.gated:
@@ -66,9 +61,8 @@ class PoolClassifier:
                     "the gate needs a common expert",
                     "Set model.common in the recipe: it embeds the data for the gate.",
                 )
-            self.gate = Classifier(
-                NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,)), device
-            )
+            gate = NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,))
+            self.gate = Classifier(gate, device)
             tag(self.gate.network, GATE)
         self._parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
         self._buffers: dict[str, Tensor] = {}
@@ -133,29 +127,23 @@ class PoolClassifier:
     @property
     def trainable_parameters(self) -> int:
         """Values that a client trains: of all its places, and the gate."""
-        return sum(
-            p.numel() for named in self.parameters_by_role().values() for p in named.values()
-        )
+        return sum(p.numel() for named in self._parameters.values() for p in named.values())
 
     @property
     def active_parameters(self) -> int:
         """Values that one example uses: of one expert, or of all in a mixture, and the gate."""
-        one = self.experts[0].trainable_parameters
-        return self.trainable_parameters - (
-            one * (self.layout.chosen - 1) if self.layout.answer == "best" else 0
-        )
+        unused = self.layout.chosen - 1 if self.layout.answer == "best" else 0
+        return self.trainable_parameters - unused * self.experts[0].trainable_parameters
 
     def flops(self) -> int:
         """Floating-point operations of one example: the embedding, the gate, and the experts
         that answer.
         """
         experts = 1 if self.layout.answer == "best" else self.layout.chosen
-        gate = (
-            self.gate.flops() + self.common.flops()
-            if self.gate is not None and self.common is not None
-            else 0
-        )
-        return experts * self.experts[0].flops() + gate
+        flops = experts * self.experts[0].flops()
+        if self.gate is not None and self.common is not None:
+            flops += self.gate.flops() + self.common.flops()
+        return flops
 
     per_example = None
 
@@ -165,11 +153,9 @@ class PoolClassifier:
         there is no gate to see them.
         """
         common = self.common
-        return (
-            None
-            if self.gate is None or common is None
-            else lambda batch: common.embed(batch.x.to(self.device)).cpu()
-        )
+        if self.gate is None or common is None:
+            return None
+        return lambda batch: common.embed(batch.x.to(self.device)).cpu()
 
     @torch.no_grad()
     def affinity(self, embeddings: Tensor) -> Tensor:
@@ -202,10 +188,8 @@ class PoolClassifier:
                 example counts for its statistics.
         """
         if isinstance(batch, GateTarget):
-            logits, target = (
-                self._logits(batch.embedding),
-                torch.full((len(batch),), batch.expert, device=self.device),
-            )
+            logits = self._logits(batch.embedding)
+            target = torch.full((len(batch),), batch.expert, device=self.device)
             loss = cross_entropy(logits, target)
             return _gradients(loss, wrt), _stats(logits, target, loss)
         size = micro_batch or len(batch)
@@ -306,19 +290,16 @@ class PoolClassifier:
                 "Draw it from the client's own splits, which have them.",
             )
         scores, numbers = self._logits(batch.embedding), self.numbers[:k].to(self.device)
-        return (
-            scores.log_softmax(dim=1)[:, numbers]
-            if self.layout.mixture == "scores"
-            else scores[:, numbers].log_softmax(dim=1)
-        )
+        if self.layout.mixture == "scores":
+            return scores.log_softmax(dim=1)[:, numbers]
+        return scores[:, numbers].log_softmax(dim=1)
 
     def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:
         """(B, classes) log-probabilities of the mixture, and the labels."""
         weights = self._weights(batch)
         x, target = self.experts[0].checked(batch)
-        outputs = torch.stack(
-            [expert.network(x) for expert in self._present()], dim=1
-        )  # (B, k, classes)
+        # (B, k, classes)
+        outputs = torch.stack([expert.network(x) for expert in self._present()], dim=1)
         if self.layout.mixture in ("probabilities", "mean"):
             return (outputs.log_softmax(dim=2) + weights.unsqueeze(2)).logsumexp(dim=1), target
         return (weights.exp().unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target

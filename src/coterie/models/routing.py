@@ -3,7 +3,7 @@ balancing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import cast
@@ -37,26 +37,21 @@ class Routing:
     def users(self) -> Tensor:
         """(n,) how many tokens have each expert in their top-k: T f_j."""
         if self.selected is None:
-            return torch.full_like(
-                self.probabilities[0], len(self.probabilities), requires_grad=False
-            )
+            like = self.probabilities
+            return torch.full_like(like[0], len(like), requires_grad=False)
         return torch.zeros_like(self.probabilities).scatter_(1, self.selected, 1.0).sum(dim=0)
 
     def at(self, places: Tensor) -> "Routing":
         """Return the decision for some tokens, (t,) int64."""
-        selected = None if self.selected is None else self.selected.index_select(0, places)
-        return Routing(
-            self.weights.index_select(0, places),
-            self.probabilities.index_select(0, places),
-            selected,
-        )
+        return self._mapped(lambda values: values.index_select(0, places))
 
     def part(self, number: int, parts: int) -> "Routing":
         """One of so many equal parts of the tokens, in their order."""
-        selected = None if self.selected is None else self.selected.chunk(parts)[number]
-        return Routing(
-            self.weights.chunk(parts)[number], self.probabilities.chunk(parts)[number], selected
-        )
+        return self._mapped(lambda values: values.chunk(parts)[number])
+
+    def _mapped(self, part: Callable[[Tensor], Tensor]) -> "Routing":
+        selected = None if self.selected is None else part(self.selected)
+        return Routing(part(self.weights), part(self.probabilities), selected)
 
 
 def top_k_weights(
@@ -140,9 +135,8 @@ class Gate(nn.Module):
 
     def forward(self, embeddings: Tensor) -> Tensor:
         """(N, e) -> (N, M) logits."""
-        return nn.functional.linear(
-            nn.functional.linear(embeddings, self.first, self.bias).relu(), self.last
-        )
+        hidden = nn.functional.linear(embeddings, self.first, self.bias).relu()
+        return nn.functional.linear(hidden, self.last)
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:
@@ -163,12 +157,11 @@ class Totals:
     Args:
         layout: Says which load-balancing loss.
         tokens: Predicted tokens of the whole batch that count.
-        routed: Tokens that are routed; None: as many.
+        routed: Tokens that are routed.
     """
 
-    def __init__(self, layout: Layout, tokens: int, routed: int | None = None) -> None:
-        self.layout, self.tokens = layout, tokens
-        self.routed = tokens if routed is None else routed
+    def __init__(self, layout: Layout, tokens: int, routed: int) -> None:
+        self.layout, self.tokens, self.routed = layout, tokens, routed
         self.nll: Tensor | float = 0.0
         self.weights: Tensor | float = 0.0
         self.users: Tensor | float = 0.0
@@ -184,9 +177,8 @@ class Totals:
         with torch.no_grad():
             users = torch.stack([decision.users() for decision in record])
             self.users = self.users + users
-            self.weights = self.weights + torch.stack(
-                [decision.weights.sum(dim=0) for decision in record]
-            )
+            weights = torch.stack([decision.weights.sum(dim=0) for decision in record])
+            self.weights = self.weights + weights
         with nullcontext() if self.layout.balance_has_gradient else torch.no_grad():
             probabilities = torch.stack([decision.probabilities.sum(dim=0) for decision in record])
         self.probabilities = self.probabilities + probabilities.detach()
@@ -202,12 +194,10 @@ class Totals:
         if isinstance(self.weights, Tensor):
             statistics["router"] = self.weights / self.routed
             if self.layout.balance_coefficients:
-                users, probabilities = (
+                statistics["balance"] = balance_loss(
+                    self.layout.balance_coefficients,
                     cast(Tensor, self.users) / self.routed,
                     cast(Tensor, self.probabilities) / self.routed,
-                )
-                statistics["balance"] = balance_loss(
-                    self.layout.balance_coefficients, users, probabilities
                 )
         return statistics
 

@@ -69,7 +69,10 @@ class Windows:
 
     def chosen(self, values: Tensor) -> Tensor:
         """Return of (B C, ...) values those of targets that count, (T, ...)."""
-        return _selected(values, self.counted)
+        if self.counted is None:
+            return values
+        places = torch.nonzero(self.counted.flatten())[:, 0]  # of a mask on the CPU: no waiting
+        return values.index_select(0, places.to(values.device, non_blocking=True))
 
     def split(self, rows: int) -> list[Self]:
         """In order, at most `rows` rows each."""
@@ -119,14 +122,6 @@ class Windows:
             return hidden.mean(dim=1)
         weights = self.real.to(hidden.device, hidden.dtype)[..., None]
         return (hidden * weights).sum(dim=1) / weights.sum(dim=1)
-
-
-def _selected(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the values at a mask that is on the CPU, so that nothing waits for a device."""
-    if mask is None:
-        return values
-    places = torch.nonzero(mask.flatten())[:, 0]
-    return values.index_select(0, places.to(values.device, non_blocking=True))
 
 
 def nll_sum(backbone: Backbone, windows: Windows) -> Tensor:
