@@ -368,9 +368,7 @@ class ClientBatch:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """Return the names of an optimiser's tensors, with the values of its scalars, such as Adam's
-    t, which clients of a batch must have in common.
-    """
+    """Return the names of an optimiser's tensors, with the values of scalars such as Adam's t."""
     memory = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
     return sorted(
         (key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in memory.items()

@@ -156,9 +156,7 @@ class Client(BoundClient):
     def _sanitized(
         self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
     ) -> dict[Role, list[Tensor]]:
-        """Return the gradients of the tensors of each role on a sample of a split, private for each
-        of its examples.
-        """
+        """Return each role's gradients on a sample of a split, private for each of its examples."""
         wrt = [p for role in roles for p in self._parameters[role].values()]
         size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
         with self.borrowing(self._initial(frozenset(OWNED) - sanitizer.roles)):

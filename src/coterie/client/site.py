@@ -113,9 +113,7 @@ class Site:
         return f"its role is {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
-        """Return the role of each tensor of a client's model by its name, and how many values each
-        role has.
-        """
+        """Return the role of each tensor of a client's model, and how many values each role has."""
         layout = self.layouts[id]
         if layout not in self._known:
             model = self.model(id)

@@ -167,9 +167,7 @@ class BoundClient:
             tensor.detach().copy_(tensors[name])
 
     def _check(self, expected: Named, tensors: Named) -> None:
-        """Refuse tensors of other forms than the client's own, or with values that are not
-        finite.
-        """
+        """Refuse tensors of other forms than the client's, or with values that are not finite."""
         check_alike(expected, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise Divergence(

@@ -131,9 +131,7 @@ def configuration(base: str | Path, **settings: Any) -> Any:
 
 
 def _foreign_code(source: str) -> list[str]:
-    """Return the modules that a base names as its own, where transformers has none for it; [] where
-    transformers' own will do.
-    """
+    """Return the modules of its own that a base needs, since transformers has none for it."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     settings, _ = PreTrainedConfig.get_config_dict(source)
@@ -271,9 +269,7 @@ def tokenizer(base: str | Path) -> Any:
 
 
 def _raise_signals(error: BaseException) -> None:
-    """Raise again what does not come from reading: an interrupt or an exit. A panic of a library in
-    Rust is no Exception either.
-    """
+    """Raise an interrupt or an exit again; a panic of a library in Rust is neither."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 

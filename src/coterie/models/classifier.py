@@ -263,9 +263,7 @@ class Classifier:
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return the gradients of the mean loss over all parts, its sum, and how many predictions
-        are right.
-        """
+        """Return the gradients of the mean loss, the summed loss, and how many labels are right."""
         gradients: list[Tensor] = []
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))

@@ -137,9 +137,7 @@ class CommonExpert:
 def _change(
     channels: int, data: Normalisation | None, expected: Normalisation
 ) -> tuple[Tensor, Tensor]:
-    """Factor and offset, (C, 1, 1) each, that make inputs of one normalisation those of another.
-    Raises ModelError.
-    """
+    """Return factor and offset, (C, 1, 1) each, from one normalisation to another."""
     data = data or Normalisation((0.0,) * channels, (1.0,) * channels)
     if {len(values) for values in (*data, *expected)} != {channels} or min(
         *data.std, *expected.std
@@ -217,9 +215,7 @@ def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraini
 def _train(
     shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining, device: torch.device
 ) -> Tensors:
-    """Parameters and running statistics behind the last epoch, or as soon as the accuracy that
-    was asked for is reached.
-    """
+    """Return parameters and running statistics of the last epoch, or once `stop_at` is reached."""
     rows = np.random.default_rng(derive_seed(settings.seed, "held out")).permutation(public.rows)
     held = max(1, len(rows) // 10)
     train = replace(public, name="train", rows=rows[held:], seed=settings.seed)
@@ -260,9 +256,7 @@ def _train(
 
 
 def _write(entry: Path, tensors: Named) -> None:
-    """Write an entry beside its place, then rename it: several processes may do so at the same
-    time. Raises SaveError.
-    """
+    """Write an entry, which several processes may do at the same time. Raises SaveError."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent) as folder:

@@ -146,9 +146,7 @@ class LanguageModel:
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None
     ) -> Iterator[None]:
-        """Within the block the backbone has the adapter attached, or what stands for it, and the
-        routers what the gate says.
-        """
+        """Attach the adapter, or what stands for it, and give the routers the gate's bias."""
         bias = self._bias()
         advised = [] if bias is None else self.adapter.routers()
         with self.backbone.using(adapter or self.adapter, record):
@@ -312,9 +310,7 @@ class LanguageModel:
         return list(gradients), totals.statistics()
 
     def _objective(self, windows: Windows, totals: Totals, load: Tensor | None) -> Tensor:
-        """Return this micro-batch's share of the whole batch's objective; `load` is f of the whole
-        batch, if this is but a part of it.
-        """
+        """Return a micro-batch's share of the objective; `load` is f of the whole batch."""
         record: list[Routing] = []
         with self._using(record):
             nll = nll_sum(self.backbone, windows)

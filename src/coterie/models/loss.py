@@ -15,9 +15,7 @@ WORDS_AT_ONCE = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The sum of the NLL through a frozen head: its gradient is found in the forward pass, so
-    only dL/dhidden (T, d) is kept.
-    """
+    """The sum of the NLL through a frozen head, which keeps only dL/dhidden, (T, d)."""
 
     @staticmethod
     def forward(

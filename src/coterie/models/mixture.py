@@ -95,9 +95,7 @@ class Mixture(nn.Module):
     def _experts(
         self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None
     ) -> Tensor:
-        """(T, d_model) -> (T, d_model), with weights (T, n), or None for 1; without a plan, with
-        dropout.
-        """
+        """(T, d_model) -> (T, d_model) with weights (T, n), None for 1; without a plan, dropout."""
         bases = [project(layer, x) for layer in base.first]
         # (linears, n, r, d_model)
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])
@@ -156,9 +154,7 @@ class Mixture(nn.Module):
         A1: Tensor,
         activation: Activation,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same m and c with a dropout mask of its own on the input of every LoRA: by
-        autograd, all experts for all tokens.
-        """
+        """Return the same m and c by autograd, with a dropout mask on the input of every LoRA."""
         A2 = self._stack("down", "A", x.dtype)
         B1 = [self._stack(name, "B", x.dtype).mT for name in self.first]
         m, c = torch.zeros_like(bases[0]), []

@@ -145,9 +145,7 @@ def grouped_pieces(
 
 
 class _Hidden(torch.autograd.Function):
-    """(b, z, w, B1, A2) -> (m, c): everything between the frozen projections. Keeps its inputs
-    only.
-    """
+    """(b, z, w, B1, A2) -> (m, c): all between the frozen projections. Keeps its inputs only."""
 
     @staticmethod
     def forward(

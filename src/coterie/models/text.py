@@ -169,9 +169,7 @@ class TextNetwork(nn.Module):
 
 
 def _padding(config: Any) -> int:
-    """Return a base's padding token; else its end token, which is not the last word of a text; else
-    0.
-    """
+    """Return a base's padding token, else its end token, which ends no text, else 0."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     ids = (config.pad_token_id, *ends)
     return next((id for id in ids if id is not None and 0 <= id < config.vocab_size), 0)
@@ -212,10 +210,7 @@ def _random(base: str, classes: int, device: str) -> Any:
 @lru_cache(maxsize=2)
 def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
     """Return the network of a base, on the CPU, and the names of the parameters that the base has
-    no values for: all, in a folder without weights.
-
-    Raises:
-        ModelError: The base is missing, incomplete, damaged, or of a kind that cannot classify.
+    no values for: all, in a folder without weights. Raises ModelError, see `TextShape.build`.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -250,9 +245,7 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Within the block transformers neither reports what a base lacks nor shows how far it has
-    read.
-    """
+    """Silence the warnings and progress bars of transformers within the block."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -118,9 +118,7 @@ class Stacked:
         }
 
     def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
-        """Map images (m, B, C, H, W) to logits (m, B, classes) at m points. Each parameter and
-        buffer is (m, ...); buffers are updated in place.
-        """
+        """(m, B, C, H, W) -> (m, B, classes) at m points; buffers are updated in place."""
         if isinstance(self.network, MLP):
             return self.network.stacked(list(stacks.values()), x)
 
