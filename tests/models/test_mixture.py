@@ -29,9 +29,7 @@ def build(
     kind: str, layout: Layout, activation: nn.Module, dtype: torch.dtype
 ) -> tuple[Mixture, FrozenMLP]:
     names = ("gate", "up") if kind == "gated" else ("up",)
-    shape = MLPShape(
-        kind, (*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D))
-    )
+    shape = MLPShape((*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D)))
     module = Mixture(shape, layout)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)

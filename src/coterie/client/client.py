@@ -252,14 +252,14 @@ class Client(BoundClient):
             gradients_of[name] = _flat(gradients[GENERALIST]).float()
         return gradients_of
 
-    def gradient_to_share(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
+    def gradient_to_share(self, values: Tensor, batch: Batch) -> Tensor:
         """As `gradient_at`, for values that are shared: where examples are protected the sanitizer
         makes the gradient, on a batch of its own.
         """
         if self.sanitizer is None:
-            return self.gradient_at(values, batch, role)
-        with self.at(values, role):
-            return _flat(self._sanitized(self.sanitizer, self.train, [role])[role])
+            return self.gradient_at(values, batch)
+        with self.at(values, GENERALIST):
+            return _flat(self._sanitized(self.sanitizer, self.train, [GENERALIST])[GENERALIST])
 
     def gradients(self, batch: Batch, *roles: Role) -> Tensors:
         """Return the gradient of the client's loss on a batch at its own model, by the names of

@@ -82,12 +82,8 @@ class Outbound:
     @property
     def _noised(self) -> bool:
         """Whether updates leave with such noise as the owner wants."""
-        privacy = (
-            self.privacy
-            if self.noise is not None or (self.by_examples and self.sanitizes)
-            else None
-        )
-        return privacy is not None and privacy.noise > 0
+        applies = self.noise is not None or (self.by_examples and self.sanitizes)
+        return applies and self.privacy is not None and self.privacy.noise > 0
 
     def check(self, task: Task) -> None:
         """Refuse, before anything is done, a task whose reply could not leave. Raises Refused."""
@@ -103,15 +99,16 @@ class Outbound:
         if sends is Sends.SCORES and self.silent:
             raise Refused(f"{name}: this device sends no scores", PROTECTS)
         if sends is Sends.UPDATE and self.secure and not self.masked:
-            problem = f"{name}: this device sends its updates by secure aggregation only"
-            raise Refused(problem, "Run the recipe with --set secure=true.")
+            raise Refused(
+                f"{name}: this device sends its updates by secure aggregation only",
+                "Run the recipe with --set secure=true.",
+            )
         if sends is Sends.UPDATE and self.noisy and not self._noised:
             also = ", or privacy.unit: example," if self.by_examples else ""
-            remedy = (
-                f"Run the recipe with privacy.where: local{also} and the noise that the device "
-                f"requires."
+            raise Refused(
+                f"{name}: this device sends its updates with noise only",
+                f"Run the recipe with privacy.where: local{also} and the noise it requires.",
             )
-            raise Refused(f"{name}: this device sends its updates with noise only", remedy)
 
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
@@ -120,23 +117,20 @@ class Outbound:
         send, where its owner is protected.
         """
         update = declared(task) is Sends.UPDATE
-        if (
-            self.attack is not None and id in self.attackers and phase >= 0
-        ):  # attackers do not lie about their scores
+        # attackers do not lie about their scores
+        if self.attack is not None and id in self.attackers and phase >= 0:
             alike = update and all(
                 name not in sent or sent[name].shape == t.shape for name, t in reply.items()
             )
-            generator = torch.Generator().manual_seed(
-                derive_seed(self.seed, "attack", round, phase, id)
-            )
+            seed = derive_seed(self.seed, "attack", round, phase, id)
+            generator = torch.Generator().manual_seed(seed)
             return poisoned(reply, sent, alike, self.attack, generator)
         if self.protects:
             self.check(task)
             check_declared(task, sent, reply)
         if update and self.noise is not None:
-            return local(
-                reply, sent, self.noise, self._noise_of(self.noise, id, sent, reply, round, phase)
-            )
+            noise = self._noise_of(self.noise, id, sent, reply, round, phase)
+            return local(reply, sent, self.noise, noise)
         return reply
 
     def measured(self, metrics: Metrics) -> Metrics:
@@ -183,10 +177,7 @@ class Outbound:
                 f"privacy of single examples does not cover what {type(method).__name__} shares",
                 "Use another method.",
             )
-        secret = self.secret or bool(self.key)
-        source = (
-            Source.secret() if secret else Source.seeded(self.seed, "examples", round, phase, id)
-        )
+        source = Source.secret() if self.key else self.source("examples", round, phase, id)
         return Sanitizer(self.privacy, frozenset(method.shared), source, steps)
 
     def source(self, *purpose: int | str) -> Source:

@@ -183,18 +183,15 @@ class BoundClient:
             name: p for role in roles for name, p in self._parameters[role].items()
         }
         if EXPERT in roles and (slots := self.model.expert_slots()):
-            values |= {name: t for slot in slots for name, t in slot.items()} | {
-                EXPERT_IDS: self.state[EXPERT_IDS]
-            }
+            values |= {name: t for slot in slots for name, t in slot.items()}
+            values[EXPERT_IDS] = self.state[EXPERT_IDS]
         return values | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
         """Return the same tensors, those that came as one vector under their own names."""
         named = dict(tensors)
         for role in tensors.keys() & set(OWNED):
-            named |= self._unflatten(
-                dict(self._parameters[Role(role)].items()), named.pop(role), role
-            )
+            named |= self._unflatten(self._parameters[Role(role)], named.pop(role), role)
         if numbers := numbers_of_experts(tensors):
             slots = self.model.expert_slots()
             if len(numbers) > len(slots):
@@ -213,15 +210,10 @@ class BoundClient:
         if its length is another.
         """
         sizes = [t.numel() for t in like.values()]
-        check_alike(
-            {what: torch.empty(sum(sizes), device="meta")},
-            {what: flat},
-            f"tensors for client {self.id!r}",
-        )
-        return {
-            name: part.view_as(t)
-            for (name, t), part in zip(like.items(), torch.split(flat, sizes), strict=True)
-        }
+        expected = torch.empty(sum(sizes), device="meta")
+        check_alike({what: expected}, {what: flat}, f"tensors for client {self.id!r}")
+        pairs = zip(like.items(), torch.split(flat, sizes), strict=True)
+        return {name: part.view_as(t) for (name, t), part in pairs}
 
     def read(self, *roles: Role) -> Tensors:
         """Return copies of the client's tensors of these roles, by name."""
@@ -247,14 +239,11 @@ class BoundClient:
             values.clone() if into is None or into.device != values.device else into.copy_(values)
         )
 
-    def shift(self, scale: float, direction: Tensor, role: Role = GENERALIST) -> None:
-        """Theta <- theta + scale direction, for all values of one role as one vector, (d,)."""
-        check_alike(
-            {role: self.state[f"parameters/{role}"]},
-            {role: direction},
-            f"direction for client {self.id!r}",
-        )
-        self.state[f"parameters/{role}"].add_(direction.to(self.model.device), alpha=scale)
+    def shift(self, scale: float, direction: Tensor) -> None:
+        """Theta <- theta + scale direction, for all values of GENERALIST as one vector, (d,)."""
+        theta, what = self.state[f"parameters/{GENERALIST}"], f"direction for client {self.id!r}"
+        check_alike({GENERALIST: theta}, {GENERALIST: direction}, what)
+        theta.add_(direction.to(self.model.device), alpha=scale)
 
     @contextmanager
     def at(self, values: Tensor, role: Role) -> Iterator[None]:
@@ -313,11 +302,11 @@ def position(state: State, round: int, steps: int) -> int:
     return round * steps + (int(state.get("iteration", 0)) - before if then == round else 0)
 
 
-def advance(state: State, round: int, iterations: int = 1) -> None:
-    """Count local iterations of a client that takes part in a round."""
+def advance(state: State, round: int) -> None:
+    """Count a local iteration of a client that takes part in a round."""
     if BEGAN not in state or int(state[BEGAN][0]) != round:
         state[BEGAN] = torch.tensor([round, int(state.get("iteration", 0))])
-    count(state, "iteration", iterations)
+    count(state, "iteration", 1)
 
 
 def draw(on: Split, state: State, rows: int) -> Batch:

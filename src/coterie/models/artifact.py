@@ -3,6 +3,7 @@ Never pickle.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +16,6 @@ from coterie.core.checksums import SUMS, check_all_sums, replaced
 from coterie.core.errors import CheckpointError, ModelError, TensorError
 from coterie.core.files import read_json, write_json
 from coterie.core.files import save as save_tensors
-from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, all_finite, check_alike
 from coterie.data.text_encoding import ControlTokens, TokenizerDigest
 from coterie.models.adapter import Adapter
@@ -117,18 +117,16 @@ def read_about(folder: Path) -> About:
     """
     content = read_about_json(folder)
     if content.get("kind") == CLASSIFIER:
-        remedy = (
+        raise CheckpointError(
+            f"{folder} holds a classifier, not a language model",
             f"See `coterie predict --data`; other programs read {CLASSIFIER_WEIGHTS} and {ABOUT} "
-            f"in it as they are."
+            f"in it as they are.",
         )
-        raise CheckpointError(f"{folder} holds a classifier, not a language model", remedy)
     if isinstance(layout := content.get("layout"), dict):
         checked(Layout, layout, folder)
     about, weights = checked(About, content, folder), folder / WEIGHTS
-    shape = about.layout
-    if weights.is_file() and max(shape.experts, shape.members, shape.rank, shape.expert_rank) > (
-        size := weights.stat().st_size
-    ):
+    shape, size = about.layout, weights.stat().st_size if weights.is_file() else math.inf
+    if max(shape.experts, shape.members, shape.rank, shape.expert_rank) > size:
         raise CheckpointError(
             f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {shape}", FOREIGN
         )
@@ -157,9 +155,7 @@ def checked(kind: type[_T], content: Mapping[str, Any], folder: Path) -> _T:
 
 
 def read_about_json(folder: Path) -> dict[str, Any]:
-    """Read `client.json` in `folder`, of any kind of model. Raises
-    CheckpointError.
-    """
+    """Read `client.json` in `folder`, of any kind of model. Raises CheckpointError."""
     return {k: v for k, v in _content(folder).items() if k not in CHECKSUMS}
 
 
@@ -173,15 +169,16 @@ def _content(folder: Path) -> dict[str, Any]:
     return content
 
 
-def expert_names(layout: Layout) -> dict[Role, tuple[str, ...]]:
-    """Return the experts' names by role, in the order of the router: G or G1, G2, ... for
-    generalists, S or S1, S2, ... for specialists.
+def expert_names(layout: Layout) -> tuple[str, ...]:
+    """Return the experts' names in the order of the router: G or G1, G2, ... for generalists, S or
+    S1, S2, ... for specialists.
     """
-    counts = {GENERALIST: ("G", layout.generalists), SPECIALIST: ("S", layout.specialists)}
-    return {
-        role: tuple(n if count == 1 else f"{n}{j}" for j in range(1, count + 1))
-        for role, (n, count) in counts.items()
-    }
+    counts = {"G": layout.generalists, "S": layout.specialists}
+    return tuple(
+        letter if count == 1 else f"{letter}{j}"
+        for letter, count in counts.items()
+        for j in range(1, count + 1)
+    )
 
 
 def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:

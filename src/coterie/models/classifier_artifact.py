@@ -114,12 +114,9 @@ class AboutClassifier:
                 f"{self.client} has a classifier of images, which has no base", "Leave --base out."
             )
         network, pool = replace(self.network, base=base), self.pool
-        if (
-            pool is not None
-            and isinstance(pool.common, TextShape)
-            and pool.common.base == self.network.base
-        ):
-            pool = replace(pool, common=replace(pool.common, base=base))
+        common = pool.common if pool is not None else None
+        if pool and isinstance(common, TextShape) and common.base == self.network.base:
+            pool = replace(pool, common=replace(common, base=base))
         return replace(self, network=network, pool=pool)
 
 

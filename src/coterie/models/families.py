@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 from torch import nn
 
@@ -22,11 +22,8 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class MLPShape:
-    """The MLP of a block, its layers under the names up and down ("plain") or gate, up and down
-    ("gated").
-    """
+    """The MLP of a block: its layers up and down, or gate, up and down."""
 
-    kind: Literal["plain", "gated"]
     linears: tuple[LinearShape, ...]
 
     @property
@@ -171,8 +168,7 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
                 LinearShape(x.name, x.inputs, x.outputs // 2) if x.name != "down" else x
                 for x in mlp
             )
-        kind: Literal["plain", "gated"] = "gated" if "gate" in family.mlp else "plain"
-        shapes.append(BlockShape(attention, MLPShape(kind, mlp)))
+        shapes.append(BlockShape(attention, MLPShape(mlp)))
     return tuple(shapes)
 
 

@@ -70,7 +70,8 @@ def _by_vocabulary(
     others, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     for start, stop in _blocks(hidden, weight):
         rows = weight[start:stop]
-        logits = _logits(hidden, rows, None if bias is None else bias[start:stop])
+        part = None if bias is None else bias[start:stop]
+        logits = torch.nn.functional.linear(hidden, rows, part).to(_exact(hidden))
         place = targets[:, None] - start
         here = (place >= 0) & (place < stop - start)
         place = place.clamp(0, stop - start - 1)
@@ -88,10 +89,6 @@ def _by_vocabulary(
         gradient.mul_((top - total).exp_())
         gradient.addcmul_((rest - total).exp_(), weight[targets].to(gradient.dtype), value=-1)
     return (total - target_logit)[:, 0]
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight, bias).to(_exact(hidden))
 
 
 def _add_product(total: Tensor, shares: Tensor, weight: Tensor) -> None:

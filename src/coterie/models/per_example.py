@@ -12,8 +12,9 @@ sum by a second backward pass, would be more work here, not less. Memory is boun
 are taken at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class _Block:
 
     def __init__(self, block: AdapterBlock, copied: Copies) -> None:
         self.attention = {
-            name: _attention(lora, copied)
+            name: partial(_attention, lora, copied)
             for name, lora in block.attention.items()
             if isinstance(lora, SingleLoRA)
         }
@@ -88,25 +89,17 @@ class _Block:
                 b + _update(x, loras[name], copied)
                 for b, name in zip(bases, mixture.first, strict=True)
             ]
-            h = (
-                base.activation.forward(p[0]) * p[1]
-                if len(p) == 2
-                else base.activation.forward(p[0])
-            )
+            h = base.activation.forward(p[0])
+            h = h * p[1] if len(p) == 2 else h
             weighted = h / n if weights is None else weights[..., j, None] * h
             m, updates = m + weighted, updates + _update(weighted, loras["down"], copied)
         return project(base.down, m.flatten(0, 1)).view_as(x) + updates
 
 
-def _attention(lora: SingleLoRA, copied: Copies) -> Callable[[Tensor, nn.Module], Tensor]:
+def _attention(lora: SingleLoRA, copied: Copies, x: Tensor, base: nn.Module) -> Tensor:
     """See `SingleLoRA.forward`."""
-
-    def forward(x: Tensor, base: nn.Module) -> Tensor:
-        return project(base, x.flatten(0, -2)).view(*x.shape[:-1], -1) + _update(
-            x, (lora, 0), copied
-        )
-
-    return forward
+    y = project(base, x.flatten(0, -2)).view(*x.shape[:-1], -1)
+    return y + _update(x, (lora, 0), copied)
 
 
 def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:

@@ -97,9 +97,6 @@ class QuantisedLinear(nn.Module):
         layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         return layer
 
-    def extra_repr(self) -> str:
-        return f"{self.kind}, in_features={self.in_features}, out_features={self.out_features}"
-
 
 class _Product(torch.autograd.Function):
     """x W^T + b. Neither pass keeps W, which is made anew."""

@@ -130,7 +130,7 @@ class PersonalModel:
     @property
     def experts(self) -> tuple[str, ...]:
         """The names of the experts in the order of `routing`, see `expert_names`."""
-        return tuple(name for names in expert_names(self.layout).values() for name in names)
+        return expert_names(self.layout)
 
     @cached_property
     def fast(self) -> Stacks:
