@@ -132,9 +132,7 @@ class ClientBatch:
 
     @property
     def windows(self) -> int:
-        """Rows of training data of the first client: clients of different size share a batch only
-        if size does not matter.
-        """
+        """Rows of the first client: only where size does not matter do others differ."""
         return self.site.data[self.ids[0]].train.windows
 
     @property
@@ -167,12 +165,7 @@ class ClientBatch:
         return before
 
     def load(self, tensors: Tensors) -> None:
-        """See `Client.load`; a client gets all of its values, by their names or as one vector, or
-        none.
-
-        Raises:
-            TensorError: As there.
-        """
+        """Load all values of each client, see `Client.load`, by name or as one vector, or none."""
         # expanded tensors (stride 0) are the same for all clients
         alike = not isinstance(tensors, PerClientTensors) and all(
             t.stride(0) == 0 for t in tensors.values()
@@ -214,9 +207,7 @@ class ClientBatch:
         }
 
     def read(self, *roles: Role) -> Tensors:
-        """See `Client.read`: the values of GENERALIST, which is all that there is, and what
-        travels with it.
-        """
+        """Return the values of GENERALIST and what travels with it, see `Client.read`."""
         self._check_role(*roles)
         stacks = Tensors()
         for key, named in self._shared.items():
@@ -257,9 +248,7 @@ class ClientBatch:
         self.x.add_(directions.to(self.model.device), alpha=scale)
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
-        """See `Client.gradients_at`; what a client's points are called may differ from client to
-        client.
-        """
+        """See `Client.gradients_at`; each client's points have names of their own."""
         pairs = [
             (i, j, x) for i, named in self.split(points).items() for j, x in sorted(named.items())
         ]
@@ -298,7 +287,7 @@ class ClientBatch:
         on: Mapping[ClientId, Split],
         purpose: str = "",
     ) -> Tensor:
-        """Return the gradient at each point of its owner's loss, each on a batch of its own.
+        """Return the gradients at points, (m, d), of their owners' losses, each on its own batch.
 
         Args:
             points: (m, d).
@@ -306,12 +295,6 @@ class ClientBatch:
             on: What each owner's batches are drawn from.
             purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its
                 owner's model, the only one, and running statistics follow.
-
-        Returns:
-            (m, d).
-
-        Raises:
-            TensorError: A point is not finite, and not a client's own model, whose loss will tell.
         """
         if purpose and not all_finite({"points": points}):
             raise Divergence(
@@ -354,9 +337,7 @@ class ClientBatch:
         return metrics
 
     def _matrix(self, key: str) -> Tensor:
-        """Return the clients' tensors under a key as the rows of one matrix, or what they all share
-        if it is a scalar.
-        """
+        """Return the tensors under a key as rows of one matrix, or the scalar that all share."""
         rows = [state[key] for state in self.states.values()]
         if rows[0].ndim == 0:
             return rows[0].clone()
@@ -376,9 +357,7 @@ def _optimiser(state: State) -> list[tuple[str, float]]:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows, (d,) each, as one matrix, (n, d), without a copy if they are its rows
-    already.
-    """
+    """Return the rows, (d,) each, as one matrix, (n, d): without a copy if they are its rows."""
     base, size = rows[0]._base, rows[0].numel()
     if (
         base is not None

@@ -15,9 +15,7 @@ from coterie.models.lora import LoRA
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:
-    """Return the seed of a role's initial values: of the run if it is shared, else of the
-    client.
-    """
+    """Return the seed of a role's initial values: the run's if shared, else the client's."""
     return derive_seed(seed, "initial", role, client if role in (SPECIALIST, ROUTER) else "")
 
 

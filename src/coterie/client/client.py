@@ -201,10 +201,7 @@ class Client(BoundClient):
     def descend(self, role: Role, gradient: Tensor, at: int | None = None) -> None:
         """Take one optimiser step of all values of a role along a gradient, (d,).
 
-        Args:
-            role: The role.
-            gradient: The gradient of some objective at its values.
-            at: Where the schedule stands, see `position`; default: at the last local iteration.
+        `at` is where the schedule stands, see `position`; by default at the last local iteration.
         """
         settings = self.training.optimiser(role)
         lr = settings.lr_at(self.position - 1 if at is None else at, self.total_iterations)
@@ -213,16 +210,8 @@ class Client(BoundClient):
         )
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """Return the gradient of the client's loss at other values than its own, of which nothing
-        changes, running statistics neither.
-
-        Args:
-            values: (d,), all values of one role.
-            batch: A batch of the client's data.
-            role: The role.
-
-        Returns:
-            (d,) fp32.
+        """Return the gradient of the loss, (d,) fp32, at other values of a role, (d,), than the
+        client's own, of which nothing changes, running statistics neither.
         """
         with self.at(values, role):
             wrt = list(self._parameters[role].values())
@@ -278,11 +267,7 @@ class Client(BoundClient):
             del self.state[key]
 
     def score(self, split: Split, batches: int | None = None) -> Tensor:
-        """Return the score of the client's model on a split, or on its first rows.
-
-        Args:
-            split: One of the client's own.
-            batches: At most so many batches of it; None for the whole split.
+        """Return the score of the client's model on a split, or on at most so many batches of it.
 
         Returns:
             (2,) float64: the total negative log-likelihood in nats and the number of predictions;
@@ -291,9 +276,7 @@ class Client(BoundClient):
         return self.model.score(islice(self.batches(split), batches))
 
     def score_part(self, split: Split, windows: int) -> Tensor:
-        """As `score`, of so many rows, evenly spaced over the split; of all where it has no
-        more.
-        """
+        """As `score`, of so many rows, evenly spaced over the split."""
         return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
 
     def losses(self, split: Split, windows: int) -> Tensor:

@@ -206,9 +206,7 @@ class BoundClient:
         return named
 
     def _unflatten(self, like: Named, flat: Tensor, what: str) -> Tensors:
-        """Return one vector, (d,), as tensors of the names and shapes of `like`. Raises TensorError
-        if its length is another.
-        """
+        """Return one vector, (d,), as tensors of the names and shapes of `like`."""
         sizes = [t.numel() for t in like.values()]
         expected = torch.empty(sum(sizes), device="meta")
         check_alike({what: expected}, {what: flat}, f"tensors for client {self.id!r}")

@@ -18,9 +18,7 @@ from coterie.models.routing import Gate, Router
 
 
 class AdapterBlock(nn.Module):
-    """The trainable part of one transformer block: one LoRA for each attention linear, and a
-    mixture for the MLP.
-    """
+    """The trainable part of a block: a LoRA for each attention linear, a mixture for the MLP."""
 
     def __init__(self, shape: BlockShape, layout: Layout) -> None:
         super().__init__()
@@ -40,10 +38,6 @@ class Adapter(nn.Module):
     Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r),
     `blocks.0.mlp.specialist.down.A` (s, r, in), `blocks.0.mlp.router.weight` (n, d_model),
     `gate.first` (64, d_model). Everything is fp32.
-
-    Args:
-        architecture: What it attaches to.
-        layout: Its experts, ranks and routing.
     """
 
     def __init__(self, architecture: Architecture, layout: Layout) -> None:
@@ -56,9 +50,7 @@ class Adapter(nn.Module):
         self.eval()
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the parameters by the role that their module declares, each in the order of
-        `named_parameters`.
-        """
+        """Return the parameters by role, each in the order of `named_parameters`."""
         return by_role(self)
 
     def loras(self) -> dict[str, LoRA]:
@@ -70,9 +62,7 @@ class Adapter(nn.Module):
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """For generalists of a pool, each with its share of the stacks of all blocks; [] where
-        they come from none.
-        """
+        """Return for each generalist of a pool its share of the stacks of all blocks."""
         stacks = self.parameters_by_role()[EXPERT]
         count = self.layout.generalists if stacks else 0
         return [
@@ -89,9 +79,7 @@ class Adapter(nn.Module):
 
     @property
     def active_parameters(self) -> int:
-        """Values that one token uses: of the experts of an MLP, those that it is routed to; a
-        gate sees whole texts.
-        """
+        """Values that one token uses: of the experts of an MLP, those it is routed to."""
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         parts = chain.from_iterable(mixture.modules() for mixture in mixtures)
         loras = [part for part in parts if isinstance(part, LoRA)]

@@ -56,11 +56,7 @@ class Architecture:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":
-        """Return the architecture of a Hugging Face causal LM, loaded or on the meta device.
-
-        Raises:
-            ModelError: It lacks layers that an adapter attaches to.
-        """
+        """Return the architecture of a causal LM. Raises ModelError where it lacks layers."""
         family = family_of(model)
         blocks = shape_of(family, model)
         config: Any = model.config
@@ -68,14 +64,7 @@ class Architecture:
 
     @classmethod
     def from_base(cls, base: str | Path) -> "Architecture":
-        """Return the architecture of a base from its configuration alone: no weight is loaded.
-
-        Args:
-            base: A Hub id, a local folder, or "embedded".
-
-        Raises:
-            ModelError: The base is missing or unsupported.
-        """
+        """Return the architecture of a base without its weights, see `outline`."""
         return cls.of(outline(base))
 
 
@@ -109,11 +98,7 @@ def trusted() -> bool:
 
 @uncollected()
 def configuration(base: str | Path, **settings: Any) -> Any:
-    """Return Transformers' configuration of a base.
-
-    Args:
-        base: A Hub id, a local folder, or "embedded".
-        settings: Values that differ from those of its config.json.
+    """Return transformers' configuration of a base, with other values for some settings.
 
     Raises:
         ModelError: It needs code of its own, which is not run unless `trusted`; or whatever
@@ -222,11 +207,8 @@ def refuse_adapter(base: str | Path) -> None:
 
 
 def files_of(base: str | Path) -> list[Path]:
-    """Return the files on this machine that a base is made of: configuration, weights, tokenizer;
-    [] of one on the Hub that is not here.
-
-    Raises:
-        ModelError: See `locate`.
+    """Return the files of a base on this machine, [] of one on the Hub that is not here. Raises
+    ModelError, see `locate`.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -244,11 +226,7 @@ def files_of(base: str | Path) -> list[Path]:
 
 
 def tokenizer(base: str | Path) -> Any:
-    """Return a base's own tokenizer.
-
-    Raises:
-        ModelError: It has none.
-    """
+    """Return a base's own tokenizer. Raises ModelError where it has none."""
     from transformers import AutoTokenizer
 
     source = locate(base)

@@ -34,9 +34,7 @@ FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a personal model: the names of its method and recipe, the rounds done, and the
-    run's seed.
-    """
+    """The method's and recipe's names, the rounds done, and the seed of a personal model's run."""
 
     method: str
     recipe: str
@@ -46,17 +44,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class About:
-    """The content of `client.json`.
+    """The content of `client.json`, with an `Origin`.
 
     Args:
         client: The client's id.
         base: Hub id, local folder, or `embedded`.
         layout: The adapter's shape.
         context: The window length that it was trained with, in tokens.
-        method: Name of the method.
-        recipe: Name of the recipe.
-        round: Rounds done.
-        seed: The run's seed.
         chat_template: The chat template that it was trained with, if not the base's own.
         quantise: Bits of the base's weights that it was trained on; None: all of them.
         control_tokens: What was done with control tokens in its texts.
@@ -183,10 +177,7 @@ def expert_names(layout: Layout) -> tuple[str, ...]:
 
 def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:
     """Refuse a layout that does not match the tensors before memory is allocated: a JSON may claim
-    billions of experts.
-
-    Raises:
-        CheckpointError: See `fill`.
+    billions of experts. Raises CheckpointError.
     """
     try:
         with torch.device("meta"):

@@ -93,14 +93,13 @@ class Backbone:
         """Load a base.
 
         Args:
-            base: A Hub id, a local folder, or "embedded" (the small model that comes with the
-                package).
+            base: A Hub id, a local folder, or "embedded" (the small model in the package).
             dtype: Of the weights and of the computation. bf16 is slow on CPUs without native
                 support.
             device: Where it lives.
             quantised: Bits of its blocks' weights: "int8", "int4" or "nf4"; None: as `dtype` says.
                 They are read in the precision that they are stored in.
-            plain: Whether quantised weights are then kept as plain ones of the same values.
+            plain: See `Backbone`.
 
         Raises:
             ModelError: The base is missing, incomplete, damaged or unsupported, or the device is
@@ -139,9 +138,7 @@ class Backbone:
         return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
-        """Return a twin for another thread: its modules and what is attached to them are its own,
-        the weights are the same.
-        """
+        """Return a twin with modules of its own, but the same weights, for another thread."""
         memo |= {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
         twin = memo[id(self)] = copy(self)
         twin._in_use = threading.RLock()
@@ -156,12 +153,7 @@ class Backbone:
 
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":
-        """Return a base from its configuration alone, on the meta device: shapes without values,
-        for who only has to know those.
-
-        Raises:
-            ModelError: The base is missing or unsupported.
-        """
+        """Return a base without values, on the meta device, see `outline`."""
         return cls(outline(base), locate(base))
 
     @property
@@ -205,11 +197,7 @@ class Backbone:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The base's own tokenizer, loaded when first asked for.
-
-        Raises:
-            ModelError: It has none.
-        """
+        """The base's own tokenizer, loaded when first used. Raises ModelError without one."""
         if self._source is None:
             raise ModelError(
                 "this base was made in memory and has no tokenizer",
@@ -219,9 +207,7 @@ class Backbone:
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the output layer, if the logits are just that of the last hidden
-        state (no scaling, no soft cap).
-        """
+        """Weight and bias of the output layer, if its logits are not scaled or capped."""
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
@@ -232,13 +218,10 @@ class Backbone:
         return (head.weight, head.bias) if same else None
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, C) -> (B, C, d_model): the last hidden states, normalised as the output layer
-        takes them.
+        """(B, C) token ids -> (B, C, d_model): the last hidden states, for the output layer.
 
-        Args:
-            ids: Token ids.
-            positions: (B, C) of each token; where they begin anew, so does what it sees, see
-                `check_packing`. None: those of one text a row.
+        `positions`, (B, C), are those of the tokens: where they begin anew, so does what a token
+        sees, see `check_packing`. None: each row is one text.
         """
         placed = {} if positions is None else {"position_ids": positions}
         states: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
@@ -251,13 +234,10 @@ class Backbone:
         return logits
 
     def check_packing(self) -> None:
-        """Refuse a base in which texts of one row would see each other.
+        """Refuse a base in which texts of one row would see each other. Raises ModelError.
 
         transformers keeps them apart by their positions, in its masks for eager attention, SDPA and
         flex attention; whether it does so for this base is tried out once.
-
-        Raises:
-            ModelError: It does not.
         """
         if not self.packs:
             raise ModelError(
@@ -283,9 +263,7 @@ class Backbone:
 
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
-        """Floating-point operations of one forward pass over a window of `context` tokens, per
-        token, counted by torch as it runs.
-        """
+        """Count the operations of a forward pass over `context` tokens, per token."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.utils.flop_counter import FlopCounterMode
 

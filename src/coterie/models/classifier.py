@@ -62,9 +62,7 @@ class Classifier:
         return by_role(self.network)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the running statistics of batch normalisation, fp32: they belong to one client and
-        are never exchanged.
-        """
+        """Return the running statistics of batch normalisation, fp32."""
         return self._buffers
 
     @cached_property
@@ -72,9 +70,7 @@ class Classifier:
         return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
-        """Return the statistics of a client that has seen nothing: those to start from, or means 0
-        and variances 1; on the CPU.
-        """
+        """Return the statistics to start from, or means 0 and variances 1; on the CPU."""
         fresh = {
             name: torch.full(buffer.shape, float(name.endswith("running_var")))
             for name, buffer in self.buffers().items()
@@ -95,9 +91,7 @@ class Classifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of one role: those to start from, or see the shape's `initial`;
-        with the statistics where these are shared.
-        """
+        """Return initial values of one role, with the statistics where these are shared."""
         if role is not GENERALIST:
             return {}
         return self._started(self.shape.initial(seed)) | (
@@ -121,9 +115,7 @@ class Classifier:
         return self.trainable_parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits; with running statistics,
-        unless a gradient is being taken.
-        """
+        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits."""
         logits: Tensor = self.network(x)
         return logits
 
@@ -164,9 +156,7 @@ class Classifier:
     def gradient_elsewhere(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """`gradient` at a point that is not this client's model, a midpoint say: the running
-        statistics stay as they are.
-        """
+        """Return `gradient` at a model that is not the client's: running statistics stay."""
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
@@ -190,9 +180,7 @@ class Classifier:
 
     @property
     def stacks(self) -> bool:
-        """Whether many clients' networks can be computed at once, with the same result; image
-        networks can.
-        """
+        """Whether many clients' networks can be computed at once, with the same result."""
         return isinstance(self.network, Network)
 
     def gains(self, examples: int) -> bool:
@@ -301,9 +289,7 @@ class Classifier:
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def check_whole(self, micro_batch: int, examples: int) -> None:
-        """Refuse to cut a batch of which every example counts for its statistics. Raises
-        ModelError.
-        """
+        """Refuse to cut a batch that is normalised by its own statistics. Raises ModelError."""
         if micro_batch < examples and self._batch_norms:
             raise ModelError(
                 f"micro_batch {micro_batch} would split a batch of {examples}, but batch "
@@ -313,10 +299,8 @@ class Classifier:
 
     @contextmanager
     def batch_statistics(self) -> Iterator[None]:
-        """Within the block batches are normalised by their own statistics.
-
-        Raises:
-            ModelError: A batch is too small to have any.
+        """Normalise batches by their own statistics within the block. Raises ModelError for a batch
+        that is too small to have any.
         """
         modal: Sequence[nn.Module] = (
             self._batch_norms if isinstance(self.network, Network) else [self.network]
@@ -339,9 +323,7 @@ class Classifier:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Within the block batches are normalised by their own statistics, and the running ones
-        stay as they are.
-        """
+        """Normalise batches by their own statistics, without changing the running ones."""
         with self._untracked(), self.batch_statistics() if self._batch_norms else nullcontext():
             yield
 

@@ -72,7 +72,7 @@ class Share:
 
 @dataclass(frozen=True)
 class AboutClassifier:
-    """The content of `client.json` of a classifier.
+    """The content of `client.json` of a classifier, with an `Origin`.
 
     Args:
         client: The client's id.
@@ -81,10 +81,6 @@ class AboutClassifier:
         names: Of the classes.
         mean: Of each channel of images, subtracted.
         std: Of each channel of images, divided by.
-        method: Name of the method.
-        recipe: Name of the recipe.
-        round: Rounds done.
-        seed: The run's seed.
     """
 
     client: str
@@ -106,9 +102,7 @@ class AboutClassifier:
             raise ValueError(f"{len(self.names)} names of {self.network.classes} classes")
 
     def at(self, base: str) -> "AboutClassifier":
-        """Return the same with another location of the base. Raises Refused for a classifier of
-        images.
-        """
+        """Return the same with another base. Raises Refused for a classifier of images."""
         if not isinstance(self.network, TextShape):
             raise Refused(
                 f"{self.client} has a classifier of images, which has no base", "Leave --base out."
@@ -181,9 +175,7 @@ def read_classifier(folder: Path) -> AboutClassifier:
 
 
 def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
-    """Return a client's tensors themselves, by their names in the file: `expert/<number>/...` and
-    `gate/...` where they are of a pool.
-    """
+    """Return a client's tensors by their names in the file: `expert/<number>/...`, `gate/...`."""
     if isinstance(model, Classifier):
         return _values(model)
     tensors = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}

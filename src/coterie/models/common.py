@@ -36,18 +36,14 @@ _ROWS = 512  # scored at a time
 
 
 class Normalisation(NamedTuple):
-    """The normalisation of inputs: of each channel, what is subtracted and what the rest is divided
-    by.
-    """
+    """The normalisation of inputs: each channel's value that is subtracted, and the divisor."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
 class Pretraining(BaseModel):
-    """The training of a common expert: gradient descent with momentum, v <- beta v + g and x <- x -
-    lr v.
-    """
+    """The training of a common expert with momentum: v <- beta v + g and x <- x - lr v."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -119,11 +119,7 @@ REMEDY = f"Use a base of one of these kinds: {_KINDS}."
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the family whose layers the model's blocks have.
-
-    Raises:
-        ModelError: None of them.
-    """
+    """Return the family whose layers the model's blocks have. Raises ModelError without one."""
     known = [f for f in FAMILIES if isinstance(find(model, f.blocks), nn.ModuleList)]
     if not known:
         paths = " nor ".join(dict.fromkeys(family.blocks for family in FAMILIES))
@@ -173,9 +169,7 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
 
 
 def lacking(family: Family, block: nn.Module) -> tuple[str, str] | None:
-    """Return the first layer of a family that a block lacks, and what it has there; None where it
-    has all.
-    """
+    """Return the first layer that a block lacks for a family, and what it has there; else None."""
     paths = [f"{family.attention}.{name}" for name in family.linears]
     paths += [family.within(name) for name in family.mlp.values()]
     for path in paths:

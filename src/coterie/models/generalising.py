@@ -94,14 +94,10 @@ class ExtendedClassifier(Classifier, ABC):
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
     ) -> tuple[Tensor, Sequence[Objective]]:
-        """Return the logits in training, (B, classes), and what is minimised, of a batch; each
-        parameter follows one objective at most.
-        """
+        """Return training logits, (B, classes), and losses; a parameter follows one at most."""
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of one role, running statistics included where it has them; see
-        `Classifier` and `Extended`.
-        """
+        """Return initial values of one role, running statistics included where it has them."""
         fresh = self.network.initial(seed)
         if role is GENERALIST:
             fresh |= self._started(
@@ -117,9 +113,7 @@ class ExtendedClassifier(Classifier, ABC):
         return sum(p.numel() for role, n in by_role if role is not BACKBONE for p in n.values())
 
     def plain(self) -> Classifier | None:
-        """Return a plain classifier that predicts alike; None for texts, where no plain network has
-        our head.
-        """
+        """Return a plain classifier that predicts alike; None for texts, whose head differs."""
         if hasattr(self.network, "outer"):
             return None
         start = {name: tensor.detach() for name, tensor in self.network.plain().items()}

@@ -15,13 +15,8 @@ from coterie.models.networks import initial
 class Extended(nn.Module):
     """A plain network, as `base`, and what is trained beside it.
 
-    A linear `head` classifies features: the plain network's own, or of a network for texts, whose
-    own sees other features, a new one.
-
-    Args:
-        base: See `networks` and `text`.
-        width: e, of its features.
-        classes: Width of the output.
+    A linear `head` classifies features, (B, e): the plain network's own, or a new one where that
+    sees other features, as in a network for texts.
     """
 
     def __init__(self, base: Any, width: int, classes: int) -> None:
@@ -48,9 +43,7 @@ class Extended(nn.Module):
         return initial(self.beside, seed)
 
     def plain(self) -> Tensors:
-        """Parameters and running statistics of a plain network that predicts alike, if the head
-        is its own.
-        """
+        """Return the tensors of a plain network that predicts alike, if the head is its own."""
         return dict(self.base.named_parameters()) | statistics(self.base)
 
     def features(self, x: Tensor) -> Tensor:
@@ -65,12 +58,7 @@ class Extended(nn.Module):
 
 
 class Reference(nn.Module):
-    """R(z|y) = N(mu_y, sigma_y^2) for each class: at first N(0, (log 2)^2).
-
-    Args:
-        classes: How many.
-        width: e, of z.
-    """
+    """R(z|y) = N(mu_y, sigma_y^2) for each class, z being (e,): at first N(0, (log 2)^2)."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -124,13 +112,8 @@ class Adversarial(Extended):
     """A network, a generator of features for a class, and a discriminator of the two behind a
     random projection, which stays as it is.
 
-    The discriminator is local; the projection is the same for all.
-
-    Args:
-        base: See `Extended`.
-        width: See `Extended`.
-        classes: See `Extended`.
-        hidden: Width of the noise, the projection, and both hidden layers.
+    The discriminator is local; the projection is the same for all. `hidden` is the width of the
+    noise, the projection, and both hidden layers.
     """
 
     def __init__(self, base: Any, width: int, classes: int, hidden: int) -> None:
@@ -151,17 +134,13 @@ class Adversarial(Extended):
             tag(module, role)
 
     def generate(self, y: Tensor) -> Tensor:
-        """(B,) labels -> (B, e): features drawn from the distribution of each one's class, from
-        uniform noise.
-        """
+        """(B,) labels -> (B, e): features of each one's class, made of uniform noise."""
         noise = torch.rand(len(y), self.noise, device=y.device)
         drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
         return drawn
 
     def judge(self, features: Tensor, y: Tensor) -> Tensor:
-        """(B, e) and their labels -> (B, 1) in [0, 1]: how much the features look like generated
-        ones.
-        """
+        """(B, e) and labels -> (B, 1) in [0, 1]: how much the features look generated."""
         judged: Tensor = self.discriminator(
             torch.cat([self.projection(features), self._coded(y)], dim=1)
         )

@@ -69,16 +69,12 @@ class LanguageModel:
         return self.adapter.expert_slots()
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over the numbers of a client's generalists, (K,) int64, and what gives the
-        embeddings of its training text.
-        """
+        """Take over which generalists a client has, (K,) int64, and how to embed its text."""
         self.numbers, self.embedded = numbers, embeddings
 
     @property
     def embed(self) -> Callable[[TextBatch], Tensor] | None:
-        """What makes (B, e) embeddings of windows, on the CPU: the mean of the base's last
-        hidden states; None without a gate.
-        """
+        """What embeds windows, (B, e) on the CPU: their mean hidden state; None without a gate."""
         return self._embed if self.layout.members else None
 
     @torch.no_grad()
@@ -92,9 +88,7 @@ class LanguageModel:
             return self.backbone.hidden(ids).float().mean(dim=1).cpu()
 
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """1/N sum_i softmax g(x_i), (M,): how much some text, embedded (N, e), wants each member
-        of the pool.
-        """
+        """1/N sum_i softmax g(x_i), (M,): how much embedded text, (N, e), wants each member."""
         assert self.adapter.gate is not None
         scores: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
         return scores
@@ -112,9 +106,7 @@ class LanguageModel:
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """Return the model without a pool: its layout, and all tensors, among them what the gate
-        says as biases of the routers.
-        """
+        """Return the layout and tensors without a pool: what the gate says are routers' biases."""
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
             return self.layout, tensors
@@ -194,9 +186,7 @@ class LanguageModel:
     @torch.no_grad()
     def routing(self, ids: Tensor) -> Tensor:
         """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each expert, fp32.
-
-        Raises:
-            ModelError: The layout has no router.
+        Raises ModelError without a router.
         """
         if not self.layout.routed:
             raise ModelError(
@@ -210,12 +200,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def score(self, batches: Iterable[TextBatch]) -> Tensor:
-        """Return the negative log-likelihood of every next token of every window; of conversations,
-        of the tokens that count.
+        """Return the negative log-likelihood of every next token; of conversations, of those that
+        count.
 
         Args:
-            batches: Each (B, C + 1) int64; windows of other lengths come in batches of their own.
-                Or conversations.
+            batches: Each (B, C + 1) int64, all rows of one length, or conversations.
 
         Returns:
             (2,) float64: its sum in nats, and the number of predicted tokens.
@@ -282,19 +271,12 @@ class LanguageModel:
         """Return the gradient of each row's objective, exactly that of `gradient` of a batch of
         this row alone, but without dropout.
 
-        A row's objective is its mean next-token cross-entropy + lambda * load balancing over its
-        own tokens.
-
-        Args:
-            batch: (B, C + 1) int64, or conversations.
-            wrt: Parameters of this model's adapter.
-
         Returns:
             The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of
             `gradient`, means over rows.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
+            ModelError: See `gradient`.
         """
         windows = Windows.of(self.backbone, batch)
         check_trained(self.adapter.parameters(), wrt)
@@ -320,9 +302,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def _load(self, parts: Sequence[Windows]) -> Tensor:
-        """(blocks, n) f over all parts. Leaves the random generators as they were, so that
-        dropout is the same in the pass that follows.
-        """
+        """Return (blocks, n) f over all parts; dropout is the same in the pass that follows."""
         users: list[Tensor] = []
         with devices.forked(self.backbone.device):
             for part in parts:

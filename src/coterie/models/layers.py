@@ -11,13 +11,9 @@ _LARGEST_GROUPS = 32  # of group normalisation, as its authors propose
 
 
 class Convolution(nn.Sequential):
-    """3x3 convolution, normalisation and ReLU, then max pooling if asked for.
+    """3x3 convolution, normalisation and ReLU, then max pooling by 2 if asked for.
 
-    Args:
-        inputs: Channels in.
-        outputs: Channels out.
-        norm: Which normalisation; without one the convolution has a bias.
-        pool: Halve height and width.
+    Without normalisation the convolution has a bias.
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
@@ -62,9 +58,7 @@ class GlobalMax(nn.Module):
 
 
 class Subsampling(nn.Module):
-    """Every second pixel of each row and column, and `extra` channels of zeros: a shortcut
-    without parameters.
-    """
+    """Every second pixel of each row and column, and `extra` channels of zeros."""
 
     def __init__(self, extra: int) -> None:
         super().__init__()
@@ -78,13 +72,8 @@ class Subsampling(nn.Module):
 class Block(nn.Module):
     """relu(s(x) + f(x)), f being two convolutions, and s the identity where f keeps the size.
 
-    Args:
-        inputs: Channels in.
-        outputs: Channels out.
-        norm: Which normalisation.
-        halves: Whether f halves height and width; s is then a 1x1 convolution (option B of He et
-            al.), or else subsampling (option A).
-        projects: Which of the two.
+    Where f `halves` height and width, s is a 1x1 convolution if it `projects` (option B of He et
+    al.), or else subsampling (option A).
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, halves: bool, projects: bool) -> None:

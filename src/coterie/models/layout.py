@@ -103,9 +103,7 @@ class Layout:
 
     @property
     def active(self) -> int:
-        """k, the experts that each token uses: min(top_k, n), and all n where they are weighted
-        equally.
-        """
+        """k, the experts that each token uses: min(top_k, n), or all n with equal weights."""
         return self.experts if self.routing == "equal" else min(self.top_k, self.experts)
 
     @property
@@ -115,9 +113,7 @@ class Layout:
 
     @property
     def plain(self) -> bool:
-        """Whether it uses no setting that only LoRA experts have, so that any kind of model fits
-        it.
-        """
+        """Whether it uses no setting of LoRA experts, so that any kind of model fits it."""
         own = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
         return not self.routed and not any(own)
 

@@ -58,14 +58,7 @@ class LoRA(nn.Module):
 
 
 class SingleLoRA(LoRA):
-    """The one update of an attention layer, of a generalist's roles: shared in every variant of
-    CoMiGS.
-
-    Args:
-        inputs: The layer's input width.
-        outputs: Its output width.
-        layout: Its rank, alpha and dropout.
-    """
+    """The one update of an attention layer, of a generalist's roles in every variant of CoMiGS."""
 
     def __init__(self, inputs: int, outputs: int, layout: Layout) -> None:
         super().__init__(layout.factors(GENERALIST), 1, inputs, outputs, layout.rank, layout.alpha)

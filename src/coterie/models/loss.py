@@ -34,8 +34,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """sum_t -log softmax(W h_t + bias)[target_t], differentiable with respect to the hidden states
-    only.
+    """sum_t -log softmax(W h_t + bias)[target_t], differentiable by the hidden states only.
 
     Args:
         hidden: (T, d).

@@ -32,12 +32,7 @@ TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of
 
 
 class Mixture(nn.Module):
-    """The adapter of one MLP: its experts by role, stacked, and its router.
-
-    Args:
-        shape: The MLP's sizes.
-        layout: Numbers of experts, rank, routing.
-    """
+    """The adapter of one MLP: its experts by role, stacked, and its router."""
 
     def __init__(self, shape: MLPShape, layout: Layout) -> None:
         super().__init__()
@@ -72,9 +67,7 @@ class Mixture(nn.Module):
         return stacked(self._by_role(layer, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """(..., d_model) -> (..., d_model) in the dtype of x; the routing decision is appended
-        to `record`.
-        """
+        """(..., d_model) -> (..., d_model) in the dtype of x; appends the decision to `record`."""
         tokens = x.flatten(0, -2)
         routing = self.router(tokens) if self.router is not None else None
         if record is not None and routing is not None:

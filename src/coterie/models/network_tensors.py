@@ -15,8 +15,7 @@ _SMALL = 1_000_000  # values that cost nothing, see `check_size`
 
 
 def load(path: Path, shape: Shape) -> Tensors:
-    """Return the parameters and running statistics of a trained network, from a file of
-    safetensors.
+    """Return a network's parameters and running statistics from a file of safetensors.
 
     How many batches a normalisation has seen, which such files often say, is left aside.
 
@@ -33,9 +32,7 @@ def load(path: Path, shape: Shape) -> Tensors:
 
 
 def statistics(network: nn.Module) -> dict[str, Tensor]:
-    """Return the running statistics of batch normalisation, by name; not the constants that some
-    networks hold as buffers.
-    """
+    """Return the running statistics of batch normalisation, by name, and no other buffers."""
     norms = {
         prefix: module
         for prefix, module in network.named_modules()
@@ -50,10 +47,7 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
 
 def check_size(shape: Shape, tensors: Named, source: str) -> None:
     """Refuse a shape that is far larger than its tensors before anything of its size is made: a
-    file may claim billions of units.
-
-    Raises:
-        ModelError: It is. What else is wrong with the tensors `check` tells.
+    file may claim billions of units. Raises ModelError.
     """
     held = sum(tensor.numel() for tensor in tensors.values())
     try:
@@ -99,11 +93,7 @@ def check_trained(parameters: Iterable[nn.Parameter], wrt: Sequence[nn.Parameter
 
 @contextmanager
 def training(module: nn.Module, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within the block only `wrt` of a module's parameters require gradients.
-
-    Raises:
-        ModelError: See `check_trained`.
-    """
+    """Let only `wrt` of a module's parameters require gradients, see `check_trained`."""
     parameters, trained = list(module.parameters()), set(map(id, wrt))
     check_trained(parameters, wrt)
     before = [parameter.requires_grad for parameter in parameters]

@@ -20,9 +20,7 @@ from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual,
 
 
 class Shape(Protocol):
-    """All that it takes to build a network, without any data: a `NetworkShape` for images, a
-    `TextShape` for texts.
-    """
+    """All that it takes to build a network without data: a `NetworkShape` or a `TextShape`."""
 
     @property
     def classes(self) -> int: ...
@@ -108,11 +106,7 @@ class NetworkShape:
         return initial(self.build("meta"), seed)
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse what are not images for this network.
-
-        Raises:
-            ModelError: It is not (B, C, H, W) fp32, or a value is not finite.
-        """
+        """Refuse what is not finite fp32 (B, C, H, W) of this size. Raises ModelError."""
         if x.dtype != torch.float32 or x.ndim != 4 or x.shape[1:] != self.inputs:
             expected = f"float32 [examples, {', '.join(map(str, self.inputs))}]"
             raise ModelError(f"a batch of {x.dtype}{list(x.shape)} images", f"Expected {expected}.")
@@ -160,8 +154,7 @@ class MLP(Network, nn.Sequential):
         """Return the network at m points at once: one batched matrix product a layer.
 
         Args:
-            parameters: Weights (m, out, in) and biases (m, out) in turn, as many as there are
-                layers.
+            parameters: Weights (m, out, in) and biases (m, out) of the layers in turn.
             x: (m, B, C, H, W).
 
         Returns:

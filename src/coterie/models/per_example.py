@@ -30,20 +30,13 @@ Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a par
 
 
 def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
-    """Return leaves (rows, ...) whose gradients are those of each row; they share the
-    parameters' memory.
-    """
+    """Return leaves (rows, ...), without memory of their own, whose gradients are each row's."""
     return {p: p.detach().expand(rows, *p.shape).requires_grad_() for p in parameters}
 
 
 @dataclass(frozen=True)
 class CopiedAdapter:
-    """An adapter whose rows have copies of some parameters; without dropout.
-
-    Args:
-        adapter: Whose values it computes with.
-        copied: By parameter; what is not there, rows have in common.
-    """
+    """An adapter, without dropout, whose rows have copies of the parameters in `copied`."""
 
     adapter: Adapter
     copied: Copies
@@ -103,9 +96,7 @@ def _attention(lora: SingleLoRA, copied: Copies, x: Tensor, base: nn.Module) -> 
 
 
 def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:
-    """Of each expert, generalists first, its low-rank updates by layer: the stack that holds
-    one, and its place there.
-    """
+    """Return each expert's updates by layer, generalists first: their stack and place in it."""
     counts = {"generalist": mixture.layout.generalists, "specialist": mixture.layout.specialists}
     stacks = [
         (mixture.get_submodule(role), place)

@@ -78,9 +78,7 @@ class PoolClassifier:
             self._parameters[GATE] = _named("gate", dict(self.gate.network.named_parameters()))
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the parameters by role: those of each place, named `<place>.<parameter>`, and the
-        gate's.
-        """
+        """Return the parameters by role, named `<place>.<parameter>` and `gate.<parameter>`."""
         return self._parameters
 
     def buffers(self) -> dict[str, Tensor]:
@@ -95,15 +93,11 @@ class PoolClassifier:
         return {name: buffer for buffers in initial for name, buffer in buffers.items()}
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """All that travels with the expert in each place: its parameters, then its running
-        statistics.
-        """
+        """Return what travels with the expert in each place: parameters and statistics."""
         return self._expert_slots
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over the numbers of a client's experts, (K,) int64; batches bring their
-        embeddings themselves.
-        """
+        """Take over the numbers of a client's experts, (K,) int64."""
         self.numbers = numbers
 
     @property
@@ -115,9 +109,7 @@ class PoolClassifier:
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values: of ONE expert, by the names of its network, running statistics
-        included; or of the gate.
-        """
+        """Return initial values: of ONE expert, running statistics included, or of the gate."""
         if role is EXPERT:
             return self.experts[0].initial(GENERALIST, seed)
         if role is GATE and self.gate is not None:
@@ -136,9 +128,7 @@ class PoolClassifier:
         return self.trainable_parameters - unused * self.experts[0].trainable_parameters
 
     def flops(self) -> int:
-        """Floating-point operations of one example: the embedding, the gate, and the experts
-        that answer.
-        """
+        """Floating-point operations of one example: embedding, gate, and experts that answer."""
         experts = 1 if self.layout.answer == "best" else self.layout.chosen
         flops = experts * self.experts[0].flops()
         if self.gate is not None and self.common is not None:
@@ -149,9 +139,7 @@ class PoolClassifier:
 
     @property
     def embed(self) -> Callable[[Examples], Tensor] | None:
-        """What makes (B, e) embeddings of a batch, on the CPU: the common expert; None where
-        there is no gate to see them.
-        """
+        """What embeds a batch, (B, e) on the CPU: the common expert; None without a gate."""
         common = self.common
         if self.gate is None or common is None:
             return None
@@ -159,9 +147,7 @@ class PoolClassifier:
 
     @torch.no_grad()
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """sum_i softmax g(x_i), (M,) float64 on the CPU: how much of some data, embedded (N, e),
-        each expert is wanted for.
-        """
+        """sum_i softmax g(x_i), (M,) float64: how much embedded data, (N, e), wants each expert."""
         return self._logits(embeddings).softmax(dim=1).cpu().double().sum(dim=0)
 
     def gradient(

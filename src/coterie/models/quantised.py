@@ -29,16 +29,11 @@ NF4 = (
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen linear layer whose weight is codes and scales.
+    """A frozen linear layer whose weight, (out, in), is codes and scales; its bias stays.
 
     int8: w = scale c, one scale for each output. int4: w = scale c + least with c in 0 ... 15, for
     each group of 32 inputs. nf4: w = scale q_c with q the quantiles of a normal distribution, for
     each group of 64.
-
-    Args:
-        weight: (out, in).
-        bias: (out,) or None; kept as it is.
-        kind: Which of them.
     """
 
     codes: Tensor
@@ -156,10 +151,7 @@ def _packed(codes: Tensor) -> Tensor:
 
 def quantise(model: nn.Module, family: Family, kind: str) -> None:
     """Put the linears of a base's attention and MLPs into 8 or 4 bits, in place; its embeddings and
-    its output layer stay.
-
-    Raises:
-        ModelError: There is no such kind.
+    its output layer stay. Raises ModelError for another kind.
     """
     if kind not in get_args(Quantisation):
         raise ModelError(

@@ -80,11 +80,7 @@ def top_k_weights(
 class Router(nn.Module):
     """One linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
 
-    Args:
-        width: d_model.
-        experts: n.
-        active: k.
-        biased: Whether it has a bias of its own; otherwise `bias`, (n,), is what its user lends it.
+    Unless it is `biased` itself, `bias`, (n,), is what its user lends it.
     """
 
     def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
@@ -118,13 +114,7 @@ def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int
 
 
 class Gate(nn.Module):
-    """The gate, which scores each member of a pool for a text: a two-layer perceptron on its
-    embedding (DDOME, Section 4).
-
-    Args:
-        width: e.
-        members: M.
-    """
+    """The gate: a two-layer perceptron that scores each member of a pool for embedded text."""
 
     def __init__(self, width: int, members: int) -> None:
         super().__init__()
@@ -140,8 +130,7 @@ class Gate(nn.Module):
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:
-    """Load balancing, sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before
-    it).
+    """Return sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before it).
 
     Args:
         coefficients: a_j, (n,), see `Layout.balance_coefficients`.
@@ -152,13 +141,7 @@ def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Ten
 
 
 class Totals:
-    """Sums over the micro-batches of one gradient.
-
-    Args:
-        layout: Says which load-balancing loss.
-        tokens: Predicted tokens of the whole batch that count.
-        routed: Tokens that are routed.
-    """
+    """Sums over the micro-batches of a gradient, of `tokens` predictions and `routed` inputs."""
 
     def __init__(self, layout: Layout, tokens: int, routed: int) -> None:
         self.layout, self.tokens, self.routed = layout, tokens, routed
@@ -203,12 +186,7 @@ class Totals:
 
 
 def balance_by_row(layout: Layout, records: Sequence[Sequence[Routing]]) -> Tensor:
-    """Return the sum over rows of the load-balancing loss of each row's own tokens.
-
-    Args:
-        layout: Says which loss.
-        records: Of each row, the decisions of its tokens, block by block.
-    """
+    """Return the sum over rows of the load-balancing loss of each row's decisions, by block."""
     terms = []
     for decisions in records:
         users = torch.stack([decision.users() for decision in decisions])

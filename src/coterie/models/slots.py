@@ -32,9 +32,7 @@ class Attachable(Protocol):
 
 @dataclass
 class Attached:
-    """The state that all slots of a backbone share: the adapter in use, and where to note its
-    routing decisions.
-    """
+    """The adapter in use, and where to note its decisions: the state of all slots of a backbone."""
 
     adapter: Attachable | None = None
     record: list[Routing] | None = None
@@ -137,9 +135,7 @@ def slotted(block: nn.Module, family: Family, attached: Attached, index: int) ->
 
 
 def _fused(activation: nn.Module) -> nn.Module:
-    """Torch's own module for an activation that transformers writes out in Python (GPT-2's costs
-    eight passes over the hidden layer).
-    """
+    """Return torch's own module for an activation that transformers computes in Python, slowly."""
     from transformers import activations
 
     if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
@@ -151,10 +147,8 @@ def _fused(activation: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check_mlps(model: nn.Module, width: int) -> None:
-    """Refuse a base whose MLPs have a family's layers, but compute something else with them.
-
-    Raises:
-        ModelError: One is not what an adapter takes it for.
+    """Refuse a base whose MLPs have a family's layers, but compute something else with them. Raises
+    ModelError.
     """
     like = next(model.parameters())
     x = torch.linspace(-1, 1, width, device=like.device).sin().to(like.dtype)[None, None]

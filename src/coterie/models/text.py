@@ -26,8 +26,7 @@ class TextShape:
     """All that it takes to build a classifier of texts, without any data.
 
     Args:
-        base: What it starts from: a Hub id, a local folder, or "embedded" (the small model that
-            comes with the package).
+        base: What it starts from: a Hub id, a local folder, or "embedded".
         classes: Width of the output.
         length: Tokens of a text, at most.
 

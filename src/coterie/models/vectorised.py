@@ -36,13 +36,7 @@ _ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
 class Stacked:
-    """Computations of many networks of one shape at once.
-
-    Args:
-        shape: Of the networks.
-        network: One of them, whose modules compute.
-        device: Where it is.
-    """
+    """Computations of many networks of one shape at once, by the modules of one of them."""
 
     def __init__(self, shape: Shape, network: nn.Module, device: torch.device) -> None:
         self.shape, self.network, self.device = shape, network, device
