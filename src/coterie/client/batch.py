@@ -127,7 +127,6 @@ class ClientBatch:
 
     @property
     def training(self) -> Training:
-        """How they train."""
         return self.site.training
 
     @property
@@ -142,12 +141,10 @@ class ClientBatch:
 
     @property
     def train(self) -> Mapping[ClientId, Split]:
-        """Their training data."""
         return {i: training_data(self.site.data[i]) for i in self.ids}
 
     @property
     def lr(self) -> float:
-        """See `Client.lr`."""
         return self._lr(self._position)
 
     def _lr(self, at: int) -> float:
@@ -158,7 +155,6 @@ class ClientBatch:
         return position(next(iter(self.states.values())), self.round, self.round_steps)
 
     def advance(self) -> int:
-        """See `Client.advance`."""
         before = self._position
         for state in self.states.values():
             advance(state, self.round)

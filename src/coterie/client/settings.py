@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from torch import Tensor
 
 from coterie.core.protocol import State
@@ -53,20 +53,17 @@ class Scheduled(BaseModel, ABC):
         """
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamW(Scheduled):
     """AdamW (CoMiGS, Section B.1.2)."""
 
     optimiser: Annotated[Literal["adamw"], Field(description="AdamW")] = "adamw"
     betas: Annotated[
-        tuple[float, float], Field(description="decay of the first and second moments")
+        tuple[_Beta, _Beta], Field(description="decay of the first and second moments")
     ] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.01
-
-    @model_validator(mode="after")
-    def _betas_below_one(self) -> "AdamW":
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas {list(self.betas)} must lie in [0, 1)")
-        return self
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         first, second = (

@@ -44,13 +44,17 @@ class Origin:
 
 @dataclass(frozen=True)
 class About:
-    """The content of `client.json`, with an `Origin`.
+    """The content of `client.json`.
 
     Args:
         client: The client's id.
         base: Hub id, local folder, or `embedded`.
         layout: The adapter's shape.
         context: The window length that it was trained with, in tokens.
+        method: Name of the method.
+        recipe: Name of the recipe.
+        round: Rounds done.
+        seed: The run's seed.
         chat_template: The chat template that it was trained with, if not the base's own.
         quantise: Bits of the base's weights that it was trained on; None: all of them.
         control_tokens: What was done with control tokens in its texts.
@@ -76,10 +80,8 @@ class About:
 
 def save(folder: Path, about: About, tensors: Named) -> None:
     """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
-    content = asdict(about)
-    for name in ("chat_template", "content", "tokenizer"):  # which many are without
-        if content[name] is None:
-            del content[name]
+    optional = ("chat_template", "content", "tokenizer")  # which many are without
+    content = {k: v for k, v in asdict(about).items() if v is not None or k not in optional}
     write(folder, WEIGHTS, tensors, content)
 
 

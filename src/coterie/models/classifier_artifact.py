@@ -20,7 +20,7 @@ from coterie.models.artifact import (
 from coterie.models.classifier import Classifier
 from coterie.models.common import Normalisation
 from coterie.models.layout import ABSENT, MOST_ALPHA, Mixture, PoolLayout
-from coterie.models.networks import NetworkShape, Shape
+from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
 from coterie.models.text import TextShape
 
@@ -140,7 +140,7 @@ def save_classifier(
     if isinstance(model, PoolClassifier):
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
-        network = known_shape(common.shape) if common else None
+        network = cast(NetworkShape | TextShape, common.shape) if common else None
         data_norm, expert_norm = (common.data, common.expected) if common else (None, None)
         share = Share(
             layout.pool,
@@ -153,10 +153,9 @@ def save_classifier(
             expert_norm,
         )
         tensors |= prefixed(COMMON, common.tensors) if common else {}
+    shape = cast(NetworkShape | TextShape, model.shape)
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))
-    about = AboutClassifier(
-        client, known_shape(model.shape), share, called, data.mean, data.std, **vars(origin)
-    )
+    about = AboutClassifier(client, shape, share, called, data.mean, data.std, **vars(origin))
     write(folder, CLASSIFIER_WEIGHTS, tensors, {"kind": CLASSIFIER} | asdict(about))
 
 
@@ -187,11 +186,6 @@ def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
 def present_experts(model: PoolClassifier) -> list[int]:
     """Return the numbers of the experts that are there, in the order of their places."""
     return [number for number in model.numbers.tolist() if number != ABSENT]
-
-
-def known_shape(shape: Shape) -> NetworkShape | TextShape:
-    assert isinstance(shape, NetworkShape | TextShape)
-    return shape
 
 
 def _values(classifier: Classifier) -> Tensors:

@@ -139,12 +139,10 @@ def family_of(model: nn.Module) -> Family:
 
 def find(module: nn.Module, path: str) -> nn.Module | None:
     """Return the module at a path; None where there is none."""
-    for name in path.split("."):
-        child = getattr(module, name, None)
-        if not isinstance(child, nn.Module):
-            return None
-        module = child
-    return module
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
 
 
 def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:

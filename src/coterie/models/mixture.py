@@ -18,9 +18,8 @@ from coterie.models.mixture_kernel import (
     Plan,
     _Hidden,
     _reordered,
-    dense_pieces,
+    consecutive_pieces,
     grouped_pieces,
-    sorted_pieces,
     stacked,
 )
 from coterie.models.routing import Router, Routing, by_experts
@@ -131,10 +130,11 @@ class Mixture(nn.Module):
         order = None
         # where there are no values, any k experts do: only operations are counted
         if selected is None or x.is_meta:
-            pieces = dense_pieces(len(x), n if selected is None else active, chunk)
+            experts = range(n if selected is None else active)
+            pieces = consecutive_pieces([(experts, 0, len(x))], chunk)
         elif on_cpu and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
             order, sets = by_experts(selected)
-            pieces = sorted_pieces(sets, chunk)
+            pieces = consecutive_pieces(sets, chunk)
         else:
             pieces = grouped_pieces(selected, n, chunk * n // active)
         return Plan(tuple(pieces), activation, self.gamma), order

@@ -2,7 +2,7 @@
 sorted by expert.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,16 +112,10 @@ class Plan:
         return lambda tokens: list(whole[:, :tokens, : like.shape[1]])
 
 
-def dense_pieces(tokens: int, experts: int, chunk: int) -> Iterator[tuple[Sequence[int], Rows]]:
-    """Every token with every expert."""
-    for start in range(0, tokens, chunk):
-        yield range(experts), slice(start, min(start + chunk, tokens))
-
-
-def sorted_pieces(
-    sets: Sequence[tuple[list[int], int, int]], chunk: int
+def consecutive_pieces(
+    sets: Iterable[tuple[Sequence[int], int, int]], chunk: int
 ) -> Iterator[tuple[Sequence[int], Rows]]:
-    """Tokens that were sorted by the set of their experts, see `by_experts`."""
+    """Return consecutive tokens with all their experts, of sets like those of `by_experts`."""
     for experts, first, last in sets:
         for start in range(first, last, chunk):
             yield experts, slice(start, min(start + chunk, last))

@@ -80,10 +80,6 @@ class Windows:
             return [self]
         return [self._part(slice(start, start + rows)) for start in range(0, len(self), rows)]
 
-    def rows(self) -> list[Self]:
-        """Return one for each row."""
-        return [self._part(slice(row, row + 1)) for row in range(len(self))]
-
     def _part(self, rows: slice) -> Self:
         ids = self.ids[rows]
         if self.counted is None or self.real is None:
@@ -110,7 +106,7 @@ class Windows:
 
     def by_row(self, record: Sequence[Routing]) -> list[Sequence[Routing]]:
         """Return the decisions of each row's own tokens."""
-        parts = self.rows()
+        parts = self.split(1)
         return [
             row_windows.of_tokens([decision.part(row, len(parts)) for decision in record])
             for row, row_windows in enumerate(parts)
@@ -157,6 +153,6 @@ def nll_by_row(backbone: Backbone, windows: Windows) -> tuple[Tensor, Tensor]:
         nll = nll_sum(backbone, windows)
         return nll, nll / windows.ids[:, 1:].shape[1]
     each = nll_of(backbone, windows)
-    counts = torch.tensor([row.predictions for row in windows.rows()])
+    counts = torch.tensor([row.predictions for row in windows.split(1)])
     weights = (1 / counts).repeat_interleave(counts).to(each.device, each.dtype)
     return each.sum(), (each * weights).sum()
