@@ -1,3 +1,1 @@
-"""The client as a task sees it: model, data, optimisers and state; batches of clients; the check of
-what may leave.
-"""
+"""The client as a task sees it, batches of clients, and the check of what may leave."""

@@ -1,6 +1,4 @@
-"""Many clients in one batch, for small models that stack: a task that allows it sees a batch
-where it would see a client.
-"""
+"""Many clients in one batch, for small models that stack: a task sees it as a client."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -101,9 +99,7 @@ class ClientBatch:
         return self._matrix(_X)
 
     def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
-        """Return the clients' tensors stacked, on the model's device; tensors that are the same
-        object for all clients are expanded, not copied.
-        """
+        """Return the clients' tensors stacked; expanded where all have the same object."""
         first, device = received[self.ids[0]], self.model.device
         forms = {
             tuple((name, t.shape) for name, t in tensors.items()) for tensors in received.values()

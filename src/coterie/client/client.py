@@ -251,9 +251,7 @@ class Client(BoundClient):
             return _flat(self._sanitized(self.sanitizer, self.train, [GENERALIST])[GENERALIST])
 
     def gradients(self, batch: Batch, *roles: Role) -> Tensors:
-        """Return the gradient of the client's loss on a batch at its own model, by the names of
-        all tensors of these roles; fp32.
-        """
+        """Return the loss's gradients by the names of these roles' tensors; fp32."""
         named = {name: p for role in roles for name, p in self._parameters[role].items()}
         if not named:
             return {}
@@ -280,9 +278,7 @@ class Client(BoundClient):
         return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
 
     def losses(self, split: Split, windows: int) -> Tensor:
-        """Return the loss on each row of `score_part`, (rows,), whose mean is that on all of their
-        predictions.
-        """
+        """Return the loss on each row of `score_part`, (rows,), weighted to have its mean."""
         rows = self._part(split, windows)[:, None]
         scores = torch.stack([self.model.score(iter([split.take(row)])) for row in rows]).cpu()
         return scores[:, 0] / scores[:, 1].mean()
@@ -299,18 +295,14 @@ class Client(BoundClient):
             yield batch
 
     def comparable_loss(self, batch: Batch) -> float:
-        """Return `loss` with the batch's own statistics where the model normalises batches:
-        running ones fit one model alone.
-        """
+        """Return `loss`, with the batch's own statistics where the model normalises batches."""
         if not isinstance(self.model, Classifier):
             return self.loss(batch)
         with self.model.comparing():
             return self.loss(batch)
 
     def loss(self, batch: Batch) -> float:
-        """Return the mean negative log-likelihood of the client's model on one batch, in nats,
-        without a gradient.
-        """
+        """Return the mean negative log-likelihood of the model on one batch, in nats."""
         parts = batch.split(self.training.micro_batch or len(batch))
         nll, predictions, *_ = self.model.score(iter(parts)).tolist()
         return float(nll / predictions)

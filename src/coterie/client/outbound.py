@@ -134,9 +134,7 @@ class Outbound:
         return reply
 
     def measured(self, metrics: Metrics) -> Metrics:
-        """Return what leaves of what a task measured: where the owner is protected a few single
-        numbers, which are means over many tokens.
-        """
+        """Return the metrics that leave: of a protected owner a few single numbers, all means."""
         if not self.protects:
             return metrics
         if self.silent:

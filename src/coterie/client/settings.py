@@ -1,6 +1,4 @@
-"""Optimisers of flat tensors: their settings are part of a recipe, their memory is part of a
-client's state.
-"""
+"""How a client trains: batches, and optimisers of flat tensors with memory in its state."""
 
 import math
 from abc import ABC, abstractmethod
@@ -149,9 +147,7 @@ UPPER = {ROUTER, GATE}  # what chooses experts
 
 
 class Training(BaseModel):
-    """The training settings of a client: batches, and one optimiser for each level of the bilevel
-    problem.
-    """
+    """The training of a client: batches, and an optimiser for each level of the bilevel problem."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -68,9 +68,7 @@ class Site:
         return self.models[layout]
 
     def twin(self) -> "Site":
-        """Return the same for another thread: with models of its own, which share the base's
-        weights.
-        """
+        """Return the same for another thread, with models of its own on the base's weights."""
 
         def copied(layout: Layout) -> Model:
             if layout not in self.models:
@@ -153,9 +151,7 @@ class Site:
         round: int,
         phase: int,
     ) -> Tensors:
-        """Return a reply as it leaves the client. Raises Refused for a tensor of a role that the
-        method does not share.
-        """
+        """Return a reply as it leaves a client. Raises Refused for a tensor that is not shared."""
         scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
             if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):

@@ -1,6 +1,4 @@
-"""What a client remembers, and the model that is bound to it while a task runs: parameters,
-counters, and the copy of the model that was best on the client's own validation data.
-"""
+"""What a client remembers: its model, bound while a task runs, counters, and its best model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -54,9 +52,7 @@ class BoundClient:
         self.bind()
 
     def bind(self) -> None:
-        """Make the model's parameters and buffers views of `state`, until another client of this
-        layout is bound to it.
-        """
+        """Make the model's parameters and buffers views of `state`, until another is bound."""
         for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
@@ -91,9 +87,7 @@ class BoundClient:
 
     @property
     def loras(self) -> Mapping[str, LoRA]:
-        """The client's low-rank updates by the name of their module: its own values, so that
-        changing them in place changes it.
-        """
+        """The client's low-rank updates by the name of their module: its own values, not copies."""
         return self.model.loras()
 
     @property
@@ -111,9 +105,7 @@ class BoundClient:
         return torch.tensor(self.windows)
 
     def independent_stream(self, purpose: str) -> Split:
-        """Return the training data in another order and with a cursor of its own, for batches
-        beside those that train the client.
-        """
+        """Return the training data in another order, with a cursor of its own."""
         return training_data(self.data, purpose)
 
     @property
@@ -134,9 +126,7 @@ class BoundClient:
         return self._splits[name]
 
     def embeddings(self, split: Split) -> Tensor:
-        """Return the common expert's embeddings of a split's rows, (windows, e); computed once, and
-        kept in the client's state.
-        """
+        """Return a split's embeddings, (windows, e): computed once and kept in the state."""
         key, embed = f"embeddings/{split.name}", self.model.embed
         if key not in self.state:
             assert embed is not None
@@ -176,9 +166,7 @@ class BoundClient:
             )
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
-        """Return the client's tensors of these roles by name, running statistics where they travel
-        with one, and a pool's with its experts.
-        """
+        """Return the tensors of these roles by name, with what travels with them."""
         values: dict[str, Tensor] = {
             name: p for role in roles for name, p in self._parameters[role].items()
         }
@@ -218,9 +206,7 @@ class BoundClient:
         return {name: t.detach().clone() for name, t in self._values(*roles).items()}
 
     def experts(self) -> Tensors:
-        """Return copies of the experts of a pool that the client has, as `expert/<number>`, (d,)
-        each.
-        """
+        """Return copies of the client's experts of a pool, as `expert/<number>`, (d,) each."""
         numbers = [number for number in self.state[EXPERT_IDS].tolist() if number != ABSENT]
         slots = zip(numbers, self.model.expert_slots(), strict=False)
         return {
@@ -229,9 +215,7 @@ class BoundClient:
         }
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:
-        """Return the values of one role as one vector, (d,): a copy, written to `into` if that is
-        given and on the same device.
-        """
+        """Return a copy of one role's values, (d,), written to `into` if that is on the device."""
         values = self.state[f"parameters/{role}"]
         return (
             values.clone() if into is None or into.device != values.device else into.copy_(values)
@@ -245,9 +229,7 @@ class BoundClient:
 
     @contextmanager
     def at(self, values: Tensor, role: Role) -> Iterator[None]:
-        """Within the block the model has other values of one role, (d,), which are not copied; the
-        client's own stay as they are.
-        """
+        """Give the model other values of one role, (d,), within the block, without a copy."""
         named, current = self._parameters[role], self.state[f"parameters/{role}"]
         self._check({role: current}, {role: values})
         _point(named, values.to(current))
@@ -314,16 +296,12 @@ def draw(on: Split, state: State, rows: int) -> Batch:
 
 
 def training_data(data: ClientData, purpose: str = "") -> Split:
-    """Return a client's training data; for another purpose than training itself in another order,
-    with a cursor of its own.
-    """
+    """Return a client's training data; for a purpose in another order, with its own cursor."""
     return data.train.reordered(f"train-{purpose}") if purpose else data.train
 
 
 def improves(client: BoundClient, valid: Tensor) -> bool:
-    """Return whether a validation score, see `Client.score`, is better than that of the kept copy.
-    Of equal ones the earliest stays.
-    """
+    """Return whether a validation score is better than that of the kept copy, not just equal."""
     if not all_finite({"valid": valid}):
         return False
     kept, metric = client.state.get(f"{_SCORE}valid"), metric_of(valid)
@@ -331,9 +309,7 @@ def improves(client: BoundClient, valid: Tensor) -> bool:
 
 
 def remember(client: BoundClient, scores: Mapping[str, Tensor], round: int) -> None:
-    """Keep a copy of the client's model with its scores and the rounds done so far, in place of a
-    former one.
-    """
+    """Keep a copy of the client's model, with its scores and the rounds done so far."""
     model = {key: t for key, t in client.state.items() if key.startswith(_MODEL)}
     client.state.update({f"{_BEST}{key}": t.detach().clone() for key, t in model.items()})
     client.state.update({f"{_SCORE}{name}": scores[name].clone() for name in _SPLITS})

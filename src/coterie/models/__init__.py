@@ -1,3 +1,1 @@
-"""Models whose tensors have roles: LoRA mixtures on causal language models, classifiers of images
-and texts, pools of experts.
-"""
+"""Models whose tensors have roles: LoRA mixtures on language models, classifiers, pools."""

@@ -1,6 +1,4 @@
-"""Where an adapter attaches to a base model: found by the model's structure, and read from its
-configuration without its weights.
-"""
+"""Where an adapter attaches to a base model, read from its configuration without its weights."""
 
 import math
 import os
@@ -128,9 +126,7 @@ def _foreign_code(source: str) -> list[str]:
 
 
 def _check_parts(settings: Mapping[str, Any], source: str) -> None:
-    """Refuse more layers or experts than any base has: transformers would make each, for hours.
-    Raises ModelError.
-    """
+    """Refuse more layers or experts than any base has, which would take hours to make."""
     for name, value in settings.items():
         if isinstance(value, dict):
             _check_parts(value, source)
@@ -142,11 +138,7 @@ def _check_parts(settings: Mapping[str, Any], source: str) -> None:
 
 
 def locate(base: str | Path) -> str:
-    """Return the local folder of a base, or its Hub id.
-
-    Raises:
-        ModelError: It is written as a path, and there is no such folder, or an adapter is in it.
-    """
+    """Return the folder of a base, or its Hub id. Raises ModelError for a path that is no base."""
     if str(base) == EMBEDDED:
         base = _EMBEDDED_FOLDER
     path = Path(base).expanduser()

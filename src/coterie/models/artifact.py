@@ -1,6 +1,4 @@
-"""A client's folder in a run: its trained tensors as safetensors, and a JSON that describes them.
-Never pickle.
-"""
+"""A client's folder in a run: its tensors as safetensors, described by a JSON. Never pickle."""
 
 import json
 import math
@@ -86,9 +84,7 @@ def save(folder: Path, about: About, tensors: Named) -> None:
 
 
 def write(folder: Path, weights: str, tensors: Named, content: Mapping[str, Any]) -> None:
-    """Write the files of a personal model of any kind: tensors, `client.json`, checksums. Raises
-    SaveError; the previous files stay valid.
-    """
+    """Write a personal model of any kind. Raises SaveError; the previous files stay valid."""
     with replaced(folder) as new:
         save_tensors(new / weights, tensors, {"format": "pt"})
         write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, **content})
@@ -166,9 +162,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def expert_names(layout: Layout) -> tuple[str, ...]:
-    """Return the experts' names in the order of the router: G or G1, G2, ... for generalists, S or
-    S1, S2, ... for specialists.
-    """
+    """Return the experts' names in the order of the router: G or G1, G2, ..., then S or S1, ..."""
     counts = {"G": layout.generalists, "S": layout.specialists}
     return tuple(
         letter if count == 1 else f"{letter}{j}"

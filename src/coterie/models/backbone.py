@@ -1,6 +1,4 @@
-"""The frozen base model, one per process, shared by all clients: adapters attach to it for as
-long as they are used.
-"""
+"""The frozen base model of a process, shared by all clients, to which adapters attach."""
 
 import threading
 from collections.abc import Iterator, Sequence

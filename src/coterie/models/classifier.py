@@ -162,17 +162,13 @@ class Classifier:
 
     @property
     def separable(self) -> bool:
-        """Whether `per_example` can be computed: not where examples count for each other, by batch
-        normalisation, nor of networks that do not stack.
-        """
+        """Whether `per_example` can be computed: not with batch normalisation, nor of texts."""
         return type(self) is Classifier and self.stacks and not self._batch_norms
 
     def per_example(
         self, batch: Examples, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradients of each example, (B, ...) in the order of `wrt`, which are all
-        parameters: each exactly that of a batch of it alone; and statistics.
-        """
+        """Return the gradients of each example, (B, ...) for all parameters; and statistics."""
         points = torch.cat([p.detach().flatten() for p in wrt]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
         by_name = unflatten(gradients, self.parameters_by_role()[GENERALIST])

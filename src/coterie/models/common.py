@@ -1,6 +1,4 @@
-"""The common expert (DDOME, Section 3): a frozen network that everybody has, used as an
-embedder.
-"""
+"""The common expert (DDOME, Section 3): a frozen network that embeds everybody's data."""
 
 import json
 import math

@@ -225,8 +225,6 @@ def _size(parameters: set[nn.Parameter]) -> int:
 def normal_divergence(
     mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor
 ) -> Tensor:
-    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of diagonal normal distributions,
-    (B, e) each -> (B,), in nats.
-    """
+    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)), (B, e) each -> (B,), in nats."""
     scaled = (spread.square() + (mean - other_mean).square()) / (2 * other_spread.square())
     return (other_spread.log() - spread.log() + scaled - 0.5).sum(dim=1)

@@ -1,6 +1,4 @@
-"""A language model of one client: the shared backbone with the client's adapter. What a client
-trains and scores.
-"""
+"""A language model of one client: the shared backbone with the client's adapter."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,9 +92,7 @@ class LanguageModel:
         return scores
 
     def towards(self) -> Tensors:
-        """Return the gradient, by name, of the gate's cross-entropy towards the members that are
-        here: -1/N sum_i log sum_j softmax g(x_i)_j.
-        """
+        """Return the gradient of -1/N sum_i log sum_j softmax g(x_i)_j over members j here."""
         assert self.adapter.gate is not None
         assert self.embedded is not None
         logits = self.adapter.gate(self.embedded().to(self.device))
@@ -119,9 +115,7 @@ class LanguageModel:
         }
 
     def _bias(self) -> Tensor | None:
-        """(n,) what the gate adds to the routers' logits: log(K p_j) for generalists, 0 for
-        specialists; None where it has no say.
-        """
+        """(n,) the gate's part of the routers' logits: log(K p_j), 0 for specialists; or None."""
         count = self.layout.generalists
         if not self.layout.members or (self.numbers != ABSENT).sum() == count == 1:
             return None

@@ -1,6 +1,4 @@
-"""What a client's adapter looks like: how many experts of each role, their ranks, and how tokens
-are routed to them.
-"""
+"""What a client's model looks like: its experts by role, their ranks, and their routing."""
 
 import math
 from dataclasses import dataclass
@@ -144,9 +142,7 @@ class Layout:
 
     @property
     def balance_has_gradient(self) -> bool:
-        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1
-        whatever the router says.
-        """
+        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1."""
         if not self.balance_coefficients or self.balance_weight == 0:
             return False
         return len(set(self.balance_coefficients)) > 1 or self.active < self.experts

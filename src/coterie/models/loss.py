@@ -1,6 +1,4 @@
-"""Next-token cross-entropy straight from hidden states: the logits of all tokens never exist at
-once.
-"""
+"""Next-token cross-entropy straight from hidden states, without all logits at once."""
 
 from typing import Any
 

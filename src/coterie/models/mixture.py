@@ -1,6 +1,4 @@
-"""A mixture of LoRA experts on a frozen MLP: router, experts, and the choice of the way to
-compute them.
-"""
+"""A mixture of LoRA experts on a frozen MLP: router, experts, and how they are computed."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""The products of a mixture of LoRA experts on a frozen MLP, forward and backward, dense or
-sorted by expert.
-"""
+"""The products of a mixture of LoRA experts on a frozen MLP, forward and backward."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,9 +16,7 @@ PADDING = 16
 
 @dataclass(frozen=True)
 class Activation:
-    """An elementwise function, and (dL/da, p) -> dL/dp for a = act(p); both may write to `out`,
-    which may be one of the inputs.
-    """
+    """An elementwise a = act(p), and (dL/da, p) -> dL/dp; both may write to an input as `out`."""
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
@@ -96,9 +92,7 @@ class Plan:
     gamma: float
 
     def sums(self, like: Tensor) -> Tensor:
-        """Return what `_accumulate` fills, of the shape of `like`: where tokens are consecutive,
-        the first of their experts writes.
-        """
+        """Return what `_accumulate` fills: unset if the first expert of consecutive rows writes."""
         return (
             torch.empty_like(like)
             if all(isinstance(rows, slice) for _, rows in self.pieces)
@@ -124,9 +118,7 @@ def consecutive_pieces(
 def grouped_pieces(
     selected: Tensor, experts: int, chunk: int
 ) -> Iterator[tuple[Sequence[int], Rows]]:
-    """Return the selected pairs only, (T, k): tokens sorted by chunk, then by expert. On a GPU this
-    waits for the group sizes.
-    """
+    """Return (T, k) pairs sorted by chunk and expert. On a GPU this waits for the group sizes."""
     tokens, active = selected.shape
     chunks = -(-tokens // chunk)
     token = torch.arange(tokens, device=selected.device)
@@ -244,9 +236,7 @@ class _Hidden(torch.autograd.Function):
 def _sorted(
     wide: Sequence[Any], linears: int
 ) -> tuple[Sequence[Any], Sequence[Any], list[Sequence[Any]]]:
-    """Bases (T, f), one for each first layer; A2 (n, r, f) in parts by role; and B1 (n, f, r)
-    likewise, for each first layer.
-    """
+    """Bases (T, f) of each first layer; A2 (n, r, f) by role; B1 (n, f, r) by layer and role."""
     parts = wide[linears:]
     roles = len(parts) // (1 + linears)
     A2, *B1 = (parts[start : start + roles] for start in range(0, len(parts), roles))
@@ -254,9 +244,7 @@ def _sorted(
 
 
 def _stacks(wide: Sequence[Tensor], codes: Tensor) -> tuple[Sequence[Tensor], Tensor, list[Tensor]]:
-    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer. They are made anew for the backward
-    pass: kept, they would be copies.
-    """
+    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer, made for one pass and not kept."""
     bases, A2, B1 = _sorted(wide, len(codes))
     return (
         bases,
@@ -304,9 +292,7 @@ def _first(
     B1: Sequence[Tensor],
     out: Sequence[Tensor],
 ) -> None:
-    """Compute the pre-activations b + gamma B1_j z_j of one piece, (t, f) for each first layer, of
-    all codes of its expert, (linears, r, T).
-    """
+    """Compute b + gamma B1_j z_j of a piece, (t, f) for each layer, of codes (linears, r, T)."""
     for b, z, B, p in zip(bases, _columns(codes, rows), B1, out, strict=True):
         torch.addmm(b, z.T, B, alpha=gamma, out=p)
 

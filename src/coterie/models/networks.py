@@ -1,6 +1,4 @@
-"""Networks that classify images: a multilayer perceptron, a small convolutional network, and
-residual ones of four depths.
-"""
+"""Networks that classify images: a perceptron, a small convolutional one, residual ones."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -86,11 +84,7 @@ class NetworkShape:
         return f"a {self.network} for {self.inputs} and {self.classes} classes"
 
     def build(self, device: torch.device | str = "cpu") -> "Network":
-        """Return the network, every parameter a GENERALIST: values of `initial` with seed 0,
-        running means 0 and variances 1.
-
-        PyTorch's random generators are left as they were.
-        """
+        """Return the network with `initial` values of seed 0, every parameter a GENERALIST."""
         with torch.device("meta"):
             network = NETWORKS[self.network](self)
         tag(network, GENERALIST)
@@ -167,9 +161,7 @@ class MLP(Network, nn.Sequential):
 
 
 class CNN(Network):
-    """Two convolutions of width w and 2w, each with pooling while the map is larger than one
-    pixel, and a linear layer.
-    """
+    """Two convolutions of width w and 2w, with pooling above one pixel, and a linear layer."""
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A client's share of a server's pool: places for K of its M experts, and the gate that chooses
-among all M (DDOME, Section 4).
-"""
+"""A client's share of a server's pool: K of its M experts, and the gate (DDOME, Section 4)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

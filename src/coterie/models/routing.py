@@ -1,6 +1,4 @@
-"""Which experts a token uses, with which weights, and how evenly: router, routing decision, load
-balancing.
-"""
+"""Which experts a token uses, with which weights, and how evenly."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -151,9 +149,7 @@ class Totals:
         self.probabilities: Tensor | float = 0.0
 
     def add(self, nll: Tensor, record: Sequence[Routing], load: Tensor | None) -> Tensor | None:
-        """Note one micro-batch, and return its share of the load-balancing loss if that has a
-        gradient.
-        """
+        """Note a micro-batch; return its share of the load-balancing loss, if that matters."""
         self.nll = self.nll + nll.detach()
         if not record:
             return None

@@ -1,6 +1,4 @@
-"""Where a frozen base calls the adapter in use: slots in the place of its attention's linears and
-of its MLPs.
-"""
+"""Where a frozen base calls the adapter in use: slots for linears of its attention and MLPs."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -147,9 +145,7 @@ def _fused(activation: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check_mlps(model: nn.Module, width: int) -> None:
-    """Refuse a base whose MLPs have a family's layers, but compute something else with them. Raises
-    ModelError.
-    """
+    """Refuse a base whose MLPs compute something else than its family's. Raises ModelError."""
     like = next(model.parameters())
     x = torch.linspace(-1, 1, width, device=like.device).sin().to(like.dtype)[None, None]
     off = 1e-3 if like.dtype.itemsize >= 4 else 0.05

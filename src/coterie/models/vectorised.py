@@ -1,6 +1,4 @@
-"""Many networks of one architecture at once: gradients at many points, each with a batch of its
-own, and gradients of single examples.
-"""
+"""Many networks of one architecture at once: gradients at many points, each with a batch."""
 
 from functools import cached_property
 from statistics import mean
@@ -78,9 +76,7 @@ class Stacked:
         return gradients, {name: torch.cat([values[name] for values in stats]) for name in stats[0]}
 
     def at_once(self, examples: int) -> int:
-        """Return the number of points that are computed at once. Each needs its parameters, a
-        copy, their gradient, and layer outputs with their gradients.
-        """
+        """Return how many points fit: parameters twice, gradients, and layer outputs twice."""
         parameters = 3 * sum(p.nbytes for p in self._parameters.values())
         return max(1, self._bounds.at_once // (parameters + 2 * examples * sum(self._maps)))
 

@@ -37,9 +37,7 @@ class Windows:
 
     @classmethod
     def of(cls, backbone: Backbone, batch: TextBatch) -> "Windows":
-        """Return a batch on the device of a base. Raises ModelError for another form, or where the
-        base mixes conversations of one row.
-        """
+        """Return a batch on a base's device. Raises ModelError where they do not fit."""
         if isinstance(batch, Tensor):
             ids = backbone.checked(batch, predicts=True)
             return cls(ids, ids[:, 1:].numel(), ids[:, 1:].numel())
