@@ -245,9 +245,9 @@ class ClientBatch:
             (i, j, x) for i, named in self.split(points).items() for j, x in sorted(named.items())
         ]
         gradients_of = PerClientTensors()
-        if own := [pair for pair in pairs if pair[0] == pair[1]]:
-            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, _, x in own}))
-            gradients_of |= self._gradients_of(own, self.train)
+        if trained := [pair for pair in pairs if pair[0] == pair[1]]:
+            self.load(PerClientTensors({f"{i}/{GENERALIST}": x for i, _, x in trained}))
+            gradients_of |= self._gradients_of(trained, self.train)
         if others := [pair for pair in pairs if pair[0] != pair[1]]:
             owners = dict.fromkeys(i for i, *_ in others)
             batches = {i: training_data(self.site.data[i], purpose) for i in owners}

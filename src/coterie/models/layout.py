@@ -112,8 +112,8 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Whether it uses no setting of LoRA experts, so that any kind of model fits it."""
-        own = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
-        return not self.routed and not any(own)
+        special = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
+        return not self.routed and not any(special)
 
     @property
     def expert_rank(self) -> int:

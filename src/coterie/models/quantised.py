@@ -94,7 +94,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b. Neither pass keeps W, which is made anew."""
+    """x W^T + b. Neither pass keeps W: both make it from its codes."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
