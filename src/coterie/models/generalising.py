@@ -110,7 +110,8 @@ class ExtendedClassifier(Classifier, ABC):
     def trainable_parameters(self) -> int:
         """Values that are trained: all that is not frozen."""
         by_role = self.parameters_by_role().items()
-        return sum(p.numel() for role, n in by_role if role is not BACKBONE for p in n.values())
+        trained = [named for role, named in by_role if role is not BACKBONE]
+        return sum(p.numel() for named in trained for p in named.values())
 
     def plain(self) -> Classifier | None:
         """Return a plain classifier that predicts alike; None for texts, whose head differs."""
