@@ -2,10 +2,9 @@
 5).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby
 from math import nan
 from statistics import fmean
 
@@ -14,7 +13,7 @@ from coterie.core.result import Result
 from coterie.reports import chart
 from coterie.reports.chart import Line, Style, look_of
 from coterie.reports.classes import anchored_classes, class_order, percentages
-from coterie.reports.heat import Heat, heat_map, room, scale, slider
+from coterie.reports.heat import Heat, heat_map, room, runs, scale, slider
 from coterie.reports.parts import captioned, escape, folded, table, thinned, unseen
 
 ABOUT_CHOICES = (
@@ -90,7 +89,7 @@ class Choices:
         rows = {str(c): [c] for c in self.order}
         owned = [[c in classes for c in self.order] for classes in self.anchored]
         frames = "".join(
-            f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in _runs(column)
+            f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in runs(column)
         )
         tooltip = "class {row}: {value} % to expert {column}"
         return self._heat(group, rows, "each class", tooltip, frames)
@@ -139,16 +138,6 @@ class Choices:
             self.title,
             style,
         )
-
-
-def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the start and the length of each run of true flags."""
-    at = 0
-    for flag, run in groupby(flags):
-        count = len(list(run))
-        if flag:
-            yield at, count
-        at += count
 
 
 def _share(given: Sequence[Sequence[int]], classes: Sequence[int]) -> list[float]:

@@ -1,8 +1,9 @@
 """Heat maps as inline SVG, with a slider where they change over rounds."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.cells import cell_len, set_cell_size
 
@@ -90,10 +91,8 @@ def heat_map(
         + " data-masked" * heat.masked
     )
     right, below = left + columns * wide + 4, above + rows * high + 4
-    moving, diagonal = (
-        " moving" * (len(heat.stages) > 1),
-        f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked,
-    )
+    moving = " moving" * (len(heat.stages) > 1)
+    diagonal = f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked
     return (
         f'<svg class="heat{moving}" width="{right:.0f}" height="{below:.0f}" role="img" '
         f'aria-label="{escape(heat.label)}"{data}>{names}<g transform="translate({left:.1f} '
@@ -136,17 +135,21 @@ def _above(names: Sequence[str], side: float, left: float, above: float) -> str:
 
 def _fields(levels: Sequence[Sequence[int]], level: int, masked: bool) -> str:
     """Return a path over all fields of a level, one piece for neighbours in a row."""
-    pieces = []
+    pieces = ""
     for i, row in enumerate(levels):
-        start = None
-        for j in range(len(row) + 1):
-            inside = j < len(row) and row[j] == level and not (masked and i == j)
-            if inside and start is None:
-                start = j
-            elif not inside and start is not None:
-                pieces.append(f"M{start} {i}h{j - start}v1h{start - j}z")
-                start = None
-    return "".join(pieces)
+        inside = (value == level and not (masked and i == j) for j, value in enumerate(row))
+        pieces += "".join(f"M{j} {i}h{k}v1h-{k}z" for j, k in runs(inside))
+    return pieces
+
+
+def runs(flags: Iterable[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the start and the length of each run of true flags."""
+    at = 0
+    for flag, run in groupby(flags):
+        count = len(list(run))
+        if flag:
+            yield at, count
+        at += count
 
 
 def _packed(matrix: Matrix, top: float) -> str:
@@ -167,11 +170,10 @@ def slider(moments: Sequence[int], unit: str) -> str:
     """Return a slider for the heat maps of the `staged` element around it, hidden until the script
     runs.
     """
+    last = len(moments) - 1
+    values = json.dumps(list(moments), separators=(",", ":"))
     return (
         f'<label class="stages" hidden>{escape(unit)} <input type="range" class="stage" min="0" '
-        f'max="{len(moments) - 1}" '
-        f'value="{len(moments) - 1}" '
-        f'data-moments="{json.dumps(list(moments), separators=(",", ":"))}" '
-        f'data-unit="{escape(unit)}">'
+        f'max="{last}" value="{last}" data-moments="{values}" data-unit="{escape(unit)}">'
         f"<output>{moments[-1]:,}</output></label>"
     )

@@ -20,18 +20,30 @@ from coterie.reports.chart import (
     _Scale,
     _tick,
 )
-from coterie.reports.parts import BLUE, escape, figure
+from coterie.reports.parts import BLUE, escape, figure, plus_minus
 
 
-def _beside_names(rows: Iterable[str], svg: str, height: int, unit: str) -> str:
-    """Return a chart with room for the names of its rows on the left."""
+def _beside_names(
+    rows: Mapping[str, str], columns: str, height: int, step: float, unit: str
+) -> str:
+    """Return a chart of rows `step` pixels apart, with room for their names on the left."""
     left = 24 + LETTER * max(map(cell_len, rows))
+    drawn = "".join(
+        f'<text class="tick" x="-12" y="{_middle(k, step) + 4:.1f}" text-anchor="end">'
+        f"{escape(title)}</text>{row}"
+        for k, (title, row) in enumerate(rows.items())
+    )
     return (
         f'<svg class="rows" height="{height}" style="--left:{left:.0f}px" role="img" '
-        f'aria-label="{escape(unit)}">{svg}'
+        f'aria-label="{escape(unit)}">{columns}{drawn}'
         f'<text class="label" x="50%" y="{height - 4}" '
         f'text-anchor="middle">{escape(unit)}</text></svg>'
     )
+
+
+def _middle(row: int, step: float) -> float:
+    """Return how far below the top of a chart the middle of a row is, in pixels."""
+    return 6 + step * (row + 0.5)
 
 
 def _columns(scale: _Scale, bottom: float, most: int = 5) -> str:
@@ -50,7 +62,7 @@ Strip = Mapping[str, tuple[Mapping[str, float], float, float]]
 
 def reach(strips: Iterable[Strip]) -> Point:
     """Return one range for the values of several strips, so that they can be compared."""
-    rows = [row for strip in strips for row in strip.values()]
+    rows = chain.from_iterable(strip.values() for strip in strips)
     values = chain.from_iterable(
         (*clients.values(), mean - std, mean + std) for clients, mean, std in rows
     )
@@ -65,14 +77,13 @@ def strip(rows: Strip, unit: str, limits: Point) -> str:
         unit: The name of the axis.
         limits: The range of the axis.
     """
-    step = 30
+    step, scale = 30, _Scale(*limits, 0, 100)
     height = step * len(rows) + 44
-    scale = _Scale(*limits, 0, 100)
-    lines = "".join(
-        _strip_row(title, *row, scale, 6 + step * (k + 0.5))
+    lines = {
+        title: _strip_row(title, *row, scale, _middle(k, step))
         for k, (title, row) in enumerate(rows.items())
-    )
-    return _beside_names(rows, _columns(scale, height - 38) + lines, height, unit)
+    }
+    return _beside_names(lines, _columns(scale, height - 38), height, step, unit)
 
 
 def _strip_row(
@@ -84,16 +95,13 @@ def _strip_row(
         for i, value in clients.items()
         if math.isfinite(value)
     )
-    name = f'<text class="tick" x="-12" y="{y + 4}" text-anchor="end">{escape(title)}</text>'
     if not math.isfinite(mean):
-        return name + dots
-    tooltip = f"{title}, mean: {figure(mean)} ± {figure(std)}"
-    stroke = (
-        f'<line class="whisker" x1="{scale.at(mean)}" x2="{scale.at(mean)}" y1="{y - 10}" '
-        f'y2="{y + 10}"/>'
+        return dots
+    at, tooltip = scale.at(mean), f"{title}, mean: {plus_minus(mean, std)}"
+    return (
+        f'{dots}<g><line class="whisker" x1="{at}" x2="{at}" y1="{y - 10}" y2="{y + 10}"/>'
+        f"{_whisker(scale, mean - std, mean + std, y)}<title>{escape(tooltip)}</title></g>"
     )
-    whisker = _whisker(scale, mean - std, mean + std, y)
-    return f"{name}{dots}<g>{stroke}{whisker}<title>{escape(tooltip)}</title></g>"
 
 
 def _whisker(scale: _Scale, low: float, high: float, y: float) -> str:
@@ -124,30 +132,23 @@ def intervals(
         limits: The range of the axis.
         chance: The value of guessing, which is marked.
     """
-    step = 26
+    step, scale = 26, _Scale(*limits, 0, 100)
     height = step * len(rows) + 44
-    scale = _Scale(*limits, 0, 100)
-    guess = ""
+    columns = _columns(scale, height - 38, 4)
     if chance is not None:
-        guess = (
+        columns += (
             f'<line class="axis" stroke-dasharray="4 3" x1="{scale.at(chance)}" '
             f'x2="{scale.at(chance)}" y1="2" y2="{height - 38}"/>'
         )
-    drawn = "".join(
-        _interval(title, row, scale, 6 + step * (k + 0.5))
-        for k, (title, row) in enumerate(rows.items())
-    )
-    return _beside_names(rows, _columns(scale, height - 38, 4) + guess + drawn, height, unit)
-
-
-def _interval(title: str, row: Interval, scale: _Scale, y: float) -> str:
-    low, high = (min(max(v, scale.low), scale.high) for v in (row.low, row.high))
-    return (
-        f'<text class="tick" x="-12" y="{y + 4:.1f}" text-anchor="end">{escape(title)}</text>'
-        f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" r="4.5" '
-        f'fill="{row.colour}"/>'
-        f"<title>{escape(row.name)}</title></g>"
-    )
+    drawn = {}
+    for k, (title, row) in enumerate(rows.items()):
+        low, high = (min(max(v, scale.low), scale.high) for v in (row.low, row.high))
+        y = _middle(k, step)
+        drawn[title] = (
+            f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" '
+            f'r="4.5" fill="{row.colour}"/><title>{escape(row.name)}</title></g>'
+        )
+    return _beside_names(drawn, columns, height, step, unit)
 
 
 @dataclass(frozen=True)
@@ -202,20 +203,25 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
         f'<text class="label" transform="translate(11 {(TOP + height - BOTTOM) / 2}) '
         f'rotate(-90)" text-anchor="middle">{escape(y)}</text>'
     )
-    opening = f'<svg width="{width:.0f}" height="{height}" role="img" aria-label="{escape(y)}">'
-    return f'<figure class="fixed">{opening}{rules}{"".join(drawn)}{label}</svg></figure>'
+    return _fixed(width, height, y, f"{rules}{''.join(drawn)}{label}")
 
 
 def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> str:
     top, middle = vertical(bar.value), left + thick / 2
-    whisker = (
-        f'<path class="whisker" d="M{middle:.1f} '
-        f'{vertical(bar.value - bar.std):.1f}V{vertical(bar.value + bar.std):.1f}"/>'
-    )
+    ends = f"{vertical(bar.value - bar.std):.1f}V{vertical(bar.value + bar.std):.1f}"
+    whisker = f'<path class="whisker" d="M{middle:.1f} {ends}"/>' if bar.std else ""
     return (
         f'<g><rect x="{left + 1:.1f}" y="{top:.1f}" width="{thick - 2:.1f}" '
         f'height="{vertical(0) - top:.1f}" fill="{bar.colour}"/>'
-        f"{whisker if bar.std else ''}<title>{escape(f'{title}: {figure(bar.value)}')}</title></g>"
+        f"{whisker}<title>{escape(f'{title}: {figure(bar.value)}')}</title></g>"
+    )
+
+
+def _fixed(width: float, height: float, label: str, drawn: str) -> str:
+    """Return a picture whose size does not follow the page's."""
+    return (
+        f'<figure class="fixed"><svg width="{width:.0f}" height="{height}" role="img" '
+        f'aria-label="{escape(label)}">{drawn}</svg></figure>'
     )
 
 
@@ -269,13 +275,11 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
                 f'<text class="tick" x="{across:.1f}" y="{up - 6:.1f}" '
                 f'text-anchor="middle">{escape(dot.text)}</text>'
             )
-    return (
-        f'<figure class="fixed"><svg width="{width}" height="{height}" role="img" '
-        f'aria-label="{escape(f"{y} against {x}")}">'
+    axes = (
         f'<path class="axis" d="M{left} 0V{height - bottom}H{width}"/>'
         f'<text class="label" x="{middle[0]}" y="{height - 8}" '
         f'text-anchor="middle">{escape(x)}</text>'
         f'<text class="label" transform="translate(14 {middle[1]}) rotate(-90)" '
         f'text-anchor="middle">{escape(y)}</text>'
-        f"{''.join(drawn)}</svg></figure>"
     )
+    return _fixed(width, height, f"{y} against {x}", axes + "".join(drawn))

@@ -43,15 +43,16 @@ class Expert:
 
     @property
     def colour(self) -> str:
-        return self._look[0]
+        return self.look[0]
 
     @property
     def cue(self) -> str:
         """The CSS text decoration that tells it apart without colours."""
-        return self._look[1]
+        return self.look[1]
 
     @property
-    def _look(self) -> tuple[str, str]:
+    def look(self) -> tuple[str, str]:
+        """The colour, and the cue."""
         looks = GENERALISTS if self.key[0] == "g" else SPECIALISTS
         return looks[int(self.key[1:]) % len(looks)]
 
@@ -97,20 +98,14 @@ def _slots(blocks: Sequence[int]) -> tuple[str, ...]:
 
 def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
     """Return CSS by which the chosen block decides which class of a token counts."""
-    looks = "".join(f".{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds)
-    chosen = "".join(
-        f".routing:has(#block-{slot}:checked) "
-        f".{slot[0]}{e.key}{{--c:{e.colour};text-decoration:{e.cue}}}"
-        for slot in slots
-        for e in kinds
-    )
-    fullness = "".join(
-        f".routing:has(#block-{slot}:checked) .text .t{{--k:var(--{slot[0]})}}" for slot in slots
-    )
-    shares = "".join(
-        f".routing:has(#block-{slot}:checked) .share-{slot}{{display:flex}}" for slot in slots
-    )
-    return looks + chosen + fullness + shares
+    looks = {e: f"{{--c:{e.colour};text-decoration:{e.cue}}}" for e in kinds}
+    rules = "".join(f".{e.key}{look}" for e, look in looks.items())
+    for slot in slots:
+        chosen = f".routing:has(#block-{slot}:checked)"
+        rules += "".join(f"{chosen} .{slot[0]}{e.key}{look}" for e, look in looks.items())
+        rules += f"{chosen} .text .t{{--k:var(--{slot[0]})}}"
+        rules += f"{chosen} .share-{slot}{{display:flex}}"
+    return rules
 
 
 def _selector(slots: Sequence[str], routing: Routing) -> str:
@@ -144,10 +139,9 @@ def _choices(routing: Routing) -> str:
         for clients in (routing.weights, routing.texts)
     )
     return (
-        f'<div class="choices" hidden><label>model of <select '
-        f'class="model">{models}</select></label> '
-        f"<label>beside its own text, that of <select "
-        f'class="text-of">{texts}</select></label></div>'
+        '<div class="choices" hidden><label>model of '
+        f'<select class="model">{models}</select></label> <label>beside its own text, that of '
+        f'<select class="text-of">{texts}</select></label></div>'
     )
 
 
@@ -181,15 +175,16 @@ def _picture(
 def _token(
     piece: str, weights: Sequence[Sequence[float]], mixture: Sequence[Expert], slots: Sequence[str]
 ) -> str:
-    top = " ".join(
-        f"{slot[0]}{mixture[_argmax(w)].key}" for slot, w in zip(slots, weights, strict=True)
-    )
+    top, full = [], []
+    for slot, w in zip(slots, weights, strict=True):
+        top.append(slot[0] + mixture[w.index(max(w))].key)
+        full.append(f"--{slot[0]}:{100 * lead(w):.0f}")
     permille = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
-    full = ";".join(
-        f"--{slot[0]}:{100 * lead(w):.0f}" for slot, w in zip(slots, weights, strict=True)
-    )
     shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
-    return f'<span class="t {top}" style="{full}" data-w="{permille}">{escape(shown)}</span>'
+    return (
+        f'<span class="t {" ".join(top)}" style="{";".join(full)}" data-w="{permille}">'
+        f"{escape(shown)}</span>"
+    )
 
 
 def lead(weights: Sequence[float]) -> float:
@@ -198,10 +193,6 @@ def lead(weights: Sequence[float]) -> float:
     """
     alike = 1 / len(weights)
     return max(0.0, (max(weights) - alike) / (1 - alike)) if len(weights) > 1 else 1.0
-
-
-def _argmax(weights: Sequence[float]) -> int:
-    return max(range(len(weights)), key=weights.__getitem__)
 
 
 def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: str) -> str:
