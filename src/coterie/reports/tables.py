@@ -141,34 +141,21 @@ def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> l
 
 
 def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
-    metric, clients = rows[0].metric, list(rows[0].clients)
-    lines: list[list[Any]] = []
-    for row in rows:
-        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
-        values = [row.clients[i] for i in clients]
-        ends = best(values, metric), worst(values, metric)
-        lines.append(
-            [
-                [titles[row.method], f"{row.mean:.2f}{spread}"],
-                values,
-                ends,
-                [] if row.kept_rounds else [f"{row.mean_synced:.2f}"],
-            ]
-        )
-    few = len(clients) <= FEW and _needed(_lines(lines, 1)) <= width
-    columns = clients if few else ["best client", "worst client"]
-    synced = [] if rows[0].kept_rounds else ["synced"]  # kept models are not synchronised again
-    shown = _plain(str(metric), ["method", "mean", *columns, *synced])
-    numbers = [
-        [row.mean, *line[1 if few else 2], *[row.mean_synced] * len(synced)]
-        for row, line in zip(rows, lines, strict=True)
-    ]
-    for line, bold in zip(_lines(lines, 1 if few else 2), _bold(numbers, metric), strict=True):
-        shown.add_row(
-            line[0], *(Text(cell, "bold" * top) for cell, top in zip(line[1:], bold, strict=True))
-        )
-    _keep_whole(shown)
-    return shown
+    metric, columns = rows[0].metric, list(rows[0].clients)
+    synced = not rows[0].kept_rounds  # kept models are not synchronised again
+    clients = [[row.clients[i] for i in columns] for row in rows]
+
+    def numbers() -> list[list[float]]:
+        return [
+            [row.mean, *values, *[row.mean_synced] * synced]
+            for row, values in zip(rows, clients, strict=True)
+        ]
+
+    if len(columns) > FEW or _needed(_lines(rows, titles, numbers())) > width:
+        columns = ["best client", "worst client"]
+        clients = [[best(values, metric), worst(values, metric)] for values in clients]
+    header = ["method", "mean", *columns, *["synced"] * synced]
+    return _bold(_plain(str(metric), header), _lines(rows, titles, numbers()), numbers(), metric)
 
 
 def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
@@ -187,32 +174,47 @@ def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
         [row.mean, *map(row.mean_of, others), _figure(row.best), _figure(row.best_of_last_ten)]
         for row in rows
     ]
-    for row, values, bold in zip(rows, numbers, _bold(numbers, metric), strict=True):
-        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
-        gate = ["" if row.gate_accuracy is None else f"{row.gate_accuracy:.1f}"] * gated
-        cells = [f"{row.mean:.2f}{spread}", *(f"{value:.2f}" for value in values[1:]), *gate]
-        tops = [*bold, *(False,) * gated]
-        shown.add_row(
-            titles[row.method],
-            *(Text(cell, "bold" * top) for cell, top in zip(cells, tops, strict=True)),
-        )
-    _keep_whole(shown)
-    return shown
+    lines = _lines(rows, titles, numbers)
+    for row, line in zip(rows, lines, strict=True):
+        line.extend(["" if row.gate_accuracy is None else f"{row.gate_accuracy:.1f}"] * gated)
+    return _bold(shown, lines, numbers, metric)
 
 
 def _figure(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _bold(rows: Sequence[Sequence[float]], metric: MetricInfo) -> list[list[bool]]:
-    """Return which figures of a table are the best of their columns."""
-    tops = [best(column, metric) for column in zip(*rows, strict=True)]
-    return [[value == top for value, top in zip(row, tops, strict=True)] for row in rows]
+def _lines(
+    rows: Sequence[Row], titles: Mapping[str, str], numbers: Sequence[Sequence[float]]
+) -> list[list[str]]:
+    """Return titles and figures, the first with its deviation."""
+    lines = []
+    for row, values in zip(rows, numbers, strict=True):
+        name, mean, *others = titles[row.method], *(f"{value:.2f}" for value in values)
+        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
+        lines.append([name, mean + spread, *others])
+    return lines
 
 
-def _lines(lines: Sequence[Sequence[Any]], chosen: int) -> list[list[str]]:
-    """Return name and mean, the chosen values of the clients, and the remaining cells."""
-    return [[*line[0], *(f"{value:.2f}" for value in line[chosen]), *line[3]] for line in lines]
+def _bold(
+    table: Table,
+    lines: Sequence[Sequence[str]],
+    numbers: Sequence[Sequence[float]],
+    metric: MetricInfo,
+) -> Table:
+    """Return a table with lines added, the best figure of each column in bold; headers may wrap,
+    but not figures.
+    """
+    tops = [best(column, metric) for column in zip(*numbers, strict=True)]
+    for (name, *cells), values in zip(lines, numbers, strict=True):
+        bold = [value == top for value, top in zip(values, tops, strict=True)]
+        styles = ["bold" * top for top in bold] + [""] * (len(cells) - len(bold))
+        table.add_row(name, *map(Text, cells, styles))
+    for column in table.columns:
+        column.min_width = max(
+            cell_len(str(cell)) for cell in column.cells if cell is not column.header
+        )
+    return table
 
 
 def _needed(lines: Sequence[Sequence[str]]) -> int:
@@ -221,14 +223,6 @@ def _needed(lines: Sequence[Sequence[str]]) -> int:
     """
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     return sum(widths) + 3 * (len(widths) - 1) + 1
-
-
-def _keep_whole(table: Table) -> None:
-    """Let headers wrap, but not figures."""
-    for column in table.columns:
-        column.min_width = max(
-            cell_len(str(cell)) for cell in column.cells if cell is not column.header
-        )
 
 
 def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
