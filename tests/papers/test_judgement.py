@@ -11,10 +11,8 @@ from figures import typed
 from reports.samples import classified
 from scipy import stats
 
-from coterie.papers.checks import _verdicts
-from coterie.papers.judgement import Condition, Judgement
-from coterie.papers.reproduced import SeedFigures, Verdict
-from coterie.papers.seeds import seed_figures
+from coterie.papers.checks import Condition, Judgement, _verdicts
+from coterie.papers.reproduced import SeedFigures, Verdict, seed_figures
 from coterie.papers.tables import Better, Favours, Improved, Lower, Near, Reproduction
 
 

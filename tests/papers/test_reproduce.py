@@ -27,7 +27,7 @@ from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.reproduce import _shown, reproduce, search
-from coterie.papers.seeds import seed_figures, spoken_of_row
+from coterie.papers.reproduced import seed_figures, spoken_of_row
 from coterie.papers.tables import (
     Better,
     Gate,

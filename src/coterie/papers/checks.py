@@ -1,10 +1,15 @@
-"""Checks of a paper's statements on the measured numbers."""
+"""Checks of a paper's statements on the measured numbers: figures of each seed must lie on one side
+of a bound, with an interval for their mean.
+"""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 from coterie.core import metrics
 from coterie.core.result import MetricInfo
-from coterie.papers.judgement import Condition, Judgement
 from coterie.papers.reproduced import Cell, SeedFigures, Verdict
 from coterie.papers.tables import (
     Better,
@@ -22,6 +27,121 @@ from coterie.papers.tables import (
     with_other_rows,
 )
 
+LEVEL = 0.95  # of an interval
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Figures of which a statement says that their mean lies on one side of a bound.
+
+    A figure is of one seed, and of two rows it is the difference of that seed's runs, which see
+    the same texts: what a seed does to both cancels.
+
+    Args:
+        name: What the figures are of, in words.
+        per_seed: The figures.
+        bound: What they are held against.
+        above: Whether they must lie above it, otherwise below.
+        strict: Whether the bound itself is on the wrong side.
+        form: What stands behind a figure.
+        wins: Of how many pairs of client and seed it holds, and of how many; None where clients
+            are not compared.
+    """
+
+    name: str
+    per_seed: Sequence[float]
+    bound: float = 0.0
+    above: bool = True
+    strict: bool = True
+    form: Literal["", "%"] = ""
+    wins: tuple[int, int] | None = None
+
+    @cached_property
+    def mean(self) -> float:
+        """Of the figures."""
+        return metrics.mean(self.per_seed)
+
+    @cached_property
+    def interval(self) -> tuple[float, float] | None:
+        """The ends of Student's interval for the mean over seeds; None for a single seed."""
+        count = len(self.per_seed)
+        if count < 2 or not all(map(math.isfinite, self.per_seed)):
+            return None
+        from scipy.stats import t
+
+        half = float(t.ppf((1 + LEVEL) / 2, count - 1))
+        half *= metrics.deviation(list(self.per_seed)) / math.sqrt(count)
+        return self.mean - half, self.mean + half
+
+    @property
+    def holds(self) -> bool:
+        """Whether the mean lies on the right side."""
+        return self._right(self.mean)
+
+    @property
+    def surely(self) -> bool | None:
+        """Whether the whole interval lies on the right side; None if it reaches across the bound,
+        or there is none.
+        """
+        if self.interval is None:
+            return None
+        ends = {self._right(end) for end in self.interval}
+        return ends.pop() if len(ends) == 1 else None
+
+    @property
+    def margin(self) -> float:
+        """By how much the mean lies on the right side."""
+        return self.mean - self.bound if self.above else self.bound - self.mean
+
+    def in_words(self) -> str:
+        """Return the figure with its interval, in words."""
+        text = f"{self.name} {self._figure(self.mean)}"
+        if self.interval is not None:
+            low, high = map(self._figure, self.interval)
+            text += f" (interval {low} to {high})"
+        if self.wins is not None:
+            text += f", for {self.wins[0]} of {self.wins[1]} clients and seeds"
+        return text
+
+    def _right(self, value: float) -> bool:
+        margin = value - self.bound if self.above else self.bound - value
+        return margin > 0 or (margin == 0 and not self.strict)
+
+    def _figure(self, value: float) -> str:
+        small = max(map(abs, self.per_seed)) < 1
+        return f"{value:+.{3 if small else 2}f}{' %' if self.form else ''}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Conditions of a statement that must all hold.
+
+    The statement holds if it surely does in every condition, each at its own level: that all are
+    true by chance is less likely than that one is. It does not hold if it surely fails in one.
+    """
+
+    conditions: Sequence[Condition]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all means lie on the right side."""
+        return all(one.holds for one in self.conditions)
+
+    @property
+    def surely(self) -> bool | None:
+        """Whether the statement holds beyond what seeds alone would do; None if that is open."""
+        answers = [one.surely for one in self.conditions]
+        if False in answers:
+            return False
+        return True if all(answers) else None
+
+    @property
+    def decisive(self) -> Condition:
+        """The condition that decides: the one that fails or is closest to it."""
+        order = {False: 0, None: 1, True: 2}
+        return min(self.conditions, key=lambda one: (order[one.surely], one.margin))
+
+
 Cells = Mapping[str, Cell]  # of a column, by row
 Found = tuple[Judgement, str]  # and the measured numbers in words
 
@@ -33,17 +153,17 @@ def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
         if (judgements := _judged(statement, of_column)) is None:
             continue
         judgement, detail = judgements
-        verdict = Verdict(
+        decisive = judgement.decisive
+        yield Verdict(
             statement.says,
             statement.source,
             c,
             judgement.holds,
             judgement.surely,
             detail,
-            judgement.decisive.told() if judgement.decisive.interval else "",
+            decisive.in_words() if decisive.interval else "",
             None if judgement.holds else _only_with(statement, of_column),
         )
-        yield verdict
 
 
 def _judged(statement: Statement, cells: Cells) -> Found | None:
@@ -59,14 +179,13 @@ def _only_with(statement: Statement, cells: Cells) -> str | None:
         return None
     for name, rows in statement.only_with.items():
         judgements = _judged(with_other_rows(statement, rows), cells)
-        if judgements is not None and (judgements[0].surely or _is_single(judgements[0])):
+        if judgements is None:
+            continue
+        judgement, _ = judgements
+        single = judgement.decisive.interval is None
+        if judgement.surely or (single and judgement.holds):
             return name
     return None
-
-
-def _is_single(judgement: Judgement) -> bool:
-    """Whether a judgement that holds has one seed alone."""
-    return judgement.holds and judgement.decisive.interval is None
 
 
 def _values(cell: Cell, statement: Compared) -> list[float]:
@@ -163,34 +282,24 @@ def _metric(cells: Cells) -> MetricInfo:
     return next(iter(cells.values())).metric
 
 
-def _one(
-    name: str, values: Sequence[float | None], bound: float, above: bool, digits: int
-) -> Found | None:
+def _one(statement: Weights | Improved | Gate, cells: Cells) -> Found | None:
     """Judge a figure of a single row; None where a seed does not have it."""
+    seeds = cells[statement.row].seeds
+    if isinstance(statement, Weights):
+        name, values, digits = "W error", [seed.weights_error for seed in seeds], 3
+    elif isinstance(statement, Improved):
+        name, values, digits = "Imp.%", [seed.improved for seed in seeds], 0
+    else:
+        name, values, digits = "gate accuracy", [seed.gate_accuracy for seed in seeds], 1
+    above = not isinstance(statement, Weights)
+    bound = statement.at_most if isinstance(statement, Weights) else statement.at_least
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
+    name = f"{name} of {cells[statement.row].title}"
     condition = Condition(name, known, bound, above, strict=False)
     limit = f"at {'least' if above else 'most'} {bound:g}"
     return Judgement([condition]), f"{name} {condition.mean:.{digits}f} ({limit})"
-
-
-def _weights(statement: Weights, cells: Cells) -> Found | None:
-    cell = cells[statement.row]
-    errors = [seed.weights_error for seed in cell.seeds]
-    return _one(f"W error of {cell.title}", errors, statement.at_most, above=False, digits=3)
-
-
-def _improved(statement: Improved, cells: Cells) -> Found | None:
-    cell = cells[statement.row]
-    shares = [seed.improved for seed in cell.seeds]
-    return _one(f"Imp.% of {cell.title}", shares, statement.at_least, above=True, digits=0)
-
-
-def _gate(statement: Gate, cells: Cells) -> Found | None:
-    cell = cells[statement.row]
-    right = [seed.gate_accuracy for seed in cell.seeds]
-    return _one(f"gate accuracy of {cell.title}", right, statement.at_least, above=True, digits=1)
 
 
 def _routers(statement: Routers, cells: Cells) -> Found | None:
@@ -231,9 +340,9 @@ _CHECKS: Mapping[type, Callable[..., Found | None]] = {
     Lower: _lower,
     Better: _better,
     Near: _near,
-    Weights: _weights,
-    Improved: _improved,
-    Gate: _gate,
+    Weights: _one,
+    Improved: _one,
+    Gate: _one,
     Routers: _routers,
     Favours: _favours,
 }

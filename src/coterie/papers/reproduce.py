@@ -23,8 +23,7 @@ from coterie.papers.checks import _verdicts
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
-from coterie.papers.reproduced import Cell, Reproduced
-from coterie.papers.seeds import seed_figures, spoken_of_row
+from coterie.papers.reproduced import Cell, Reproduced, seed_figures, spoken_of_row
 from coterie.papers.tables import Figure, Settings
 from coterie.runs.folder.candidates import UNFIT, confirm
 from coterie.runs.recipes.recipe import Recipe
