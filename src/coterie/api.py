@@ -384,8 +384,7 @@ def _told(
             return
         from rich.console import Console
 
-        from coterie.reports.progress import Terminal
-        from coterie.reports.searching import SearchTerminal
+        from coterie.reports.progress import SearchTerminal, Terminal
 
         shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
         with shown as terminal:

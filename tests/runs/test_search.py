@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from coterie.core.callback import Callback
 from coterie.core.result import ROUNDS
-from coterie.reports.progress import Terminal
-from coterie.reports.searching import SearchTerminal
+from coterie.reports.progress import SearchTerminal, Terminal
 from coterie.runs.recipes.recipe import changed, load
 from coterie.runs.tuning.search import (
     LOST,

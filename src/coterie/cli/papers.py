@@ -91,8 +91,7 @@ def reproduce(
         from coterie.papers import reproduce as reproduction
         from coterie.papers.job import Job
         from coterie.papers.page import notes, said, terminal
-        from coterie.reports.progress import Terminal
-        from coterie.reports.searching import SearchTerminal
+        from coterie.reports.progress import SearchTerminal, Terminal
         from coterie.reports.tables import verdicts
 
         job = Job(

@@ -29,14 +29,9 @@ def loss_of(metrics: Mapping[str, Any]) -> float | None:
     """Return the training loss among a client's metrics: that of the step that does not train the
     router alone.
     """
-    return next(
-        (
-            value
-            for name, value in metrics.items()
-            if name.startswith("loss/") and name != "loss/router"
-        ),
-        None,
-    )
+    losses = {name: value for name, value in metrics.items() if name.startswith("loss/")}
+    losses.pop("loss/router", None)
+    return next(iter(losses.values()), None)
 
 
 class _Time(ProgressColumn):
@@ -116,14 +111,19 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         parts = (f"  {where}{clients}", self._figures() if training else "", self._left())
         self._line("  ".join(part for part in parts if part))
 
-    def _line(self, text: str) -> None:
-        """Print a plain line."""
+    def _print(self, text: str, style: str = "", soft_wrap: bool = False) -> None:
+        """Print text above the display as it is."""
+        self.progress.console.print(
+            text, style=style, markup=False, highlight=False, soft_wrap=soft_wrap
+        )
+
+    def _line(self, text: str, style: str = "", soft_wrap: bool = False) -> None:
+        """Print a plain line about the progress."""
         self.spoke = time.monotonic()
-        self.console.print(text, markup=False, highlight=False)
+        self._print(text, style, soft_wrap)
 
     def chosen(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self.spoke = time.monotonic()
+        self._line(text, soft_wrap=True)
 
     def noted(self, notes: Sequence[str]) -> None:
         for note in notes[:SHOWN]:
@@ -149,12 +149,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     def expects(self, seconds: Sequence[float]) -> None:
         self.expected = seconds
         if (whole := sum(seconds)) > 0:
-            self.progress.console.print(
-                f"about {clock(whole)} in all, estimated from a few steps",
-                markup=False,
-                highlight=False,
-            )
-            self.spoke = time.monotonic()
+            self._line(f"about {clock(whole)} in all, estimated from a few steps")
 
     def _left(self) -> str:
         """Return the time left of the current method and, if others follow, of all; of all only if
@@ -171,7 +166,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     def known(self, title: str) -> None:
         self._prepared()
         self._next(title)
-        self.progress.console.print(f"{self.heading}: already done", markup=False, highlight=False)
+        self._print(f"{self.heading}: already done")
 
     def _next(self, title: str) -> None:
         self.row += 1
@@ -188,15 +183,9 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._prepared()
         self._next(title)
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
-        self.metric, self.stretch, self.pace = (
-            metric or PERPLEXITY.about,
-            RoundTimer(rounds, done, expected),
-            Throughput(),
-        )
-        self.stage, self.training_since = (
-            "training" if done < rounds else "finishing",
-            time.monotonic(),
-        )
+        self.metric, self.pace = metric or PERPLEXITY.about, Throughput()
+        self.stretch = RoundTimer(rounds, done, expected)
+        self._enter_round(done)
         # the time of the last line of each kind
         self.last_lines = dict.fromkeys(("round", "score"), self.training_since)
         self.losses, self.privacy = {}, ""
@@ -210,6 +199,11 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         )
         self._show()
         self._announce(rounds, done, len(clients))
+
+    def _enter_round(self, done: int) -> None:
+        """Note that training goes on, or has ended, after so many rounds."""
+        self.training_since = time.monotonic()
+        self.stage = "training" if done < self.stretch.rounds else "finishing"
 
     def _announce(self, rounds: int, done: int, clients: int) -> None:
         """Print a plain line about a method that starts."""
@@ -243,11 +237,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             return
         stretch = self.stretch
         clients = f"{stretch.got}/{stretch.asked} clients" if stretch.asked else ""
-        status = (
-            f"{self._figures()}  {clients}"
-            if self.stage == "training"
-            else f"{self.stage}  {clients}"
-        )
+        status = self._figures() if self.stage == "training" else self.stage
+        status = f"{status}  {clients}"
         where = f"round {stretch.done}/{stretch.rounds}"
         self.progress.update(self.task, completed=stretch.rounds_done, where=where, status=status)
 
@@ -263,22 +254,17 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     def cores(self, others: int) -> None:
         lack_before, self.lack = self.lack, others
         if others and not lack_before:
-            self.spoke = time.monotonic()
-            self.progress.console.print(
-                f"  {_short_of_cores(others)}", markup=False, highlight=False, style="yellow"
-            )
+            self._line(f"  {_short_of_cores(others)}", "yellow")
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
 
     def warning(self, round: int, client: str, text: str) -> None:
-        line = f"  round {round + 1}, {printable(client)}: {printable(text)}"
-        self.progress.console.print(line, markup=False, highlight=False, style="yellow")
+        self._print(f"  round {round + 1}, {printable(client)}: {printable(text)}", "yellow")
 
     def unfit(self, title: str, problem: str) -> None:
         self.stage = ""
-        line = f"  {printable(title)}: lost, {printable(problem)}"
-        self.progress.console.print(line, markup=False, highlight=False, style="yellow")
+        self._print(f"  {printable(title)}: lost, {printable(problem)}", "yellow")
 
     def evaluating(self, round: int) -> None:
         self.stage = "scoring"
@@ -286,10 +272,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._show()
 
     def evaluated(self, round: int, means: Mapping[str, float]) -> None:
-        self.stage, self.training_since = (
-            "training" if round < self.stretch.rounds else "finishing",
-            time.monotonic(),
-        )
+        self._enter_round(round)
         self.stretch.ask(0, training=False)
         if self._speaks("score", round):
             name = self.metric.name.removeprefix("test ")
@@ -309,8 +292,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
     def round(self, done: int) -> None:
         self.stretch.round(done)
-        self.training_since = time.monotonic()
-        self.stage = "training" if done < self.stretch.rounds else "finishing"
+        self._enter_round(done)
         self._show()
         if self._speaks("round", done):
             lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
@@ -343,6 +325,54 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self.progress.update(
                 self.task, completed=self.stretch.rounds + 1, status=status, refresh=True
             )
+
+
+class SearchTerminal(Terminal):
+    """A display of a search: the current run, as `Terminal` has it, and a line with the validation
+    score of each finished one, without test figures.
+
+    Args:
+        console: The console to print to.
+    """
+
+    shows_estimate = False  # it would cost as much as these short runs
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console, rows=1)
+        self.heading = ""
+
+    def searching(self, runs: int, rounds: Sequence[int]) -> None:
+        self.row, self.rows = 0, runs
+        of = " or ".join(f"{n:,}" for n in sorted(set(rounds)))
+        if runs > 1:  # a single run's own line says as much
+            self._prepared()
+            self._line(
+                f"{runs:,} runs of {of} {'round' if of == '1' else 'rounds'}:", soft_wrap=True
+            )
+
+    def unfit(self, title: str, problem: str) -> None:
+        if not self.heading.endswith(title):  # the run did not begin
+            self._next(title)
+        self._done(f"lost, {problem}")
+
+    def end(self, result: Result) -> None:
+        super().end(result)
+        name = self.metric.name.removeprefix("test ")
+        self._done(f"validation {name} {result.valid:.2f}{self._unit}")
+
+    def _done(self, outcome: str) -> None:
+        """Replace the display of the run by a line."""
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+            self.task = None
+        self._prepared()
+        self._line(f"  {self.heading}: {outcome}", soft_wrap=True)
+
+    def _speaks(self, kind: str, done: int) -> bool:
+        return False
+
+    def _announce(self, rounds: int, done: int, clients: int) -> None:
+        pass
 
 
 def _short_of_cores(others: int) -> str:
