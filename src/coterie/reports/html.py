@@ -12,12 +12,20 @@ from coterie.core.result.rows import rows as rows_of
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
-from coterie.reports.beside import BESIDE
 from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
-from coterie.reports.parts import computed_with, introduction, notes, page, prose, section, size
+from coterie.reports.parts import (
+    BESIDE,
+    computed_with,
+    introduction,
+    notes,
+    page,
+    prose,
+    section,
+    size,
+)
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
 
@@ -157,7 +165,7 @@ def _parts(
 
 def _scored(rows: Sequence[Row]) -> str:
     """Return an explanation of the columns of the scores."""
-    beside = ", ".join(figure.sentence for figure in BESIDE if figure.known(rows))
+    beside = ", ".join(f"<em>{f.name}</em> {f.sentence}" for f in BESIDE if f.known(rows))
     which = direction(rows[0].metric)
     if any(row.groups is not None for row in rows):
         return (

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from coterie.core.metrics import best
 from coterie.core.printing import printable
-from coterie.core.result import Machine, MetricInfo, Versions
+from coterie.core.result import Machine, MetricInfo, Row, Versions
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light
 # and on a dark ground.
@@ -271,3 +271,64 @@ def computed_with(machine: Machine | None, versions: Versions | None) -> str:
 def introduction(description: str, about: str) -> str:
     """Return the description of a page and, in small print, what it was computed with."""
     return f"<p>{escape(description)}</p><p class=about>{escape(about)}</p>"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A figure that a table shows beside the metric.
+
+    Args:
+        name: The heading of its column.
+        of: Returns the figure of a row; None if it is unknown.
+        digits: Digits behind the point.
+        lower_is_better: Whether lower values are better.
+        about: A description in a few words.
+        sentence: The description as the rest of a sentence that begins with the name.
+    """
+
+    name: str
+    of: Callable[[Row], float | None]
+    digits: int
+    lower_is_better: bool
+    about: str
+    sentence: str
+
+    def known(self, rows: Sequence[Row]) -> bool:
+        """Return whether any row has the figure."""
+        return any(self.of(row) is not None for row in rows)
+
+
+BESIDE = (
+    Beside(
+        "loss",
+        lambda row: row.loss,
+        3,
+        True,
+        "mean test loss in nats",
+        "is the mean test loss in nats",
+    ),
+    Beside(
+        "± between clients",
+        lambda row: row.between_clients,
+        2,
+        True,
+        "standard deviation over clients",
+        "the standard deviation over clients",
+    ),
+    Beside(
+        "Imp.%",
+        lambda row: row.improved,
+        0,
+        False,
+        "Imp.%: clients that do better than alone",
+        "the share of clients that do better than their own Local run of the same seed",
+    ),
+    Beside(
+        "W error",
+        lambda row: row.weights_error,
+        2,
+        True,
+        "W error: wrong collaboration weights",
+        "the share of collaboration weights on the wrong side of a threshold in the end",
+    ),
+)

@@ -11,8 +11,8 @@ from coterie.core.result import Result, Row
 from coterie.core.result.rows import BOUNDS, NAMED
 from coterie.methods import METHODS
 from coterie.reports import marks
-from coterie.reports.beside import BESIDE
 from coterie.reports.parts import (
+    BESIDE,
     FEW,
     MANY,
     Cell,

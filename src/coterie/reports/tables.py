@@ -18,8 +18,7 @@ from coterie.core.profiling import Profile
 from coterie.core.result import MetricInfo, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
-from coterie.reports.beside import BESIDE
-from coterie.reports.parts import VERDICTS, rounded, size, unseen
+from coterie.reports.parts import BESIDE, VERDICTS, rounded, size, unseen
 
 W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
 FEW = 8  # clients that a table has a column for, if it has room for all of them
