@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.foreign import json_of, opened
-from coterie.core.metrics import mean, prediction
+from coterie.core.metrics import prediction
 from coterie.core.result import ClientResult, Evaluation, Result
 from coterie.methods import METHODS
 from coterie.reports import chart, tokens
@@ -65,7 +65,7 @@ def _curves(results: Sequence[Result]) -> str:
     axes, ratios = (count, str(metric)), metric.lower_is_better
     mean_title = f"Mean over {len(own_result.clients)} clients"
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
-    means = means or {mean_title: lines(mean_test)}
+    means = means or {mean_title: lines(group_test(""))}
     far = ratios and not groups and _far(means[mean_title])
     if far:
         means["The same without the base"] = _trained(means[mean_title])
@@ -122,12 +122,10 @@ def of_iteration(evaluation: Evaluation) -> int:
     return evaluation.iteration
 
 
-def mean_test(evaluation: Evaluation) -> float:
-    return mean(client.test for client in evaluation.clients.values())
-
-
 def group_test(group: str) -> Value:
-    """Return a function that reads the mean test metric of a group of unseen clients."""
+    """Return a function that reads the mean test metric of a group of unseen clients, or
+    with "" of all clients.
+    """
     return lambda evaluation: evaluation.mean_of(group)
 
 
