@@ -39,7 +39,6 @@ SETTINGS = (
         "training.batch_size=4",
         "compare_with=[pretrained, local]",
         "curve_every=2",
-        "curve_windows=6",
         "threads=1",
     ),
     *("keep=last", "evaluate_every=0", "training.experts.lr=0.01"),
@@ -125,8 +124,8 @@ def test_a_point_is_of_evenly_spaced_windows(
     client = prepared.site.client("ben", {})
     assert isinstance(client.model, LanguageModel)
     test = prepared.problem.federation.clients["ben"].test
-    assert test.windows > 6
-    numbers = [int(k * (test.windows - 1) / 5) for k in range(6)]
+    assert test.windows > 8
+    numbers = [int(k * (test.windows - 1) / 7) for k in range(8)]
     with torch.no_grad():
         expected = sum(
             client.model.score(iter([test.take(np.array([number]))])) for number in numbers
@@ -176,7 +175,7 @@ def test_any_kind_of_model_has_points(tmp_path: Path) -> None:
 def test_the_report_draws_them_and_says_of_what_they_are(whole: tuple[Path, list[dict]]) -> None:
     page = (whole[0] / "report.html").read_text()
     training = page[page.index("over training") :]
-    assert "On 6 windows of each client's test set" in training
+    assert "On 8 windows of each client's test set" in training
     drawn = re.findall(r"<circle", training[: training.index("Client by client")])
     assert len(drawn) >= 2 * 3  # two methods that train
 

@@ -149,17 +149,3 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(Refused, match="recipe"):
         load(str(path))
-
-
-@pytest.mark.parametrize(
-    ("before", "now"),
-    [
-        ("{name: comigs, generalists: pool, chosen: 1}", "comigs-pool"),
-        ("{name: comigs, chosen: 1}", "comigs-pool"),
-        ("{name: comigs, aggregate: cobo}", "comigs-cobo"),
-        ("{name: comigs-cobo, aggregate: mean}", "comigs-cobo"),
-    ],
-)
-def test_fields_that_became_methods_are_refused_with_their_new_name(before: str, now: str) -> None:
-    with pytest.raises(RecipeError, match=f"moved to a separate method.*name: {now}"):
-        load("quickstart", [f"method={before}"])

@@ -21,6 +21,7 @@ from coterie.runs.backends import LocalBackend, computing
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sampling import evaluated
+from coterie.runs.scoring import CURVE_ROWS
 from coterie.runs.shared import CommonThreads
 
 FEW = 2  # clients that are measured
@@ -87,7 +88,7 @@ def _curve(prepared: Prepared) -> float:
     if recipe.curve_every is None:
         return 0.0
     everyone = list(prepared.problem.federation.everyone.values())
-    share = sum(min(recipe.curve_windows, data.test.windows) for data in everyone) / sum(
+    share = sum(min(CURVE_ROWS, data.test.windows) for data in everyone) / sum(
         d.valid.windows + d.test.windows for d in everyone
     )
     return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))

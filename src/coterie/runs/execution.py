@@ -31,7 +31,7 @@ from coterie.runs.scoring import Scorer
 from coterie.runs.state import RunState
 
 # fields of a recipe that decide nothing of what a run computes
-UNDECISIVE = {"compare_with", "samples", "memory", "curve_every", "curve_windows", "auto"}
+UNDECISIVE = {"compare_with", "samples", "memory", "curve_every", "auto"}
 
 
 class Execution:

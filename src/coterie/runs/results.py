@@ -36,7 +36,7 @@ from coterie.models import artifact
 from coterie.models.layout import Layout
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.requests import Requests
-from coterie.runs.scoring import Scorer
+from coterie.runs.scoring import CURVE_ROWS, Scorer
 from coterie.runs.state import RunState
 
 
@@ -123,7 +123,7 @@ class ResultWriter:
             clusters=state.federation.clusters,
             weights_error=self._weights_error(last),
             evaluations=tuple(state.evaluations),
-            curve=Curve(recipe.curve_windows, tuple(state.points)) if state.points else None,
+            curve=Curve(CURVE_ROWS, tuple(state.points)) if state.points else None,
             lost=progress["lost"],
             rounds_taken_part={i: progress["took_part"].get(i, 0) for i in state.clients},
             never_took_part=list(state.absent()),

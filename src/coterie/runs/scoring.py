@@ -17,6 +17,7 @@ from coterie.runs.folder.metrics import METRICS
 from coterie.runs.requests import Requests
 from coterie.runs.state import RunState
 
+CURVE_ROWS = 8  # windows of text, or examples, of each client for a point of a curve
 Values = Mapping[ClientId, Mapping[str, float]]  # by split, in the metric of the problem
 
 
@@ -228,7 +229,7 @@ class Scorer:
         )
         for i, score in scores.items():
             self.requests.write("curve", i, {"test": score})
-        self.requests.reporter.point(state.round, test, state.recipe.curve_windows)
+        self.requests.reporter.point(state.round, test, CURVE_ROWS)
 
     def _score_part(self, id: ClientId, memory: State, received: Tensors) -> float:
         """Return the metric of a client on a part of its test set, without any effect on it."""
@@ -238,7 +239,7 @@ class Scorer:
             torch.random.fork_rng(devices=[]),
             client.borrowing(prepared.method.loadable(client, received)),
         ):
-            scores = client.score_part(client.test, self.state.recipe.curve_windows)
+            scores = client.score_part(client.test, CURVE_ROWS)
             return prepared.problem.metric.of(scores)
 
     def _spec(self, *names: str) -> ReplySpec:

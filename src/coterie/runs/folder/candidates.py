@@ -33,7 +33,6 @@ _BESIDE = {
     "memory",
     "threads",
     "curve_every",
-    "curve_windows",
 }  # what does not change what a run measures
 
 

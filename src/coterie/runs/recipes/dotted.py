@@ -19,23 +19,21 @@ LR, CONTEXT, BATCH, MICRO_BATCH, STEPS = AUTOMATIC = (
 )
 
 
-def without_auto(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's section in which fields that are `auto` are left out, and named in its own
-    field `auto` instead.
-    """
-    values, named = dict(section), list(section.get("auto") or ())
+def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's fields without those that are `auto`, which its field `auto` then names."""
+    values, named = dict(recipe), list(recipe.get("auto") or ())
     for key in AUTOMATIC:
         *path, last = key.split(".")
-        parts = [values]
-        while len(parts) <= len(path) and isinstance(
-            inner := parts[-1].get(path[len(parts) - 1]), Mapping
-        ):
-            parts.append(dict(inner))
-        if len(parts) > len(path) and parts[-1].get(last) == AUTO:
-            del parts[-1][last]
-            for part, name, inner in zip(parts, path, parts[1:], strict=False):
-                part[name] = inner
-            named.append(key)
+        section = values
+        for name in path:
+            if not isinstance(section.get(name), Mapping):
+                break
+            section[name] = dict(section[name])
+            section = section[name]
+        else:
+            if section.get(last) == AUTO:
+                del section[last]
+                named.append(key)
     return values | {"auto": list(dict.fromkeys(named))} if named else values
 
 
@@ -52,9 +50,8 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     stands for its section's `name`.
     """
     values: dict[str, Any] = {}
-    for key, value in sorted(
-        changes.items(), key=lambda change: change[0] != "name"
-    ):  # which drops what it has no fields for
+    # a method's name comes first, as it drops the fields that the method does not have
+    for key, value in sorted(changes.items(), key=lambda change: change[0] != "name"):
         if isinstance(value, Mapping) and value:
             values |= flat(value, f"{prefix}{key}.")
         elif not prefix and key == "method" and isinstance(value, str | type):

@@ -1,8 +1,7 @@
 """The method of a recipe's `method` section, and what is refused in it."""
 
-import dataclasses
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -26,8 +25,6 @@ def build_method(section: Mapping[str, Any]) -> Method:
             + ("missing; see `coterie methods`" if name is None else unknown_method(str(name)))
         )
     entry = METHODS[name]
-    if moved := list(_moved(section)):
-        raise ValueError("\n".join(moved))
     given = {key: value for key, value in section.items() if key != "name"}
     for key, value in entry.fixed.items():
         if key in given and given[key] != value:
@@ -35,38 +32,13 @@ def build_method(section: Mapping[str, Any]) -> Method:
                 f"method.{key}: {name} fixes it to {value!r}, found {given[key]!r}; use name: "
                 f"comigs to choose it"
             )
-    fields = given | dict(entry.fixed)
-    return _built(entry.method, _Fields(repr(sorted(fields.items())), fields))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Fields:
-    """A method's fields, alike where they are written alike."""
-
-    written: str
-    values: Mapping[str, Any] = dataclasses.field(compare=False)
+    return _adapter(entry.method).validate_python(given | dict(entry.fixed))
 
 
 @lru_cache(maxsize=64)
-def _built(kind: type[Method], fields: _Fields) -> Method:
-    """Return the method with these fields: one object for all that ask, as it is frozen."""
-    return TypeAdapter(kind).validate_python(fields.values)
-
-
-def _moved(method: Mapping[str, Any]) -> Iterator[str]:
-    """Say what replaces fields of older recipes."""
-    if method.get("generalists") == "pool" or (
-        "chosen" in method and str(method["name"]).startswith("comigs")
-    ):
-        yield (
-            "method.generalists: pools have moved to a separate method: name: comigs-pool, where "
-            "`generalists` replaces `chosen`"
-        )
-    if "aggregate" in method:
-        yield (
-            "method.aggregate: CoBo's weights have moved to a separate method: name: comigs-cobo "
-            "(comigs averages); leave the field out"
-        )
+def _adapter(kind: type[Method]) -> TypeAdapter[Method]:
+    """Return what checks the fields of a method, which takes long to make."""
+    return TypeAdapter(kind)
 
 
 def unknown_method(name: str) -> str:

@@ -94,13 +94,10 @@ class Recipe(BaseModel):
         Field(
             ge=1,
             description="rounds between points of the curves, the first before round 1; each "
-            "point uses a part of the test sets and decides nothing; left out if clients run in "
-            "separate processes; null: the curves show the evaluations",
+            "point uses eight rows of each test set and decides nothing; left out if clients run "
+            "in separate processes; null: the curves show the evaluations",
         ),
     ] = None
-    curve_windows: Annotated[
-        int, Field(ge=1, description="windows of text, or examples, per client for such a point")
-    ] = 8
     metrics_every: Annotated[
         int, Field(ge=1, description="rounds between records of training metrics")
     ] = 1
@@ -207,13 +204,14 @@ class Recipe(BaseModel):
             if str(recipe) not in recipes.names() and kept.is_file()
             else recipes.find(str(recipe))
         )
-        return _with({"name": path.stem, **recipes.read(path)}, dotted.flat(changes), str(recipe))
+        section = {"name": path.stem, **recipes.read(path)}
+        return _with(section, dotted.flat(changes), str(recipe))
 
     def with_changes(self, **changes: Any) -> "Recipe":
         """Return the recipe with other values for some of its fields, given as to `load`. Raises
         RecipeError.
         """
-        return _with(self.model_dump(mode="json"), dotted.flat(changes), self.name)
+        return changed(self, dotted.flat(changes))
 
     @field_validator("method", mode="before")
     @classmethod
@@ -275,23 +273,25 @@ class Recipe(BaseModel):
 
     def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
         """Return the clients that are there in a round, counted from 0."""
-        return tuple(i for i in clients if _within(round, *self.presence.get(i, (0, None))))
+        spans = {i: self.presence.get(i, (0, None)) for i in clients}
+        return tuple(
+            i
+            for i, (first, end) in spans.items()
+            if first <= round and (end is None or round < end)
+        )
 
     def active(
         self, federation: Federation, round: int, secret: bytes | None = None
     ) -> tuple[str, ...]:
-        """Those of them that take part in it, see `Participation.of`."""
+        """Return those of them that take part in it, see `Participation.of`."""
         there = self.present(federation.clients, round)
         return self.participation.of(
             there, federation.anchors, federation.clusters, self.seed, round, secret
         )
 
     def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
-        """How many are drawn in a round, of how many, every set of them as likely as any other;
-        None where they are not drawn so.
-
-        Who is drawn and cannot be reached was drawn all the same: that fewer take part makes
-        nobody's own chance smaller.
+        """Return how many clients are drawn in a round, and of how many; None where not every set
+        of them is equally likely. Clients that are drawn but cannot be reached count as drawn.
         """
         part = self.participation
         if part.clients is None or part.anchors is not None or part.schedule != "all":
@@ -311,26 +311,15 @@ class Recipe(BaseModel):
         """
         if name not in METHODS:
             raise RecipeError(f"method {name!r}", [unknown_method(name)])
-        entry, before = METHODS[name], METHODS[self.method["name"]]
         if name == self.method["name"]:
             return self.model_copy(update={"compare_with": ()})
-        fields = (
-            {f.name for f in dataclasses.fields(entry.method)}
-            - set(entry.fixed)
-            - set(before.fixed)
-        )
+        entry, before = METHODS[name], METHODS[self.method["name"]]
+        fields = {f.name for f in dataclasses.fields(entry.method)}
+        fields -= entry.fixed.keys() | before.fixed.keys()
         if issubclass(entry.method, METHODS["pretrained"].method):
             fields.discard("rounds")
-        return self.model_copy(
-            update={
-                "method": {"name": name} | {k: v for k, v in self.method.items() if k in fields},
-                "compare_with": (),
-            }
-        )
-
-
-def _within(round: int, first: int, end: int | None) -> bool:
-    return first <= round and (end is None or round < end)
+        method = {"name": name} | {k: v for k, v in self.method.items() if k in fields}
+        return self.model_copy(update={"method": method, "compare_with": ()})
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -343,8 +332,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = recipes.find(recipe)
     section: dict[str, Any] = {"name": path.stem, **recipes.read(path)}
-    mistakes = [mistake for override in overrides if (mistake := dotted.apply(section, override))]
-    if mistakes:
+    if mistakes := [wrong for text in overrides if (wrong := dotted.apply(section, text))]:
         raise RecipeError("--set", mistakes)
     return validate(section, str(recipe))
 
