@@ -148,7 +148,7 @@ def run(
     """
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
-    with _told(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
+    with _events(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
         results = runs.run(
             chosen, folder, resume=resume, changed=resume_changed, reporter=events, profile=profile
         )
@@ -197,12 +197,11 @@ def compare(
         trials: Candidates of the first rung, as in `coterie.tune`; only with `tune`.
         out: Folder for the comparison; default: a new one under runs/.
         resume: Continue the comparison in `out`, or the latest of this recipe under runs/.
-        resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
-            metrics were lost.
-        callbacks: Called at the events of each run, see `Callback`.
+        resume_changed: As in `run`.
+        callbacks: As in `run`.
         track: As in `coterie.run`; the runs of a search are tracked too.
-        progress: Whether to show progress in the terminal.
-        changes: Other values for fields of the recipe, see `Recipe.load`.
+        progress: As in `run`.
+        changes: As in `run`.
 
     Raises:
         Refused: See `run`.
@@ -215,29 +214,23 @@ def compare(
             "fields and trials need a search, and tune is not set",
             "Give tune=True (--tune) too, or leave them out.",
         )
-    folder = _folder(out, f"compare-{chosen.name}", resume or resume_changed)
-    going, extra = resume or resume_changed, dict[str, Any]()
+    going = resume or resume_changed
+    folder, extra = _folder(out, f"compare-{chosen.name}", going), dict[str, Any]()
     if tune:
         runs.check_new(folder, going)
-        with _told(callbacks, progress, None, track, folder) as events:
+        searched, effort = folder / tuning.TUNED, _effort(trials, 1)
+        with _events(callbacks, progress, None, track, folder) as events:
             tuned = tuning.tune(
-                names,
-                chosen,
-                folder / tuning.TUNED,
-                fields=fields,
-                effort=_effort(trials, 1),
-                resume=going,
-                changed=resume_changed,
-                reporter=events,
+                names, chosen, searched, fields or {}, effort, going, resume_changed, events
             )
-            write_tuning(folder / tuning.TUNED, tuned, chosen.description)
+            write_tuning(searched, tuned, chosen.description)
         extra = {
             "chosen": tuning.chosen_recipes(tuned),
             "effort": tuning.effort_of(tuned),
-            "searched": folder / tuning.TUNED / tuning.RUNS,
+            "searched": searched / tuning.RUNS,
         }
         going = going and (folder / "lock").exists()  # otherwise only the search has begun
-    with _told(callbacks, progress, len(set(names)) * seeds, track, folder) as events:
+    with _events(callbacks, progress, len(set(names)) * seeds, track, folder) as events:
         comparison = runs.compare(
             names,
             chosen,
@@ -282,10 +275,8 @@ def tune(
         (True, 'cobo.yaml')
 
     Args:
-        methods: Names of methods (`coterie methods`), or your own as `module:Class` or as the class
-            itself.
-        recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
-            all rows.
+        methods: As in `compare`.
+        recipe: As in `compare`.
         fields: Values by dotted keys of the recipe, `{"method.rho": [0.01, 0.03]}`: searched for
             the methods that have them. `method.rounds` here fixes what else is chosen.
         trials: Settings that are tried for each method, most of them in short runs only; default:
@@ -293,12 +284,11 @@ def tune(
         seeds: Runs of each setting, with consecutive seeds.
         out: Folder for the search; default: a new one under runs/.
         resume: Continue the search in `out`, or the latest one of this recipe under runs/.
-        resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
-            metrics were lost.
+        resume_changed: As in `run`.
         track: As in `coterie.run`: every run of the search is tracked.
-        callbacks: Called at the events of each run, see `Callback`.
-        progress: Whether to show progress in the terminal.
-        changes: Other values for fields of the recipe, see `Recipe.load`.
+        callbacks: As in `run`.
+        progress: As in `run`.
+        changes: As in `run`.
 
     Raises:
         Refused: As `run`.
@@ -307,16 +297,10 @@ def tune(
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
-    with _told(callbacks, progress, None, track, folder) as events:
+    effort = _effort(trials, seeds)
+    with _events(callbacks, progress, None, track, folder) as events:
         tuned = tuning.tune(
-            names,
-            chosen,
-            folder,
-            fields=fields,
-            effort=_effort(trials, seeds),
-            resume=resume,
-            changed=resume_changed,
-            reporter=events,
+            names, chosen, folder, fields or {}, effort, resume, resume_changed, events
         )
         write_tuning(folder, tuned, chosen.description)
     return tuned
@@ -340,8 +324,8 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
         (True, True)
 
     Args:
-        recipe: A shipped name, the path of a YAML file, or a `Recipe`.
-        changes: Other values for fields of the recipe, see `Recipe.load`.
+        recipe: As in `run`.
+        changes: As in `run`.
 
     Raises:
         Refused: See `run`.
@@ -367,20 +351,19 @@ def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
 
 
 @contextmanager
-def _told(
+def _events(
     callbacks: Sequence[Callback],
     progress: bool,
     rows: int | None,
-    track: Sequence[str] = (),
-    folder: Path = Path(),
+    track: Sequence[str],
+    folder: Path,
 ) -> Iterator[Callback]:
-    """Provide the callbacks within the block, with the terminal among them if progress is shown:
-    that of so many runs, or with None that of a search; and trackers of the runs in a folder.
+    """Provide the callbacks within the block, with trackers of the runs in a folder and, if shown,
+    the progress of so many runs, or with None of a search.
     """
     with tracked(track, folder) as trackers:
-        everything = [*callbacks, *trackers]
         if not progress:
-            yield Callbacks(everything)
+            yield Callbacks([*callbacks, *trackers])
             return
         from rich.console import Console
 
@@ -388,4 +371,4 @@ def _told(
 
         shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
         with shown as terminal:
-            yield Callbacks([terminal, *everything]) if everything else terminal
+            yield Callbacks([terminal, *callbacks, *trackers])

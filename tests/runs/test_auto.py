@@ -15,7 +15,7 @@ from coterie.core.errors import RecipeError
 from coterie.core.files import load as load_tensors
 from coterie.runs import recipes
 from coterie.runs.problems import auto
-from coterie.runs.problems.auto import Texts, resolved, resolved_remotely
+from coterie.runs.problems.auto import Texts, resolved
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, dump, load, validate
 
@@ -223,7 +223,7 @@ def test_no_other_shipped_recipe_leaves_anything_to_the_run() -> None:
 
 
 def test_a_server_without_text_knows_the_base_alone(tiny_base: Path) -> None:
-    recipe, said = resolved_remotely(of_folders(Path("/nowhere"), tiny_base))
+    recipe, said = resolved(of_folders(Path("/nowhere"), tiny_base), devices=True)
     assert values(recipe) == (8e-3, 128, 8, None, 10)
     assert "the text is on devices" in said
 

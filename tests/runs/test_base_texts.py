@@ -12,7 +12,7 @@ from coterie.data.splits import TokenSplit
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs.problems.base_texts import fitted_federation
+from coterie.runs.problems.language import fitted_federation
 
 ROWS = 61  # of the tiny bases
 

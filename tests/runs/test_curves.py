@@ -228,7 +228,7 @@ def test_what_is_not_measured_is_expected_by_how_much_it_trains(
         LocalBackend().prepare(recipe.with_method(name))
         for name in ("local", "fedavg", "pretrained")
     ]
-    foresight = RunEstimator(most=0.0)
+    foresight = RunEstimator(seconds=0.0)
     foresight._left = 1e-9  # the first is measured, and uses that up
     for row in rows:
         foresight.add(row, done=False)

@@ -6,15 +6,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from coterie import personal
 from coterie.adapt.personalisation import Personalised, shared_part, train
-from coterie.adapt.shared_part import holds_shared, started
+from coterie.adapt.shared_part import holds_shared, opened, owner_of, started
 from coterie.client.client import Client
 from coterie.core import names
-from coterie.core.callback import Callback
 from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
@@ -29,7 +28,6 @@ from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
-from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.folder import names as files
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
@@ -121,11 +119,9 @@ def adapt(
         SaveError: The model could not be written.
     """
     recipe = _recipe(run, training is not None)
-    id = names.normal(
-        (data.resolve().name if data.is_dir() else data.resolve().stem)
-        if client is None
-        else client
-    )
+    if client is None:
+        client = data.resolve().name if data.is_dir() else data.resolve().stem
+    id = names.normal(client)
     check_id(id)
     folder = out or run / "clients" / names.encoded(id)
     check_apart(folder, data)
@@ -139,30 +135,24 @@ def adapt(
     state = execution.state
     # the engine's packs of states lie in the run's folder
     with closing(execution.engine):
-        owner = state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-        owner.load(state.method.loadable(owner, received))
+        owner = owner_of(execution, received, id)
         scores: tuple[float, ...] = ()
-        if (
-            isinstance(owner.model, PoolClassifier | LanguageModel)
-            and owner.model.embed is not None
-        ):
-            affinity = owner.model.affinity(owner.embeddings(owner.data.train))
+        model = owner.model
+        if isinstance(model, PoolClassifier | LanguageModel) and model.embed is not None:
+            affinity = model.affinity(owner.embeddings(owner.data.train))
             scores = tuple((affinity / affinity.sum()).tolist())
         personalised = _write_model(execution, owner, received, folder, training)
-        once = state.prepared.problem.once_bytes if scores or not down else 0
-        experts = tuple(numbers_of_experts(received))
-        samples = owner.data.train.windows
         return Adapted(
-            load(folder),
-            folder,
-            samples,
-            experts,
-            state.method.rounds,
-            scores,
-            up,
-            down,
-            once,
-            personalised,
+            model=load(folder),
+            folder=folder,
+            samples=owner.data.train.windows,
+            experts=tuple(numbers_of_experts(received)),
+            rounds=state.method.rounds,
+            scores=scores,
+            up=up,
+            down=down,
+            once=state.prepared.problem.once_bytes if scores or not down else 0,
+            personalised=personalised,
         )
 
 
@@ -176,13 +166,7 @@ def _exchange(
     if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
     RecordedInputs(run).check_bases(Inputs.of(prepared))
-    joined = _with_client(prepared, id, _client_data(prepared, id, data, trains))
-    execution = Execution(joined, run, Callback(), "", LocalBackend("inprocess"))
-    if not execution.restore() and execution.state.method.rounds:
-        remedy = (
-            "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume."
-        )
-        raise CheckpointError(f"{run} has no checkpoint yet", remedy)
+    execution = opened(prepared, run, _client_data(prepared, id, data, trains))
     tensors, up, down = execution.scorer.adapt((id,))
     return execution, tensors[id], up[id], down[id]
 
@@ -210,7 +194,7 @@ def _write_model(
                 )
                 problem.write(new, owner.id, snapshot.layout, snapshot.tensors, origin)
             else:
-                execution.results.keep(owner, tensors, new)
+                state.prepared.keep(owner, tensors, state.round, new)
             if personalised is not None:
                 write_json(new / TRAINED, personalised.summary)
                 write_all_sums(new)
@@ -243,38 +227,26 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         raise Refused(f"{run}: {name} trains nothing that a new client could start from", _ALONE)
     if method.serves_unseen_clients or (trains and method.joinable):
         return recipe
-    if method.joinable:
-        remedy = "With --train it trains further from what the clients share."
-        raise Refused(
-            f"{run}: {name} has no model for clients that bring none of their own", remedy
-        )
+    able = [
+        known
+        for known, entry in METHODS.items()
+        if entry.method.serves_unseen_clients or (trains and entry.method.joinable)
+    ]
+    others = f"Methods that have: {', '.join(able)}."
     if trains:
-        able = ", ".join(
-            known
-            for known, entry in METHODS.items()
-            if entry.method.serves_unseen_clients or entry.method.joinable
-        )
         raise Refused(
             f"{run}: {name} has no shared part that a new client could start from",
-            f"{_ALONE} Methods that have: {able}.",
+            f"{_ALONE} {others}",
         )
-    able = ", ".join(
-        known for known, entry in METHODS.items() if entry.method.serves_unseen_clients
-    )
     raise Refused(
         f"{run}: {name} has no model for clients that bring none of their own",
-        f"Methods that have: {able}.",
+        "With --train it trains further from what the clients share."
+        if method.joinable
+        else others,
     )
 
 
 _ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
-
-
-def _with_client(prepared: Prepared, id: ClientId, data: ClientData) -> Prepared:
-    """Return a run with one more client, which has these data."""
-    site = prepared.site
-    layouts = {**site.layouts, id: prepared.method.layout(0, prepared.problem.base)}
-    return replace(prepared, site=replace(site, data={**site.data, id: data}, layouts=layouts))
 
 
 def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
@@ -283,7 +255,7 @@ def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> 
     """
     problem = prepared.problem
     if isinstance(problem, Language):
-        return _text(prepared.recipe, problem, id, data, trains)
+        return text_of(prepared.recipe, problem.backbone, id, data, trains)
     assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
@@ -291,8 +263,3 @@ def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> 
     return ClientData(
         id, *(samples.split(like.mean, like.std, like.classes, name) for name in SPLITS)
     )
-
-
-def _text(recipe: Recipe, problem: Language, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """Read a client's text in the format of the run's data. Raises DataError if it is too short."""
-    return text_of(recipe, problem.backbone, id, data, trains)

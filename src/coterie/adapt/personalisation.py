@@ -20,6 +20,7 @@ from coterie.methods import Method
 from coterie.models.adapter import Adapter
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
+from coterie.reports.parts import figure
 
 PATIENCE = 5  # evaluations without an improvement, after which training stops
 _ROWS = 32  # windows that are scored at once
@@ -137,7 +138,8 @@ def train(
     Raises:
         ModelError: The run has nothing that can be trained.
     """
-    before = shared_part(client, method)
+    before, model = shared_part(client, method), client.model
+    assert isinstance(model, LanguageModel)
     has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
     client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
@@ -165,17 +167,17 @@ def train(
             looks_in_vain += 1
             if now < best:
                 best, best_iteration, looks_in_vain = now, client.iteration, 0
-                best_snapshot = Snapshot(*_settled(client))
-    scores = [
+                best_snapshot = Snapshot(*model.settled())
+    base, untouched, trained = (
         perplexity(score(client, snapshot, client.data.test))
-        for snapshot in (before, best_snapshot)
-    ]
+        for snapshot in (untrained(before), before, best_snapshot)
+    )
     about = Personalised(
         own=has_specialists,
         tokens={split.name: len(split) for split in client.data.splits},
-        base=perplexity(score(client, untrained(before), client.data.test)),
-        before=scores[0],
-        after=scores[1],
+        base=base,
+        before=untouched,
+        after=trained,
         valid_before=valid_before,
         valid_after=best,
         iteration=best_iteration,
@@ -183,11 +185,6 @@ def train(
         most=most,
     )
     return best_snapshot if about.helped else before, about
-
-
-def _settled(client: Client) -> tuple[Layout, Tensors]:
-    assert isinstance(client.model, LanguageModel)
-    return client.model.settled()
 
 
 def untrained(like: Snapshot) -> Snapshot:
@@ -206,4 +203,61 @@ def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
     model.adapter.load_state_dict(snapshot.tensors)
     return model.score(
         split.scoring(client.training.micro_batch or min(client.training.batch_size, _ROWS))
+    )
+
+
+def sentences(client: str, result: Personalised | None) -> list[str]:
+    """Describe a client's model before and after training, and whether the training helped.
+
+    Args:
+        client: The client's id, as it can be printed.
+        result: The effect of the training; None if nothing was trained.
+    """
+    if result is None:
+        return [
+            f"{client}: nothing was personalised. The model is the shared part alone. To train on "
+            f"this text: --train."
+        ]
+    tokens, what, stopped = result.tokens, "a copy of the shared part", ""
+    if result.own:
+        what = "specialists and router; the shared part is unchanged"
+    if result.iterations < result.most:
+        stopped = f", stopped after {result.iterations} of at most {result.most}"
+    test = f"Perplexity on {tokens['test']:,} tokens of test text"
+    lines = [
+        f"{client}: {tokens['train']:,} tokens of training text, {tokens['valid']:,} of "
+        f"validation text; trained: {what}."
+    ]
+    before = f"{test}: {figure(result.before)} before, with the shared part alone"
+    if not result.iteration:
+        lines.append(
+            f"{before} (the base: {figure(result.base)}); no iteration was better than that on "
+            f"validation text{stopped}."
+        )
+        return [*lines, f"It did not help: the shared part alone is kept. {_remedy(result)}"]
+    change = abs(result.after / result.before - 1)
+    how = "lower" if result.after < result.before else "higher"
+    lines.append(
+        f"{before}, {figure(result.after)} after iteration {result.iteration}, {change:.1%} {how} "
+        f"(the base: {figure(result.base)}){stopped}."
+    )
+    if not result.helped:
+        chance = "It helped on validation text only, which may be chance: the shared part alone is"
+        return [*lines, f"{chance} kept. {_remedy(result)}"]
+    if result.base <= result.after:
+        return [
+            *lines,
+            "It helped, and the personalised model is kept. But the base alone does as well on "
+            "this text, or better.",
+        ]
+    return [*lines, "It helped: the personalised model is kept."]
+
+
+def _remedy(result: Personalised) -> str:
+    """Return advice for training that did not help."""
+    if result.base >= result.before:
+        return "More text helps most."
+    return (
+        "The base alone does better than the shared part: this text differs from the run's. More "
+        "text helps most."
     )

@@ -10,9 +10,8 @@ from typing import Any
 import yaml
 
 from coterie import personal
-from coterie.adapt.personalisation import Snapshot, score, shared_part, untrained
+from coterie.adapt.personalisation import score, shared_part, untrained
 from coterie.client.client import Client
-from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
 from coterie.core.metrics import mean, perplexity
@@ -72,28 +71,28 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         raise Refused(
             f"{run}: {name} has no shared part that is a language model by itself", _REMEDY
         )
-    execution = _with_newcomer(prepare(recipe), run)
+    prepared = prepare(recipe)
+    # it has the first client's data, but only receives
+    first = next(iter(prepared.site.data.values()))
+    execution = opened(prepared, run, ClientData(NAME, *first.splits))
     with closing(execution.engine):
-        if not execution.restore():
-            raise CheckpointError(
-                f"{run} has no checkpoint yet", "Wait for the first one, or resume the run."
-            )
         tensors, up, _ = execution.scorer.adapt((NAME,))
         if up[NAME]:
             raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
-        owner = _owner(execution, tensors[NAME])
-        snapshot, problem = (
-            shared_part(owner, execution.state.method),
-            execution.state.prepared.problem,
-        )
+        owner, problem = owner_of(execution, tensors[NAME], NAME), prepared.problem
+        snapshot = shared_part(owner, prepared.method)
         assert isinstance(problem, Language)
         origin = personal.Origin(name, recipe.name, execution.state.round, recipe.seed)
-        section = recipe.model.model_copy(update={"base": base})
-        named = replace(problem, section=section)
+        named = replace(problem, section=recipe.model.model_copy(update={"base": base}))
         named.write(folder, NAME, snapshot.layout, snapshot.tensors, origin)
         save(folder / SHARED, tensors[NAME], {"format": "pt"})
         (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
-        return _measure(execution, owner, snapshot)
+        clients = prepared.problem.federation.clients.values()
+        perplexities = [
+            mean(perplexity(score(owner, model, data.test)) for data in clients)
+            for model in (untrained(snapshot), snapshot)
+        ]
+        return SharedPart(len(clients), sum(len(data.train) for data in clients), *perplexities)
 
 
 _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
@@ -101,19 +100,25 @@ _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
 )
 
 
-def _with_newcomer(prepared: Prepared, run: Path) -> Execution:
-    """Return the run with one more client, which has the first one's data but only receives."""
+def opened(prepared: Prepared, run: Path, data: ClientData) -> Execution:
+    """Return a run at its newest checkpoint with one more client, which has these data. Raises
+    CheckpointError.
+    """
     site = prepared.site
-    first = next(iter(site.data.values()))
-    joined = replace(
-        site,
-        data={**site.data, NAME: ClientData(NAME, *first.splits)},
-        layouts={**site.layouts, NAME: prepared.method.layout(0, prepared.problem.base)},
+    layout = prepared.method.layout(0, prepared.problem.base)
+    site = replace(
+        site, data={**site.data, data.id: data}, layouts={**site.layouts, data.id: layout}
     )
-    return Execution(replace(prepared, site=joined), run, Callback(), "", LocalBackend("inprocess"))
+    execution = Execution(replace(prepared, site=site), run, backend=LocalBackend("inprocess"))
+    if not execution.restore() and prepared.method.rounds:
+        raise CheckpointError(
+            f"{run} has no checkpoint yet",
+            "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume.",
+        )
+    return execution
 
 
-def _owner(execution: Execution, tensors: Tensors, id: ClientId = NAME) -> Client:
+def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client:
     """Return a client that has loaded the tensors of the server."""
     owner = execution.state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
     owner.load(execution.state.method.loadable(owner, tensors))
@@ -128,16 +133,6 @@ def _portable(recipe: Recipe, base: str) -> str:
     return yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
 
 
-def _measure(execution: Execution, owner: Client, snapshot: Snapshot) -> SharedPart:
-    """Return the perplexities of the base and the shared part on the clients' test text."""
-    clients = execution.state.federation.clients.values()
-    perplexities = [
-        mean(perplexity(score(owner, model, data.test)) for data in clients)
-        for model in (untrained(snapshot), snapshot)
-    ]
-    return SharedPart(len(clients), sum(len(data.train) for data in clients), *perplexities)
-
-
 def holds_shared(folder: Path) -> bool:
     """Return whether a folder holds a shared part instead of a run."""
     return (folder / SHARED).is_file()
@@ -146,14 +141,8 @@ def holds_shared(folder: Path) -> bool:
 def started(
     folder: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
 ) -> tuple[Execution, Tensors]:
-    """Return a run of one client alone, from a shared part, and the tensors that the client gets.
-
-    Args:
-        folder: A folder of `write_shared`.
-        recipe: The recipe in that folder.
-        id: The id of the client.
-        data: The client's text.
-        trains: Whether the client trains on its text.
+    """Return a run of one client alone on its text, from the shared part in a folder, and the
+    tensors that the client gets.
 
     Raises:
         DataError: The text is unsuitable.
@@ -168,7 +157,7 @@ def started(
     federation = Federation({id: client_data}, "one client's own text")
     problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)
-    execution = Execution(prepared, folder, Callback(), "", LocalBackend("inprocess"))
+    execution = Execution(prepared, folder, backend=LocalBackend("inprocess"))
     expected = execution.scorer.adapt((id,))[0][id]
     tensors, _ = load(folder / SHARED)
     try:

@@ -13,7 +13,6 @@ from coterie.audit import membership, words
 from coterie.audit.membership import MembershipScores
 from coterie.audit.observers import ABLE, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
-from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
@@ -103,7 +102,7 @@ class _Auditor:
         self.recipe = _recipe(run)
         self.prepared = prepare(self.recipe)
         self._check()
-        self.execution = Execution(self.prepared, run, Callback(), "", LocalBackend("inprocess"))
+        self.execution = Execution(self.prepared, run, backend=LocalBackend("inprocess"))
         if not self.execution.restore():
             raise CheckpointError(
                 f"{run} has no checkpoint yet",

@@ -65,7 +65,7 @@ def adapt(
 ) -> None:
     """Make a personal model for a new client. Its data need no labels and never leave it."""
     with _stopping("stopped. Nothing is kept."):
-        from coterie.adapt import new_client, outcome
+        from coterie.adapt import new_client, personalisation
         from coterie.personal import PersonalClassifier
 
         if iterations is not None and not train:
@@ -91,7 +91,8 @@ def adapt(
         if not adapted.experts and classifies:
             print("  the model that every client gets")
         if not classifies:
-            for sentence in outcome.sentences(printable(about.client), adapted.personalised):
+            effect = adapted.personalised
+            for sentence in personalisation.sentences(printable(about.client), effect):
                 print(sentence)
         sent = f"{adapted.up:,} bytes (its scores)" if adapted.up else "nothing"
         once = (

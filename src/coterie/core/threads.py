@@ -11,7 +11,8 @@ as help now.
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,19 @@ def wait_briefly() -> None:
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ.update(_BRIEFLY)
+
+
+@contextmanager
+def computing(threads: int) -> Iterator[None]:
+    """Have PyTorch compute with so many threads within the block."""
+    import torch  # which the start of a device does without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ Flower's grid reaches.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -35,9 +34,7 @@ if TYPE_CHECKING:
 
 # the file of a run in which exchanges under masks are written down before they begin
 JOURNAL = "begun.json"
-PASS_S = (
-    0.05  # seconds of one thread, about, for a pass of the trial that finds the number of threads
-)
+PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial of numbers of threads
 # seconds of a gradient from which on threads are faster: benchmarks/results/at_once.json
 STEP_S = 0.01
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
@@ -47,11 +44,8 @@ GPUS = ("cuda", "xpu")  # devices that Ray counts as GPUs
 class Backend(Protocol):
     """A place where clients run: it prepares the recipe and builds the engine."""
 
-    devices: ClassVar[
-        bool
-        # whether they are on machines of their own: what they must not know is then drawn from a
-        # secret
-    ]
+    # whether they are on machines of their own: what they must not know is drawn from a secret
+    devices: ClassVar[bool]
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
         """Check all that can be checked before work starts; `loaded` is as for `prepare.prepare`.
@@ -98,13 +92,7 @@ class LocalBackend:
         cores = 1 if on_gpus else threads
         grid = simulated(clients, cores, simulated_device, accelerators=int(on_gpus))
         engine = flower_engine(
-            recipe,
-            grid,
-            listener,
-            tuple(prepared.site.data),
-            threads,
-            folder,
-            folder / JOURNAL,
+            recipe, grid, listener, tuple(prepared.site.data), folder, threads, shared=True
         )
         gathered(engine, lambda members: len(members) == clients, patience=600)
         return engine
@@ -116,17 +104,6 @@ class LocalBackend:
 def computing_threads(prepared: Prepared) -> int:
     """Return with how many threads a run on this machine computes."""
     return prepared.threads or prepared.problem.threads or torch.get_num_threads()
-
-
-@contextmanager
-def computing(prepared: Prepared) -> Iterator[None]:
-    """Within the block this process computes with as many threads as the run."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(computing_threads(prepared))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def choose_threads(prepared: Prepared) -> ThreadChoice:
@@ -179,7 +156,7 @@ def _stacks(prepared: Prepared) -> bool:
 
 
 def _long(prepared: Prepared) -> bool:
-    """Return whether a gradient takes long enough for threads to be worth it, and no numbers from
+    """Return whether a gradient takes long enough for threads to be worth it, without drawing from
     the global random generator, as dropout does.
     """
     client, training = prepared.site.client(prepared.clients[0], {}), prepared.recipe.training
@@ -202,8 +179,8 @@ def _long(prepared: Prepared) -> bool:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """Return what does forward passes of the model of a recipe with so many threads, of as many
-    rows as are short work, a batch at most.
+    """Return a function that does a short forward pass with so many threads and returns its
+    seconds.
     """
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
@@ -216,13 +193,9 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
     torch.set_num_threads(1)
     forward(1)
-    rows = max(
-        1,
-        min(
-            int(PASS_S / forward(1)),
-            prepared.recipe.training.micro_batch or prepared.recipe.training.batch_size,
-        ),
-    )
+    training = prepared.recipe.training
+    most = training.micro_batch or training.batch_size
+    rows = max(1, min(int(PASS_S / forward(1)), most))
 
     def work(threads: int) -> float:
         torch.set_num_threads(threads)
@@ -232,54 +205,36 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """Return what a simulated node does: its number is its place among the clients of the recipe's
-    data.
-    """
+    """Answer as the simulated node whose number is its position among the clients of the data."""
     return Device(Path(), index=int(node["partition-id"])).answer(text, body)
 
 
 @dataclass
 class DeviceBackend:
-    """Clients on separate devices.
-
-    Args:
-        grid: Flower's.
-        members: Those that have come.
-    """
+    """Clients on separate devices: those of Flower's grid that have come."""
 
     grid: "Grid"
-    members: Sequence[Member] = field(default_factory=list)
+    members: Sequence[Member]
     devices: ClassVar[bool] = True
 
     @classmethod
     def connect(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
     ) -> "DeviceBackend":
-        """Return the backend of the clients that are there, as soon as there are enough. Raises
-        ClientError if there are not in time.
+        """Return the backend of the connected clients, once there are enough. Raises ClientError:
+        there are not in time.
         """
         from coterie.engines.flower.engine import gathered
 
-        return cls(
-            grid,
-            gathered(
-                flower_engine(recipe, grid, listener),
-                lambda members: len(members) >= least,
-                patience,
-            ),
-        )
+        engine = flower_engine(recipe, grid, listener)
+        return cls(grid, gathered(engine, lambda members: len(members) >= least, patience))
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
         return prepare_remote(recipe, self.members)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        engine = flower_engine(
-            prepared.recipe,
-            self.grid,
-            listener,
-            tuple(prepared.site.data),
-            journal=folder / JOURNAL,
-        )
+        ids = tuple(prepared.site.data)
+        engine = flower_engine(prepared.recipe, self.grid, listener, ids, folder)
         engine.await_clients([member.client for member in self.members], ARRIVAL_S)
         return engine
 
@@ -289,11 +244,13 @@ def flower_engine(
     grid: "Grid",
     listener: Listener,
     clients: Sequence[ClientId] = (),
-    threads: int | None = None,
     folder: Path | None = None,
-    journal: Path | None = None,
+    threads: int | None = None,
+    shared: bool = False,
 ) -> "Flower":
-    """Return an engine on a grid, whose federation has these clients, in their order."""
+    """Return an engine on a grid, whose federation has these clients, in their order; `shared`:
+    they write to the run's folder, too.
+    """
     from coterie.engines.flower.engine import Flower
 
     return Flower(
@@ -303,9 +260,9 @@ def flower_engine(
         deadline=recipe.quorum.deadline,
         kept=lambda round: kept(round, recipe.checkpoint_every),
         threads=threads,
-        folder=None if folder is None else str(folder.resolve()),
+        folder=str(folder.resolve()) if folder is not None and shared else None,
         secure=recipe.secure,
-        journal=journal,
+        journal=None if folder is None else folder / JOURNAL,
         listener=listener,
         check=partial(check_member, recipe),
         positions={i: k for k, i in enumerate(clients)},

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
+from statistics import fmean
 
 import torch
 
@@ -16,8 +17,9 @@ from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
+from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
-from coterie.runs.backends import LocalBackend, computing
+from coterie.runs.backends import LocalBackend, computing_threads
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sampling import evaluated
@@ -56,9 +58,7 @@ class Estimate:
 
 
 def estimate(prepared: Prepared) -> Estimate:
-    """Measure a round of a few clients, in memory alone, and extrapolate. What it trains is
-    forgotten.
-    """
+    """Measure a round of a few clients, in memory alone, and extrapolate; no model is kept."""
     method, recipe = prepared.method, prepared.recipe
     steps = min(method.local_steps, STEPS)
     trial = _Trial(prepared, steps)
@@ -66,10 +66,8 @@ def estimate(prepared: Prepared) -> Estimate:
     if method.rounds:
         if trial.repeated(min(1, steps), 1) < LONG_S:
             trial.repeated(steps, FEW)
-        per_round = (
-            trial.seconds * _iterations(prepared) / trial.steps * _router(prepared, trial.steps)
-        )
-        seconds = method.rounds * per_round
+        per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
+        seconds = method.rounds * _iterations(prepared) * per_step
     every = recipe.evaluate_every
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
@@ -97,44 +95,32 @@ def _curve(prepared: Prepared) -> float:
 def work(prepared: Prepared) -> float:
     """Return the rows trained on, and a third of the rows scored: a proxy for time."""
     federation, recipe = prepared.problem.federation, prepared.recipe
-    trained = (
-        prepared.method.rounds
-        * len(recipe.active(federation, 0))
-        * _iterations(prepared)
-        * recipe.training.batch_size
-    )
-    return (
-        trained
-        + sum(data.valid.windows + data.test.windows for data in federation.everyone.values()) / 3
-    )
+    iterations = prepared.method.rounds * len(recipe.active(federation, 0)) * _iterations(prepared)
+    scored = sum(data.valid.windows + data.test.windows for data in federation.everyone.values())
+    return iterations * recipe.training.batch_size + scored / 3
 
 
 def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
-    """Yield what each method of a recipe will take on this machine, those of `compare_with` first.
+    """Yield the cost of each method of a recipe on this machine, those of `compare_with` first.
     Raises Refused.
     """
     backend = LocalBackend()
     threads = CommonThreads((), backend, Callback())
     for row in (*map(recipe.with_method, recipe.compare_with), recipe):
         prepared = threads.assign(backend.prepare(row))
-        with computing(prepared):
+        with computing(computing_threads(prepared)):
             cost = estimate(prepared)
         yield prepared, cost
 
 
 class RunEstimator:
-    """An estimator of the time of several methods: it measures as many as a few seconds allow, and
+    """An estimator of the time of several methods: it measures as many as the seconds allow, and
     estimates the others by how much they train.
-
-    Args:
-        most: Seconds after which nothing more is measured.
     """
 
-    def __init__(self, most: float = 1.5) -> None:
-        self._left, self._known = (
-            most,
-            dict[str, tuple[float, float]](),
-        )  # seconds and work, by method
+    def __init__(self, seconds: float = 1.5) -> None:
+        self._left = seconds
+        self._known: dict[str, tuple[float, float]] = {}  # seconds and work, by method
         self._rows: list[tuple[str, float]] = []
 
     def add(self, prepared: Prepared, done: bool) -> None:
@@ -155,34 +141,24 @@ class RunEstimator:
 
 
 def _iterations(prepared: Prepared) -> float:
-    """Mean local iterations of a client in a round."""
+    """Return the mean local iterations of a client in a round."""
     method, size = prepared.method, prepared.recipe.training.batch_size
-    steps = [
-        method.steps_of(data.train.windows, size)
-        for data in prepared.problem.federation.clients.values()
-    ]
-    return sum(steps) / len(steps)
+    clients = prepared.problem.federation.clients.values()
+    return fmean(method.steps_of(data.train.windows, size) for data in clients)
 
 
 def _router(prepared: Prepared, steps: int) -> float:
-    """How much longer iterations are on average for the router's own steps, where too few were
-    measured to see one.
+    """Return how much longer iterations are on average for the router's own steps, if too few were
+    measured to include one.
     """
-    every, router_steps = (
-        getattr(prepared.method, "router_every", 0),
-        getattr(prepared.method, "router_steps", 0),
-    )
-    alternating = getattr(prepared.method, "updates", "alternating") == "alternating"
-    return 1 + router_steps / every if every > steps and alternating else 1.0
+    method, every = prepared.method, getattr(prepared.method, "router_every", 0)
+    if every <= steps or getattr(method, "updates", "alternating") != "alternating":
+        return 1.0
+    return 1 + getattr(method, "router_steps", 0) / every
 
 
 class _Trial:
-    """A round of few clients, scaled up to all of them.
-
-    Args:
-        prepared: The recipe.
-        steps: Local iterations at most.
-    """
+    """A round of few clients, of so many local iterations at most, scaled up to all of them."""
 
     def __init__(self, prepared: Prepared, steps: int) -> None:
         self.prepared, self.steps = prepared, max(steps, 1)
@@ -190,8 +166,8 @@ class _Trial:
         self.few = FEW
 
     def repeated(self, steps: int, few: int) -> float:
-        """Measure a round twice, as the first of its shape also loads libraries; the second counts.
-        Return the seconds that it took.
+        """Measure a round twice, as the first one also loads libraries; return the seconds of the
+        second.
         """
         for _ in range(2):
             begun = time.monotonic()
@@ -201,7 +177,6 @@ class _Trial:
         return took
 
     def round(self, steps: int, few: int) -> None:
-        """Measure a round."""
         recipe, federation = self.prepared.recipe, self.prepared.problem.federation
         method = replace(self.prepared.method, local_steps=steps, local_epochs=None)
         engine = InProcess(self.prepared.site, method, Listener())
@@ -221,25 +196,17 @@ class _Trial:
             return replies
 
         server = method.init(self.prepared.blueprint, recipe.present(self.prepared.clients, 0))
-        with suppress(
-            CoterieError, KeyError, IndexError
-        ):  # a method that cannot do without the others: what was measured stays
-            drive(
-                method.round(
-                    server,
-                    clients,
-                    torch.Generator().manual_seed(derive_seed(recipe.seed, "round", 0)),
-                ),
-                answer,
-            )
+        rng = torch.Generator().manual_seed(derive_seed(recipe.seed, "round", 0))
+        # a method that needs the other clients fails: what was measured before still counts
+        with suppress(CoterieError, KeyError, IndexError):
+            drive(method.round(server, clients, rng), answer)
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def scoring(self) -> float:
-        """Seconds that one evaluation takes."""
+        """Return the seconds that one evaluation takes."""
         federation, recipe = self.prepared.problem.federation, self.prepared.recipe
         groups = evaluated(federation, recipe.evaluate_clients, recipe.seed)
-        data = federation.everyone
-        scored = [data[i] for group in groups.values() for i in group]
+        scored = [federation.everyone[i] for group in groups.values() for i in group]
         id = scored[0].id
         sent = self._download(id)
         client = self.prepared.site.client(id, {})
@@ -253,7 +220,7 @@ class _Trial:
         return seconds * windows / max(rows, 1)
 
     def _download(self, client: ClientId) -> Tensors:
-        """Return what a client gets before it is scored: of a pool it has nothing without that."""
+        """Return what a client gets before it is scored."""
         method, prepared = self.prepared.method, self.prepared
         if not method.serves_unseen_clients:
             return {}

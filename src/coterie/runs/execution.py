@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import nbytes
+from coterie.core.threads import computing
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import RecordedInputs
@@ -40,23 +41,23 @@ class Execution:
     Args:
         prepared: The recipe with its base and data.
         folder: The run's folder.
-        reporter: Called at the events of the run.
-        title: What the reporter calls it.
+        reporter: Called at the events of the run; default: none.
+        title: The name of the run for the reporter.
         backend: Where the clients are; default: on this machine.
-        profile: Records one round, see `execute`; default: nothing.
+        profile: Records one round, see `execute`; default: none.
     """
 
     def __init__(
         self,
         prepared: Prepared,
         folder: Path,
-        reporter: Callback,
-        title: str,
+        reporter: Callback | None = None,
+        title: str = "",
         backend: Backend | None = None,
         profile: Profile | None = None,
     ) -> None:
-        self.folder, self.reporter, self.title = folder, reporter, title
-        self.profile = profile or Profile()
+        self.folder, self.title = folder, title
+        self.reporter, self.profile = reporter or Callback(), profile or Profile()
         backend = backend or LocalBackend()
         recipe = prepared.recipe
         self.state = RunState(prepared)
@@ -65,7 +66,7 @@ class Execution:
             if recipe.privacy is None
             else PrivacySpending(recipe.privacy, self.state, folder, backend.devices)
         )
-        self.requests = Requests(self.state, backend, folder, reporter)
+        self.requests = Requests(self.state, backend, folder, self.reporter)
         self.engine = self.requests.engine
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
@@ -85,8 +86,8 @@ class Execution:
     def execute(self) -> Result:
         """Run the rounds that are left; return their result.
 
-        What is profiled is the second of them, as the first one warms up; else the only one; else
-        the scoring of a method without rounds.
+        The second of them is profiled, as the first one warms up; otherwise the only one, or the
+        scoring of a method without rounds.
 
         Raises:
             ClientError: A client failed; the last checkpoint can be resumed.
@@ -159,20 +160,18 @@ class Execution:
         replies = answers
         if self.spending is not None and trains(ask.task):
             replies = self.spending.protect(ask, answers, phase)
-            self._report_privacy(self.spending.spent())
+            spent = self.spending.spent()
+            finite = {name: value for name, value in spent.items() if math.isfinite(value)}
+            self.requests.write("privacy", "", finite, ahead=1)
+            self.reporter.spent(state.round, spent["epsilon"], spent["delta"])
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in state.clients & messages.keys():
                 state.count(direction, i, nbytes(messages[i]))
         return replies
 
-    def _report_privacy(self, spent: Mapping[str, float]) -> None:
-        finite = {name: value for name, value in spent.items() if math.isfinite(value)}
-        self.requests.write("privacy", "", finite, ahead=1)
-        self.reporter.spent(self.state.round, spent["epsilon"], spent["delta"])
-
     def _active(self) -> tuple[ClientId, ...]:
-        """Return who takes part in the round: those drawn that can be reached now, unless so few
-        can that the quorum must decide.
+        """Return who takes part in the round: those drawn that can be reached now, or all drawn if
+        too few can be reached for the quorum.
         """
         state, reachable = self.state, self.engine.present()
         secret = None if self.spending is None else self.spending.secret
@@ -211,26 +210,23 @@ class Execution:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within the block rounds can be run: metrics are written, with the run's number of
-        threads.
-        """
-        state, threads = self.state, torch.get_num_threads()
+        """Open the metrics and set the number of threads, so that rounds can run in the block."""
+        state = self.state
         self.started = time.monotonic() - state.progress["seconds"]
         metrics = MetricsFile(self.folder, state.progress["position"], state.iteration)
         self.requests.metrics = metrics
-        torch.set_num_threads(self.requests.threads)
-        self.requests.restart_watch()
-        try:
-            yield
-        finally:
-            self.profile.leave()
-            metrics.close()
-            self.engine.close()
-            torch.set_num_threads(threads)
+        with computing(self.requests.threads):
+            self.requests.restart_watch()
+            try:
+                yield
+            finally:
+                self.profile.leave()
+                metrics.close()
+                self.engine.close()
 
     def _begin(self) -> None:
-        """Tell the reporter, and write down which canaries were planted: for whoever audits the
-        run, and never sent. Raises SaveError.
+        """Tell the reporter, and write down which canaries were planted, for audits. Raises
+        SaveError.
         """
         state = self.state
         if (planted := state.prepared.planted) is not None:
@@ -260,11 +256,8 @@ class Execution:
         self.profile.enter("checkpoint")
         state, metrics = self.state, self.requests.metrics
         position, digest = metrics.flush() if metrics is not None else (0, None)
-        state.progress |= {
-            "seconds": time.monotonic() - self.started,
-            "position": position,
-            "metrics": digest,
-        }
+        seconds = time.monotonic() - self.started
+        state.progress |= {"seconds": seconds, "position": position, "metrics": digest}
         progress = state.progress | {
             "evaluations": [evaluation.to_json() for evaluation in state.evaluations],
             "curve": [point.to_json() for point in state.points],
@@ -319,14 +312,8 @@ class Execution:
         everyone = self.state.federation.everyone.keys()
         if before is None or everyone == set(before):
             return
-        changes = [
-            f"{', '.join(sorted(clients))} {change}"
-            for clients, change in (
-                (set(before) - everyone, "missing"),
-                (everyone - set(before), "new"),
-            )
-            if clients
-        ]
+        kinds = {"missing": set(before) - everyone, "new": everyone - set(before)}
+        changes = [f"{', '.join(sorted(of))} {kind}" for kind, of in kinds.items() if of]
         raise Refused(
             f"{self.recipe.method['name']} needs the clients that it started with: "
             f"{'; '.join(changes)}",

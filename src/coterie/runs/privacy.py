@@ -20,36 +20,28 @@ from coterie.runs.state import RunState
 
 
 class PrivacySpending:
-    """The privacy that a run has spent, and the noise that the server adds where it is central.
-
-    Args:
-        privacy: Of the recipe.
-        state: The state of the run.
-        folder: The run's folder.
-        devices: Whether the clients are on devices, which must not be able to predict the noise.
+    """The privacy that a run has spent, and the noise that the server adds where it is central;
+    `devices`: clients are on devices, which must not be able to predict the noise.
     """
 
     def __init__(self, privacy: Privacy, state: RunState, folder: Path, devices: bool) -> None:
         self.state, self.folder, self.devices = state, folder, devices
-        self.accountant = self._accountant(privacy)
+        self.accountant: Accountant | ExampleAccountant
+        if privacy.unit == "client":
+            self.accountant = Accountant(privacy, len(state.clients), experiment=not devices)
+        else:
+            largest = max(data.train.windows for data in state.federation.clients.values())
+            batch_size = state.recipe.training.batch_size
+            self.accountant = ExampleAccountant(
+                privacy, largest, batch_size, experiment=not devices
+            )
         self.released = Released(folder / "released.jsonl")
         state.progress |= {"clip": privacy.clip, "spent": []}
 
-    def _accountant(self, privacy: Privacy) -> Accountant | ExampleAccountant:
-        """Return the accountant of whole clients, or of single examples."""
-        state, experiment = self.state, not self.devices
-        if privacy.unit == "client":
-            return Accountant(privacy, len(state.clients), experiment=experiment)
-        largest = max(data.train.windows for data in state.federation.clients.values())
-        batch_size = state.recipe.training.batch_size
-        return ExampleAccountant(privacy, largest, batch_size, experiment=experiment)
-
     @cached_property
     def secret(self) -> bytes | None:
-        """The key of what devices must not be able to predict; None where nothing is kept from
-        anybody.
-
-        It stays in the run's folder, so that a run that is resumed draws the same.
+        """The key of what devices must not be able to predict; None if they may. It stays in the
+        run's folder, so that a resumed run draws the same.
         """
         central = self.accountant.privacy.where == "central"
         return kept_key(self.folder / SECRET) if self.devices and central else None
@@ -75,8 +67,8 @@ class PrivacySpending:
             self.accountant.spend(len(clients), len(clients))
 
     def protect(self, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """Count what an exchange spends; return the replies as the method gets them, with the
-        server's noise where it is central.
+        """Count what an exchange spends; return the replies, with the server's noise where privacy
+        is central.
         """
         accountant = self.accountant
         if isinstance(accountant, ExampleAccountant):
@@ -113,9 +105,7 @@ class PrivacySpending:
     def _spend_clients(
         self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
     ) -> Replies:
-        """Count an exchange that protects whole clients; return the replies, with the server's
-        noise where it is central.
-        """
+        """Count an exchange that protects whole clients, and return the replies as `protect`."""
         state = self.state
         drawn = state.recipe.drawn(state.federation, state.round) or (len(ask.to), len(ask.to))
         source, new = self._noise(ask, replies, phase, drawn)
@@ -134,8 +124,8 @@ class PrivacySpending:
         result has not left yet.
 
         On devices they depend on all that the noise is added to: the same result leaves with the
-        same noise, however often a server goes back to a checkpoint, and another one with other
-        noise; so does the same with another C or z, as one noise in two sizes would tell.
+        same noise, however often a server goes back to a checkpoint, and any other result with
+        other noise; also that of another C or z, as the same noise in two sizes would reveal it.
         """
         state = self.state
         if self.secret is None:

@@ -23,18 +23,11 @@ AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum 
 
 
 class Requests(Listener):
-    """The requests of a run to its clients. It has the engine, and hears from it.
-
-    Args:
-        state: The state of the run.
-        backend: Where the clients are.
-        folder: The run's folder.
-        reporter: Called at the events of the run.
-    """
+    """The requests of a run to its clients. It has the engine, and hears from it."""
 
     def __init__(self, state: RunState, backend: Backend, folder: Path, reporter: Callback) -> None:
         self.state, self.folder, self.reporter = state, folder, reporter
-        self.metrics: MetricsFile | None = None  # open while the run goes on
+        self.metrics: MetricsFile | None = None  # open while the run continues
         self.answered: set[ClientId] = set()  # in this round
         self.threads = computing_threads(state.prepared)
         self.restart_watch()
@@ -58,14 +51,17 @@ class Requests(Listener):
             Divergence: The same, where all clients are on this machine.
         """
         replies: dict[ClientId, Tensors] = {}
-        quorum, pending = self.state.recipe.quorum, ask
+        quorum, method, pending = self.state.recipe.quorum, self.state.method, ask
+        scoring = (method.score, method.score_test, method.score_and_keep, method.recall)
         needed = min(quorum.min_clients, len(ask.to))
         self.reporter.asking(ask.name, len(ask.to))
         while True:
             for i, reply in self.engine.answer(pending, self.state.round, phase).items():
                 self.answered.add(i)
                 try:
-                    self._check(ask, i, reply)
+                    ask.check(i, reply)
+                    if ask.task in scoring:
+                        check_scores(reply)
                     replies[i] = reply
                 except TensorError as error:
                     self.lost(i, ask.name, error.problem)
@@ -83,15 +79,6 @@ class Requests(Listener):
             f"{self.folder / METRICS} says why, in lines of kind `lost`. When they are back, "
             f"continue from the last checkpoint with --resume.",
         )
-
-    def _check(self, ask: Ask, client: ClientId, reply: Tensors) -> None:
-        """Refuse a reply of another form than asked for, and impossible scores. Raises
-        TensorError.
-        """
-        ask.check(client, reply)
-        method = self.state.method
-        if ask.task in (method.score, method.score_test, method.score_and_keep, method.recall):
-            check_scores(reply)
 
     def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
         """Wait until some of these clients can be reached; return those."""
@@ -125,14 +112,8 @@ class Requests(Listener):
         ahead: int = 0,
         iterations: int = 0,
     ) -> None:
-        """Write a line of metrics.jsonl, while that is open, and tell the reporter.
-
-        Args:
-            kind: The kind of the line.
-            client: Whom it is about; "": nobody.
-            values: What it says.
-            ahead: Rounds to count beyond those that are done: 1 for the one that goes on.
-            iterations: The same of local iterations.
+        """Write a line about a client ("": none) to metrics.jsonl, while that is open, and tell the
+        reporter; `ahead` and `iterations` are added to the rounds and local iterations done.
         """
         if self.metrics is not None:
             round = self.state.round + ahead
@@ -149,9 +130,7 @@ class Requests(Listener):
         self.reporter.client(self.state.round, client, metrics)
 
     def _look_at_cores(self) -> None:
-        """Tell the reporter, every few seconds, how many cores of this machine others keep busy, if
-        the clients compute on it and are short of cores.
-        """
+        """Tell the reporter, every few seconds, how many cores of this machine others keep busy."""
         if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
             return
         if self._watch.seconds >= WATCHED_S:

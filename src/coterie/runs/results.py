@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ import torch
 from coterie.aggregation.collaboration import weights_error
 from coterie.client.client import Client
 from coterie.client.site import Site
-from coterie.client.state import kept_round, recall
 from coterie.core import devices, metrics
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
@@ -32,7 +30,6 @@ from coterie.core.result import (
 from coterie.core.tensors import Tensors
 from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
-from coterie.models import artifact
 from coterie.models.layout import Layout
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.requests import Requests
@@ -41,20 +38,15 @@ from coterie.runs.state import RunState
 
 
 class LazyClients(Mapping[ClientId, Client]):
-    """A mapping of clients, each built when it is looked up: together they may be too large for
-    memory.
-
-    Args:
-        site: Builds them.
-        states: All states, in order.
-        among: The clients of the mapping.
+    """The clients among those of all states, each built when it is looked up: together they may be
+    too large for memory.
     """
 
     def __init__(
         self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]
     ) -> None:
         self._site, self._states, chosen = site, states, set(among)
-        self._clients = dict.fromkeys(i for i in states if i in chosen)
+        self._clients = {i: None for i in states if i in chosen}
 
     def __getitem__(self, client: ClientId) -> Client:
         if client not in self._clients:
@@ -69,14 +61,7 @@ class LazyClients(Mapping[ClientId, Client]):
 
 
 class ResultWriter:
-    """Makes the result of a run, and has the clients keep their personal models.
-
-    Args:
-        state: The state of the run.
-        requests: Ask the clients.
-        scorer: Scores the clients.
-        spending: Counts the privacy spent; None without privacy.
-    """
+    """Makes the result of a run, and has the clients keep their personal models."""
 
     def __init__(
         self,
@@ -100,6 +85,8 @@ class ResultWriter:
         everyone = len(state.groups or state.clients)
         drawn_of = everyone if len(state.scored) < everyone else None
         best = self.scorer.keeps_best
+        # of the clients that train, where not all of them are scored
+        costs = self._costs() if state.groups or drawn_of else None
         return Result(
             method=recipe.method["name"],
             recipe=recipe.name,
@@ -113,7 +100,7 @@ class ResultWriter:
             best_of_last_ten=metrics.best(tests[-10:], metric),
             best_by_valid=self._best_by_valid(),
             clients=clients,
-            training=self._costs_of_training() if state.groups or drawn_of else None,
+            training=costs and {i: costs[i] for i in state.clients},
             drawn_of=drawn_of,
             groups=last.groups,
             labels={i: list(classes) for i, classes in state.federation.labels.items()} or None,
@@ -149,9 +136,7 @@ class ResultWriter:
         }
 
     def _clients_kept(self) -> dict[ClientId, ClientResult]:
-        """Return the figures of the model that each client has kept. What is kept is synchronised
-        no more.
-        """
+        """Return the figures of the model that each client kept, not synchronised again."""
         self._recalled, costs = self.scorer.recalled(), self._costs()
         return {
             i: ClientResult(
@@ -177,13 +162,12 @@ class ResultWriter:
         )
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
-        """Return how many examples of each class each client trains on or, if it is unseen, is
-        tested on; None where nobody is unseen.
+        """Return how many examples of each class each client trains on, or is tested on if it is
+        unseen; None where nobody is unseen.
         """
-        groups = self.state.groups
+        groups, counts = self.state.groups, {}
         if not groups:
             return None
-        counts = {}
         for i, data in self.state.federation.everyone.items():
             split = data.test if i in groups else data.train
             if isinstance(split, ExampleSplit):
@@ -214,15 +198,8 @@ class ResultWriter:
             for i in state.federation.everyone
         }
 
-    def _costs_of_training(self) -> dict[ClientId, Costs]:
-        """Return the costs of the clients that train, where not all of them are scored."""
-        costs = self._costs()
-        return {i: costs[i] for i in self.state.clients}
-
     def _size(self, layout: Layout) -> dict[str, int]:
-        """Return parameters, and the work of one prediction's forward pass. Layouts repeat, and a
-        model must be built to count.
-        """
+        """Return the parameters and the work of one prediction; a model is built once a layout."""
         problem, trained = self.state.prepared.problem, self.state.method.total_iterations > 0
         if layout not in self._sizes:
             model = problem.trainable(layout)
@@ -251,27 +228,14 @@ class ResultWriter:
         engine.keep(
             ask,
             state.round,
-            lambda client, tensors: self.keep(client, tensors, clients / encoded(client.id)),
+            lambda client, tensors: state.prepared.keep(
+                client, tensors, state.round, clients / encoded(client.id)
+            ),
         )
-
-    def keep(self, client: Client, tensors: Tensors, folder: Path) -> None:
-        """Write a client's personal model to a folder: what it remembers, and `tensors`. Raises
-        SaveError.
-        """
-        client.bind()  # clients of one layout take turns in one model
-        recipe, problem = self.state.recipe, self.state.prepared.problem
-        round = kept_round(client)
-        if round is None:  # no model was kept: load the current one
-            client.load(self.state.method.loadable(client, tensors))
-            round = self.state.round
-        else:
-            recall(client)
-        origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
-        problem.keep(folder, client, self.state.prepared.site.layouts[client.id], origin)
 
     def write_routing(self) -> None:
         """Write `routing.json`: what every client's router does with the beginnings of all test
-        texts, where these are all on this machine.
+        texts, if these are all on this machine.
         """
         state = self.state
         if not state.recipe.samples:

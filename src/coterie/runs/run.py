@@ -1,7 +1,7 @@
 """A recipe, or several methods on one, executed into a folder."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,16 +13,17 @@ from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
 from coterie.core.result import rows as comparing
+from coterie.core.threads import computing
 from coterie.engines import Listener
 from coterie.methods import METHODS
-from coterie.runs.backends import Backend, LocalBackend, computing
+from coterie.runs.backends import Backend, LocalBackend, computing_threads
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
 from coterie.runs.folder.names import COMPARISON, RECIPE
-from coterie.runs.problems.auto import resolved, resolved_remotely
+from coterie.runs.problems.auto import resolved
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
@@ -49,47 +50,22 @@ def run(
     backend: Backend | None = None,
     profile: Profile | None = None,
 ) -> list[Result]:
-    """Run a recipe and the methods of its `compare_with` into a folder; what is done already is not
-    repeated.
-
-    Args:
-        recipe: What to run.
-        folder: Made if it is missing. The methods of `compare_with` go to its `baselines/<name>/`.
-        resume: Continue the run in `folder`.
-        changed: Continue it even if base, data or clients have changed, or metrics were lost.
-        reporter: Called at the events of the run; default: none.
-        backend: Where the clients are; default: on this machine.
-        profile: Records a round of the recipe's own method; default: nothing.
-
-    Returns:
-        The results, the recipe's own method last.
-
-    Raises:
-        Refused: Something is wrong with the recipe, the base, the data or the folder; nothing was
-            started.
-        CoterieError: It failed while running and can be resumed.
+    """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
+    `baselines/<name>/` there. Return the results, that of the recipe's own method last.
     """
     if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(
             f"{folder} already holds a run", "Resume it with --resume, or choose another --out."
         )
-    reporter = reporter or Callback()
-    recipe = without_auto(
-        recipe, folder if resume or changed else None, reporter, backend or LocalBackend()
-    )
+    reporter, backend = reporter or Callback(), backend or LocalBackend()
+    recipe = without_auto(recipe, folder if resume or changed else None, reporter, backend)
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
     rows.append((recipe, folder))
     if resume or changed:
         _check_begun(folder, rows)
-    results = execute_all(
-        rows,
-        reporter,
-        backend=backend,
-        profile=profile,
-        changed=changed,
-        within=folder,
+    return execute_all(
+        rows, reporter, backend=backend, profile=profile, changed=changed, within=folder
     )
-    return results
 
 
 def without_auto(
@@ -98,14 +74,10 @@ def without_auto(
     """Return a recipe without `auto`, and report what was chosen. A run that is resumed in `folder`
     keeps what was chosen then. Raises Refused.
     """
-    if not recipe.auto:
-        return recipe
-    resolved_recipe, choices = (
-        resolved_remotely(recipe, folder) if backend.devices else resolved(recipe, folder)
-    )
+    recipe, choices = resolved(recipe, folder, devices=backend.devices)
     if choices:
         reporter.chosen(choices)
-    return resolved_recipe
+    return recipe
 
 
 def execute_all(
@@ -119,7 +91,7 @@ def execute_all(
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
 ) -> list[Result]:
-    """Every row in its folder, from where it stands; returns the results of those that have one.
+    """Run every row in its folder, from where it stands; return the results of those that have one.
 
     All are prepared before the first one starts, so that what is refused is refused at once. Rows
     with the same base and data share them. Otherwise a later row loads its own again when it
@@ -127,17 +99,15 @@ def execute_all(
 
     Args:
         rows: Recipes and the folders of their runs.
-        reporter: Is told of what happens.
+        reporter: Called at the events of the runs.
         titles: What the reporter calls each row; default: its method.
         backend: Where the clients are; default: on this machine.
         profile: Records a round of the last row; default: nothing.
-        changed: Whether unfinished rows go on with what base, data, clients and metrics are now,
-            whatever they were.
-        within: The folder of all of them, in which nobody else works meanwhile; None where only
-            each row's own must be left alone.
-        unfit: Is told of a row whose settings its method refuses, or that diverged, by its folder
-            and why; it has no result then. By default that is raised.
-        ended: Is told of the folder of each row that has come to its end.
+        changed: Whether unfinished rows continue with changed base, data, clients or metrics.
+        within: The folder of all of them, which is locked; None: each row's own folder alone.
+        unfit: Called with the folder of a row that its method refuses or that diverged, which has
+            no result, and the error. By default the error is raised.
+        ended: Called with the folder of each row that has ended.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
@@ -151,18 +121,17 @@ def execute_all(
         try:
             prepared = data.prepared(recipe, backend)
         except RecipeError as error:
-            _tell(unfit, folder, error)
+            _report_unfit(unfit, folder, error)
             refused.add(folder)
             continue
         first = first or [prepared]
-        if (
-            not changed and RecordedInputs(folder).begun() and same_recipe(recipe, folder)
-        ):  # of another recipe, `_executed` says more
+        # of another recipe `_executed` says more
+        if not changed and RecordedInputs(folder).begun() and same_recipe(recipe, folder):
             RecordedInputs(folder).check(Inputs.of(prepared))
         if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
             # what is estimated computes as what is run: as many clients at once
             planned = threads.assign(prepared, folder)
-            with computing(planned):
+            with computing(computing_threads(planned)):
                 foresight.add(planned, (folder / RESULT).exists())
         del prepared
     if not first:
@@ -174,7 +143,7 @@ def execute_all(
     with ExitStack() as stack:
         if within is not None:
             stack.enter_context(alone(within))
-        _check_free(folder for _, folder in rows)
+        _check_free(rows)
         for k, (recipe, folder) in enumerate(rows):
             if folder in refused:
                 continue
@@ -187,54 +156,43 @@ def execute_all(
                 try:
                     results.append(_executed(execution, changed))
                 except Divergence as error:
-                    _tell(unfit, folder, error)
+                    _report_unfit(unfit, folder, error)
                 del prepared, execution
                 if ended is not None:
                     ended(folder)
     return results
 
 
-def _tell(
+def _report_unfit(
     unfit: Callable[[Path, CoterieError], object] | None, folder: Path, error: CoterieError
 ) -> None:
-    """Tell of a row that has no result; raise the error where nobody wants to know."""
+    """Report a row that has no result, or raise the error where nobody listens."""
     if unfit is None:
         raise error
     unfit(folder, error)
 
 
-def _check_free(folders: Iterable[Path]) -> None:
-    """Refuse folders that cannot be written to, or that others are at, see `alone`."""
-    for folder in folders:
+def _check_free(rows: Sequence[tuple[Recipe, Path]]) -> None:
+    """Refuse folders that cannot be written to, or are in use, see `alone`."""
+    for _, folder in rows:
         with alone(folder):
             pass
 
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
     """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
-    root = (
-        getattr(recipe.data, "path", None)
-        or getattr(recipe.data, "root", None)
-        or getattr(recipe.data, "dataset", None)
-    )
+    places = (getattr(recipe.data, name, None) for name in ("path", "root", "dataset"))
+    root = next(filter(None, places), None)
     if root is None and hasattr(recipe.data, "root"):
         root = os.environ.get("COTERIE_DATA")
     if root:
         check_apart(folder, Path(root))
 
 
-def _begun(folder: Path) -> bool:
-    """Whether a run has written anything that it could go on from."""
-    return (
-        (folder / RECIPE).exists()
-        or (folder / "checkpoints").exists()
-        or RecordedInputs(folder).begun()
-    )
-
-
 def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
     """Refuse to resume what has never begun. Raises Refused."""
-    if not (folder / "lock").exists() and not any(_begun(path) for _, path in rows):
+    begun = ((path / RECIPE).exists() or RecordedInputs(path).begun() for _, path in rows)
+    if not (folder / "lock").exists() and not any(begun):
         raise Refused(
             f"there is no run to resume in {folder}"
             f"{'' if folder.is_dir() else ', which does not exist'}",
@@ -287,16 +245,11 @@ def compare(
     effort: str | None = None,
     searched: Path | None = None,
 ) -> Comparison:
-    """One table: every method on the same data, base and budget, over seeds `recipe.seed`,
-    `recipe.seed + 1`, ...
+    """Compare methods, see `coterie.compare`.
 
-    `resume` and `changed` are those of `run`. `chosen` has the recipes of methods that were tuned,
-    and `effort` says what that took. `searched` is the folder of the runs of their search: one that
-    is a run of the comparison is not done again.
-
-    Raises:
-        Refused: As `run`.
-        CoterieError: As `run`.
+    `chosen` has the recipes of methods that were tuned, and `effort` says what that took.
+    `searched` is the folder of the runs of their search: one that is a run of the comparison is not
+    done again.
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
@@ -304,13 +257,11 @@ def compare(
     reporter = reporter or Callback()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
     recipes_of = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}
+    numbers = [recipe.seed + k for k in range(seeds)]
     rows = [
-        (
-            recipes_of[name].model_copy(update={"seed": recipe.seed + k}),
-            folder / name / f"seed-{recipe.seed + k}",
-        )
-        for name in recipes_of
-        for k in range(seeds)
+        (row.model_copy(update={"seed": number}), folder / name / f"seed-{number}")
+        for name, row in recipes_of.items()
+        for number in numbers
     ]
     if resume or changed:
         _check_begun(folder, rows)
@@ -327,17 +278,14 @@ def compare(
     comparison = Comparison(
         recipe=recipe.name,
         own=recipe.method["name"],
-        seeds=[recipe.seed + k for k in range(seeds)],
+        seeds=numbers,
         metric=results[0].metric,
         scored="each client's model of the round that was best on its validation data"
         if recipe.keep == "best"
         else "each client's model right after its last local iteration; mean_synced: after one "
         "more synchronisation",
         rows=tuple(table),
-        notes=[
-            *([effort] if effort else []),
-            *comparing.comparability(table, recipe.method["name"]),
-        ],
+        notes=[*filter(None, [effort]), *comparing.comparability(table, recipe.method["name"])],
         versions=results[0].versions,
         machine=results[0].machine,
         folder=folder,

@@ -3,7 +3,6 @@ of their best round.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -22,12 +21,7 @@ Values = Mapping[ClientId, Mapping[str, float]]  # by split, in the metric of th
 
 
 class Scorer:
-    """Scores the clients of a run.
-
-    Args:
-        state: The state of the run; gets the evaluations and the points of the curves.
-        requests: Ask the clients.
-    """
+    """Scores the clients of a run; its state gets the evaluations and the points of the curves."""
 
     def __init__(self, state: RunState, requests: Requests) -> None:
         self.state, self.requests = state, requests
@@ -49,17 +43,14 @@ class Scorer:
         values = {i: state.prepared.problem.metric.scores(reply) for i, reply in replies.items()}
         for i, by_split in values.items():
             self.requests.write("score", i, by_split)
-        groups = self._means(values)
+        members = {g: [i for i in group if i in values] for g, group in state.evaluated.items()}
+        groups = self._means(members, values)
         means = next(iter(groups.values()))
         weights = method.collaboration(state.server, state.clients)
         gated = all("choices" in reply for reply in replies.values())
-        members = {g: [i for i in group if i in values] for g, group in state.evaluated.items()}
         clients = {
             i: Scores(
-                valid=by_split["valid"],
-                test=by_split["test"],
-                valid_loss=by_split["valid_loss"],
-                test_loss=by_split["test_loss"],
+                **by_split,
                 gate_accuracy=self._choices(replies, [i]).gate_accuracy if gated else None,
                 experts=numbers_of_experts(received[i]) if gated else None,
             )
@@ -84,15 +75,15 @@ class Scorer:
         )
         self.requests.reporter.evaluated(state.round, means)
 
-    def _means(self, values: Values) -> dict[str, dict[str, float]]:
+    def _means(
+        self, members: Mapping[str, Sequence[ClientId]], values: Values
+    ) -> dict[str, dict[str, float]]:
         """Return the means of each group by split. Raises ClientError or Divergence if nobody of a
         group could be scored.
         """
-        state = self.state
-        members = {g: [i for i in group if i in values] for g, group in state.evaluated.items()}
         if silent := [group for group, of in members.items() if not of]:
             raise (ClientError if self.requests.engine.distant else Divergence)(
-                f"after round {state.round}: nobody of {silent[0] or 'the clients'} could be "
+                f"after round {self.state.round}: nobody of {silent[0] or 'the clients'} could be "
                 f"scored",
                 f"See {self.requests.folder / METRICS}.",
             )
@@ -108,8 +99,8 @@ class Scorer:
         return metrics.choices([replies[i]["choices"] for i in clients], anchors)
 
     def _to_score(self, trained: bool) -> Mapping[ClientId, Tensors]:
-        """Return what each scored client must receive to be scored now: before training, when
-        nobody has a model yet, what the server would send.
+        """Return what each scored client must receive to be scored; before training it is what the
+        server would send.
         """
         state = self.state
         received = self.personal(state.scored)
@@ -119,9 +110,7 @@ class Scorer:
         return {i: tensors or start.get(i, {}) for i, tensors in received.items()}
 
     def personal(self, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Return what each of these clients needs beyond its own state to have its personal model;
-        for a client that keeps none: all of it.
-        """
+        """Return what each client needs beyond its own state to have its personal model."""
         state = self.state
         if state.keeps_models:
             received = state.method.personal(state.server, clients)
@@ -155,8 +144,8 @@ class Scorer:
         return received, up, {i: down[i] + nbytes(tensors) for i, tensors in received.items()}
 
     def recalled(self) -> dict[ClientId, tuple[int, Scores]]:
-        """Have each client take the model that it kept; return its round and scores. Clients that
-        cannot be reached are not in the result.
+        """Have each client that can be reached take the model that it kept; return the model's
+        round and scores.
         """
         state = self.state
         spec = self._spec("valid", "test")
@@ -171,21 +160,17 @@ class Scorer:
         for i, reply in replies.items():
             round = int(reply["round"])
             before = by_round.get(round, {}).get(i)
-            values = state.prepared.problem.metric.scores(reply)
             scores = Scores(
-                valid=values["valid"],
-                test=values["test"],
-                valid_loss=values["valid_loss"],
-                test_loss=values["test_loss"],
+                **state.prepared.problem.metric.scores(reply),
+                gate_accuracy=None if before is None else before.gate_accuracy,
+                experts=None if before is None else before.experts,
             )
-            if before is not None:
-                scores = replace(scores, gate_accuracy=before.gate_accuracy, experts=before.experts)
             recalled[i] = round, scores
         return recalled
 
     def synced(self) -> dict[ClientId, float]:
-        """Return the test metric of each client after one more synchronisation; nothing is computed
-        where that changes nothing.
+        """Return the test metric of each client after one more synchronisation, if that changes
+        anything.
         """
         state = self.state
         scores = state.evaluations[-1].clients
@@ -198,11 +183,8 @@ class Scorer:
         return {i: metric.of(reply["test"]) for i, reply in replies.items()}
 
     def add_point(self) -> None:
-        """Score a part of each test set: a point of the curves, which shows how training goes, and
-        enters no figure of the result.
-
-        Clients elsewhere are not asked: each exchange with them takes seconds, and reveals
-        something of their data.
+        """Score a part of each test set: a point of the curves, which decides nothing. Clients
+        elsewhere are not asked: an exchange takes seconds and reveals something of their data.
         """
         state = self.state
         if state.recipe.curve_every is None or self.requests.engine.distant:
@@ -243,7 +225,7 @@ class Scorer:
             return prepared.problem.metric.of(scores)
 
     def _spec(self, *names: str) -> ReplySpec:
-        """Return the form of the replies of a scoring task: of all that there may be, these."""
+        """Return the form of the replies of a scoring task: of all possible scores, these."""
         prepared = self.state.prepared
         scores = prepared.problem.scores(prepared.site.layouts[self.state.scored[0]])
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}

@@ -9,7 +9,6 @@ import torch
 from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError
 from coterie.core.files import read_json
-from coterie.core.threads import ThreadChoice
 from coterie.runs.backends import Backend, choose_threads, clients_at_once, computing_threads
 from coterie.runs.problems.prepare import Prepared, share_data
 from coterie.runs.problems.problem import LearningProblem
@@ -17,18 +16,15 @@ from coterie.runs.recipes.recipe import Recipe
 
 
 class SharedData:
-    """The base and the data of the row that was prepared last, for the next one if it has the same.
-
-    They are released before others are loaded.
+    """The base and the data of the row that was prepared last, for the next one if it has the same;
+    released before others are loaded.
     """
 
     def __init__(self) -> None:
         self._held: tuple[Recipe, LearningProblem] | None = None
 
     def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
-        """Return a row with its base and data, loaded if they are others than before. Raises
-        Refused.
-        """
+        """Return a row with its base and data, loaded if they differ. Raises Refused."""
         if self._held is not None and not share_data(self._held[0], recipe):
             self._held = None
         prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
@@ -54,12 +50,12 @@ class CommonThreads:
         self, rows: Sequence[tuple[Recipe, Path]], backend: Backend, reporter: Callback
     ) -> None:
         self._backend, self._reporter = backend, reporter
-        self._kept = {folder: kept_threads(folder) for _, folder in rows}
+        self._kept = {folder: _kept_threads(folder) for _, folder in rows}
         self._common = next((number for number in self._kept.values() if number), None)
 
     def assign(self, prepared: Prepared, folder: Path | None = None) -> Prepared:
-        """Return a row with its number of threads, and of clients that compute at once: for the
-        run in `folder`, or for one that has not begun.
+        """Return a row with its number of threads and of clients that compute at once, for the run
+        in `folder` or one that has not begun.
         """
         if self._backend.devices:
             return replace(prepared, threads=prepared.recipe.threads)
@@ -72,25 +68,22 @@ class CommonThreads:
             return prepared.recipe.threads
         kept = None if folder is None else self._kept[folder]
         if kept is None and self._common is None:
-            self._common = self._found(choose_threads(prepared))
+            choice = choose_threads(prepared)
+            if choice.others:
+                self._reporter.cores(choice.others)
+            self._common = choice.threads
         return self._common if kept is None else kept or None
 
-    def _found(self, chosen: ThreadChoice) -> int:
-        if chosen.others:
-            self._reporter.cores(chosen.others)
-        return chosen.threads
 
+def _kept_threads(folder: Path) -> int | None:
+    """Return with how many threads the run in a folder computes; None if it has not begun.
 
-def kept_threads(folder: Path) -> int | None:
-    """Return with how many threads the run in a folder computes: 0 if it has begun and does not
-    say, as older versions; None if it has not.
-
-    A damaged checkpoint is ignored here: resuming from it reports the damage.
+    A damaged checkpoint is ignored here (0): resuming from it reports the damage.
     """
     begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
+    if not begun:
+        return None
     try:
-        return (
-            int(read_json(begun[-1], finite=False)["progress"].get("threads", 0)) if begun else None
-        )
-    except (CheckpointError, KeyError, TypeError, ValueError, AttributeError):
+        return int(read_json(begun[-1], finite=False)["progress"]["threads"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
         return 0

@@ -17,9 +17,6 @@ from coterie.runs.recipes.sampling import evaluated
 class RunState:
     """The state of a run between two rounds.
 
-    Args:
-        prepared: The recipe with its base and data.
-
     Attributes:
         round: The rounds that are done.
         server: The tensors of the server.
@@ -39,14 +36,8 @@ class RunState:
         )
         self.evaluations: list[Evaluation] = []
         self.points: list[Evaluation] = []
-        self.progress: dict[str, Any] = {
-            "up": {},
-            "down": {},
-            "seconds": 0.0,
-            "position": 0,
-            "lost": {},
-            "took_part": {},
-        }
+        counts: dict[str, Any] = {name: {} for name in ("up", "down", "lost", "took_part")}
+        self.progress = counts | {"seconds": 0.0, "position": 0}
         if not self.method.dynamic_membership:
             self.progress["clients"] = list(self.federation.everyone)
 
@@ -76,8 +67,8 @@ class RunState:
         counts[client] = counts.get(client, 0) + size
 
     def absent(self) -> Sequence[ClientId]:
-        """Return the clients that took part in no round so far: they have no model of their own,
-        and are scored with the one that the server would send them.
+        """Return the clients that took part in no round so far, and so are scored with the model
+        that the server would send them.
         """
         if not self.round or self.method.centralized or not self.keeps_models:
             return ()

@@ -22,11 +22,11 @@ class OutgoingReply:
 
     Args:
         run: The run's name.
-        recipe: Digest of what of its recipe must stay the same.
+        recipe: Digest of the part of the recipe that must stay the same.
         turn: Round and number of the exchange.
         contents: Digest of the reply.
-        cost: What it spends; None: it is not private, or needs no privacy.
-        masked: Whether it goes under masks.
+        cost: The privacy that it spends; None: none.
+        masked: Whether it leaves under masks.
     """
 
     run: str
@@ -58,23 +58,20 @@ class Account:
             files.read()
 
     def accept(self) -> None:
-        """Go on with an account that `verify` refuses, as its owner wants. What it or any anchor
-        knows to be spent stays spent; entries that are missing are not counted.
-
-        Raises:
-            Refused: There is nothing to accept.
-            SaveError: It could not be written.
+        """Continue with an account that `verify` refuses, as its owner wants. What it or any anchor
+        knows to be spent stays spent; missing entries are not counted. Raises SaveError, and
+        Refused if there is nothing to accept.
         """
         with self._files.locked() as files:
             try:
                 files.read()
             except Refused:
                 files.recover()
-            else:
-                raise Refused(
-                    f"the account of this device, {self.path}, is whole: nothing is to be accepted",
-                    "Leave out --accept-account.",
-                )
+                return
+        raise Refused(
+            f"the account of this device, {self.path}, is whole: nothing is to be accepted",
+            "Leave out --accept-account.",
+        )
 
     def epsilon(self, delta: float) -> float:
         """Return the privacy spent over all runs. Raises Refused: see `verify`, or opacus is not
@@ -95,17 +92,9 @@ class Account:
             _check(files.read(), leaving, limits)
 
     def record(self, leaving: OutgoingReply, limits: Limits, exchanges: int | None) -> None:
-        """Record a reply before it is sent. An identical reply that was sent before costs nothing
-        more; but with secure aggregation nothing is sent twice.
-
-        Args:
-            leaving: The reply.
-            limits: Of the owner.
-            exchanges: The most unlike answers in a round; None: any number.
-
-        Raises:
-            Refused: It may not be sent.
-            SaveError: It could not be recorded, so it must not be sent.
+        """Record a reply before it is sent: one of so many different answers in a round (None: any
+        number). An identical reply that was sent before costs nothing more; but with secure
+        aggregation nothing is sent twice. Raises Refused and SaveError: it must not be sent.
         """
         with self._files.locked() as files:
             ledger = files.read()
@@ -124,9 +113,7 @@ class Account:
 
 
 def accepted(home: Path) -> str:
-    """Go on with a device's account, see `Account.accept`, and say what that means. Raises Refused
-    and SaveError.
-    """
+    """Do what `Account.accept` does for a device, and say what that means."""
     Account(home / ACCOUNT).accept()
     return (
         f"Accepted: {home / ACCOUNT} goes on with what was known of it. Entries that are missing "
@@ -135,20 +122,15 @@ def accepted(home: Path) -> str:
 
 
 def described(home: Path, limits: Limits) -> str:
-    """Say what a device has sent so far. Raises Refused as `Account.epsilon`."""
+    """Say what a device has spent so far. Raises Refused as `Account.epsilon`."""
     sentence = "This device enforces its owner's limits, whatever a run asks for."
     if not limits.noisy:
         return sentence
     account = Account(home / ACCOUNT)
-    spent, allowed = (
-        account.epsilon(limits.delta),
-        "any amount" if limits.epsilon is None else f"{limits.epsilon:g}",
-    )
+    spent = f"epsilon {account.epsilon(limits.delta):.3g} at delta {limits.delta:g}"
+    allowed = "any amount" if limits.epsilon is None else f"{limits.epsilon:g}"
     least = "at least, as entries of its account were lost, " if account.incomplete else ""
-    return (
-        f"{sentence} Privacy spent over all runs: {least}epsilon {spent:.3g} at delta "
-        f"{limits.delta:g}; its owner allows {allowed}."
-    )
+    return f"{sentence} Privacy spent over all runs: {least}{spent}; its owner allows {allowed}."
 
 
 def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None:
@@ -169,15 +151,11 @@ def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None
             f"exchange {number} of round {round + 1}"
             for round, number in (run.masked, leaving.turn)
         )
-        problem = (
-            f"{now} is not answered: this device has answered {then} under masks, and answers "
-            f"each exchange once"
-        )
         raise Refused(
-            problem,
-            "The difference of two sums would reveal its update. A resumed run continues "
-            "with a later "
-            "round.",
+            f"{now} is not answered: this device has answered {then} under masks, and answers each "
+            f"exchange once",
+            "The difference of two sums would reveal its update. A resumed run continues with a "
+            "later round.",
         )
 
 
@@ -189,36 +167,33 @@ def _count(run: RunEntries, leaving: OutgoingReply, exchanges: int | None) -> No
     if leaving.contents in left:
         return
     if len(left) >= exchanges:
-        problem = (
+        raise Refused(
             f"limits.exchanges: this device has sent {len(left)} different answers in round "
-            f"{leaving.turn[0] + 1}, its limit"
+            f"{leaving.turn[0] + 1}, its limit",
+            OWNERS,
         )
-        raise Refused(problem, OWNERS)
     left.append(leaving.contents)
 
 
 def _sum(ledger: DeviceLedger, run: RunEntries, leaving: OutgoingReply) -> None:
     """Note an answer under masks. Raises Refused: the same update was in another sum."""
     if leaving.contents in ledger.summed:
-        problem = (
-            "this update was already sent under masks, in another run or exchange: the "
-            "difference of two "
-            "sums with it would reveal it"
+        raise Refused(
+            "this update was already sent under masks, in another run or exchange: the difference "
+            "of two sums with it would reveal it",
+            "Run the recipe with another seed, or resume the earlier run.",
         )
-        raise Refused(problem, "Run the recipe with another seed, or resume the earlier run.")
     ledger.summed.append(leaving.contents)
     run.masked = leaving.turn
 
 
 def _charge(ledger: DeviceLedger, leaving: OutgoingReply, cost: Cost, limits: Limits) -> None:
-    """Add what a reply with noise spends. Raises Refused: it would be more than the owner
-    allows.
-    """
+    """Add what a reply with noise spends. Raises Refused: the owner does not allow so much."""
     ledger.charge(cost)
     ledger.noised.append(leaving.contents)
     if limits.epsilon is not None and (spent := ledger.epsilon(limits.delta)) > limits.epsilon:
-        problem = (
+        raise Refused(
             f"limits.epsilon: with this reply {spent:.3g} would be spent over all runs (delta "
-            f"{limits.delta:g})"
+            f"{limits.delta:g}); the owner allows {limits.epsilon:g}",
+            OWNERS,
         )
-        raise Refused(f"{problem}; the owner allows {limits.epsilon:g}", OWNERS)

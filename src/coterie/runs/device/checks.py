@@ -23,13 +23,8 @@ from coterie.runs.device.limits import EXCHANGES, Limits
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
 
-_INDIFFERENT = {
-    "compare_with",
-    "description",
-    "paper",
-    "samples",
-    "memory",
-}  # what a resumption may have otherwise
+# what may differ when a run is resumed
+_INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,7 @@ class OutboundCheck:
     """The last check before a reply leaves: the owner's limits, and the account of earlier replies.
 
     Args:
-        prepared: What the reply is made with; its `Outbound` has the last word on the tensors
-            themselves.
+        prepared: What the reply is made with; its `Outbound` checks the tensors themselves.
         request: What is asked.
         limits: Of the owner.
         account: Of the device; None: nothing is counted.
@@ -65,16 +59,11 @@ class OutboundCheck:
             self.account.check(self._leaving("", None), self.limits)
 
     def record(self, encoded: bytes, metrics: Metrics) -> None:
-        """Write down what is about to leave. Raises Refused: it may not leave; SaveError: it
-        could not be written down.
-        """
+        """Write down what is about to leave. Raises Refused and SaveError: it may not leave."""
         if self.account is None:
             return
-        header = (
-            b""
-            if self.request.masked
-            else json.dumps([self.request.task, metrics], sort_keys=True).encode()
-        )
+        header = json.dumps([self.request.task, metrics], sort_keys=True).encode()
+        header = b"" if self.request.masked else header
         contents = blake2b(header + encoded, digest_size=16).hexdigest()
         self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
 
@@ -91,8 +80,8 @@ class OutboundCheck:
 
     @property
     def _cost(self) -> Cost | None:
-        """What the reply spends of the privacy of the client, or of each of its examples; None
-        where it has no noise, or needs none.
+        """The privacy of the client, or of each of its examples, that the reply spends; None where
+        it has no noise, or needs none.
         """
         privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
         if privacy is None or not privacy.noise or privacy.where == "central":
@@ -100,14 +89,11 @@ class OutboundCheck:
         if privacy.unit == "client":
             mu = 2 / privacy.noise  # any two updates are up to 2C apart
             return Cost(squared=mu * mu)
-        windows, expected = (
-            self.prepared.site.data[str(self.request.client)].train.windows,
-            self.prepared.recipe.training.batch_size,
-        )
+        windows = self.prepared.site.data[str(self.request.client)].train.windows
+        expected = self.prepared.recipe.training.batch_size
         steps = self.prepared.method.steps_of(windows, expected)
-        return Cost(
-            renyi=tuple(rdp_of_steps(rate_of(windows, expected), privacy.noise, steps).tolist())
-        )
+        divergences = rdp_of_steps(rate_of(windows, expected), privacy.noise, steps)
+        return Cost(renyi=tuple(divergences.tolist()))
 
     @property
     def _exchanges(self) -> int | None:
@@ -125,8 +111,8 @@ class OutboundCheck:
 
 
 def check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a method or data that a server names by a module, before it is imported: a device
-    runs only what its owner installed or allows.
+    """Refuse a method or data of a module that the owner neither installed nor allows, before it
+    is imported.
     """
     named = (
         ("method", "name", METHODS_GROUP, "methods", limits.methods),
@@ -150,15 +136,12 @@ def check_run(recipe: Recipe, limits: Limits) -> None:
     limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), method.rounds)
     if recipe.keep == "best":
         limits.check_keeping([task.__name__ for task in (method.score_and_keep, method.recall)])
-    if recipe.privacy is not None and (
-        recipe.privacy.where == "local" or recipe.privacy.unit == "example"
-    ):
-        limits.check_noise(recipe.privacy.noise, recipe.privacy.clip)
+    privacy = recipe.privacy
+    if privacy is not None and (privacy.where == "local" or privacy.unit == "example"):
+        limits.check_noise(privacy.noise, privacy.clip)
 
 
 def _same_recipe(section: Mapping[str, Any]) -> str:
-    """Digest of what of a recipe decides what a device does: it stays the same over a run,
-    however often that is resumed.
-    """
+    """Return a digest of what must stay the same in the recipe of a run that is resumed."""
     decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
     return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -3,8 +3,7 @@ and personal model in a folder of its own.
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,15 +14,14 @@ import torch
 from coterie.aggregation import secure
 from coterie.aggregation.noise import kept_key
 from coterie.client.site import Site
-from coterie.client.state import kept_round, recall
 from coterie.core import names
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.foreign import json_of
-from coterie.core.protocol import ClientId, State
-from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
+from coterie.core.protocol import ClientId
+from coterie.core.tensors import from_bytes, nbytes, to_bytes
+from coterie.core.threads import computing
 from coterie.data.chats.fields import is_template
 from coterie.engines.messages import Member, Reply, Request, failed, parsed
-from coterie.models import artifact
 from coterie.runs.device.account import ACCOUNT, Account
 from coterie.runs.device.checks import OutboundCheck, check_code, check_run
 from coterie.runs.device.limits import Limits
@@ -32,30 +30,15 @@ from coterie.runs.problems import loading
 from coterie.runs.problems.prepare import Prepared, outbound, prepare
 from coterie.runs.recipes import recipe as recipes
 
-_OWN = {
-    "data",
-    "flwr",
-    "secret",
-    "secret.lock",
-    "secret.new",
-    "resident.key",
-    "resident.log",
-    "resident.sock",
-    "supernode.log",
-}
+# files of a device that are no runs
+_OWN = {"data", "flwr", "secret", "secret.lock", "secret.new", "supernode.log"}
+_OWN |= {"resident.key", "resident.log", "resident.sock"}
 
 
 @lru_cache(maxsize=2)
 def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
-    """Return a server's recipe with what is on this machine; the last ones stay, where a process
-    lives on.
-
-    Args:
-        section: The recipe, as JSON.
-        data: Where the data are here.
-        base: Where the base model is here.
-        alone: Whether it is a device, with one client's layout at a time; otherwise one of many
-            that are simulated here.
+    """Return a server's recipe, given as JSON, with the data and the base on this machine; the last
+    ones stay loaded. `alone`: on a device; otherwise for many that are simulated here.
     """
     values = json_of(section, finite=False)
     if not alone:
@@ -73,9 +56,8 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
             "Canaries are only for runs whose data are all on one machine.",
         )
     problem = loading.load(recipe)
-    leaving = outbound(
-        recipe.model_copy(update={"attack": None}), (), secret=True
-    )  # a device does not let itself be told to lie
+    # a device does not let itself be told to lie
+    leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)
     site = Site(
         problem.build,
         {},
@@ -89,7 +71,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
 
 
 def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
-    """Return a server's recipe with the device's own places in the place of the server's."""
+    """Return a server's recipe with the device's own paths instead of the server's."""
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     template = places.get("chat_template")
     if template is not None and not is_template(str(template)):
@@ -144,11 +126,7 @@ class Device:
             problem, remedy = error.problem, error.remedy
         except Exception as error:  # the server gets any error as a reply
             problem, remedy = f"{type(error).__name__}: {error}", ""
-        turn = (
-            {}
-            if request is None
-            else {"task": request.task, "round": request.round, "number": request.number}
-        )
+        turn = {} if request is None else _turn_of(request)
         return failed(problem, remedy, client=self.client, **turn).model_dump_json(), b""
 
     def _answered(self, request: Request, body: bytes) -> tuple[Reply, bytes]:
@@ -163,7 +141,8 @@ class Device:
         folder, turn = self._folder(request), (request.round, request.number)
         memory = Memory(folder / "states" / names.encoded(client))
         tensors = from_bytes(body, f"request to {client!r}") if body else {}
-        with memory.alone(), _threads(request.threads or prepared.problem.threads):
+        threads = request.threads or prepared.problem.threads or torch.get_num_threads()
+        with memory.alone(), computing(threads):
             state, note = memory.before(turn, request.expects)
             reply_tensors, metrics = prepared.site.answer(
                 prepared.method,
@@ -174,41 +153,28 @@ class Device:
                 request.round,
                 request.phase,
             )
-            reply_tensors = (
-                {secure.UPDATE: secure.update(tensors, reply_tensors)}
-                if request.masked
-                else reply_tensors
-            )
+            if request.masked:
+                reply_tensors = {secure.UPDATE: secure.update(tensors, reply_tensors)}
             encoded = to_bytes(reply_tensors) if reply_tensors else b""
             door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
-                _keep(
-                    prepared,
-                    client,
-                    dict(state),
-                    tensors,
-                    request.round,
-                    folder / "clients" / names.encoded(client),
-                )
-        done = {"task": request.task, "round": request.round, "number": request.number}
-        return Reply(
-            client=client, metrics=metrics, state_bytes=nbytes(state), note=note, **done
-        ), encoded
+                owner = prepared.site.client(client, dict(state))
+                models = folder / "clients" / names.encoded(client)
+                prepared.keep(owner, tensors, request.round, models)
+        about = {"metrics": metrics, "state_bytes": nbytes(state), "note": note}
+        return Reply(client=client, **about, **_turn_of(request)), encoded
 
     def _outbound_check(
         self, prepared: Prepared, request: Request, client: ClientId
     ) -> OutboundCheck:
-        """Return the last check of a reply. In a simulation, where all are on one machine, it
-        counts only what secure aggregation needs.
+        """Return the last check of a reply. A simulated device, which shares its machine with the
+        others, has an account for secure aggregation alone.
         """
-        if self.index is None:
-            return OutboundCheck(prepared, request, self.limits, Account(self.home / ACCOUNT))
-        account = (
-            Account(self._folder(request) / "states" / names.encoded(client) / ACCOUNT)
-            if prepared.recipe.secure
-            else None
-        )
+        account: Account | None = Account(self.home / ACCOUNT)
+        if self.index is not None:
+            states = self._folder(request) / "states" / names.encoded(client)
+            account = Account(states / ACCOUNT) if prepared.recipe.secure else None
         return OutboundCheck(prepared, request, self.limits, account)
 
     def _prepared(self, request: Request) -> Prepared:
@@ -218,34 +184,27 @@ class Device:
             site = replace(prepared.site)
         else:
             check_code(request.recipe, self.limits)
-            prepared = _loaded(
-                section, None if self.data is None else str(self.data), self.base, alone=True
-            )
+            data = None if self.data is None else str(self.data)
+            prepared = _loaded(section, data, self.base, alone=True)
             check_run(prepared.recipe, self.limits)
             layout = prepared.method.layout(request.position, prepared.problem.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:
-            key = self._key() if self.index is None and site.outbound.noise is not None else b""
-            closed = self.secure or self.limits.secure or prepared.recipe.secure
-            noisy, by_examples, silent = (
-                self.limits.noisy,
-                self.limits.unit == "example",
-                not self.limits.scores,
+            drawn_here = self.index is None and site.outbound.noise is not None
+            site.outbound = replace(
+                site.outbound,
+                secure=self.secure or self.limits.secure or prepared.recipe.secure,
+                noisy=self.limits.noisy,
+                by_examples=self.limits.unit == "example",
+                silent=not self.limits.scores,
+                # what only this device knows: made once, and nobody else may read it
+                key=kept_key(self.home / "secret") if drawn_here else b"",
+                masked=request.masked,
             )
-            outbound = replace(
-                site.outbound, secure=closed, noisy=noisy, by_examples=by_examples, silent=silent
-            )
-            site.outbound = replace(outbound, key=key, masked=request.masked)
         return replace(prepared, site=site)
 
-    def _key(self) -> bytes:
-        """Return what only this device knows: 32 random bytes, made once, that nobody else may
-        read.
-        """
-        return kept_key(self.home / "secret")
-
     def _client(self, known: Sequence[ClientId]) -> ClientId:
-        """Which client this is. Raises DataError where the data do not tell, or do not have it."""
+        """Return which client this is. Raises DataError where the data do not tell, or lack it."""
         if self.index is not None:
             return known[self.index]
         if self.client is None and len(known) == 1:
@@ -261,9 +220,7 @@ class Device:
         return self.client
 
     def _folder(self, request: Request) -> Path:
-        """Return the folder of this run. Raises Refused for a run with the name of something
-        else of the device.
-        """
+        """Return the folder of this run. Raises Refused if its name is taken by another file."""
         if self.index is not None and request.folder:
             return Path(request.folder)
         folder = self.home / request.run
@@ -276,19 +233,9 @@ class Device:
         return folder
 
 
-def _keep(
-    prepared: Prepared, client: ClientId, state: State, tensors: Tensors, round: int, folder: Path
-) -> None:
-    """Write the personal model that a client has with these tensors."""
-    owner = prepared.site.client(client, state)
-    if (best_round := kept_round(owner)) is None:
-        owner.load(prepared.method.loadable(owner, tensors))
-    else:
-        recall(owner)
-        round = best_round
-    recipe = prepared.recipe
-    origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
-    prepared.problem.keep(folder, owner, prepared.site.layouts[client], origin)
+def _turn_of(request: Request) -> dict[str, Any]:
+    """Return what tells a reply's request from others."""
+    return {"task": request.task, "round": request.round, "number": request.number}
 
 
 def _member(prepared: Prepared, client: ClientId) -> Member:
@@ -305,14 +252,3 @@ def _member(prepared: Prepared, client: ClientId) -> Member:
         anchor=federation.anchors.index(client) if client in federation.anchors else None,
         labels=federation.labels.get(client),
     )
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    """Within the block PyTorch computes with so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(number or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -55,7 +55,7 @@ class Spent(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    count: int = Field(default=0, ge=0)  # entries; 0 of an account that an earlier coterie wrote
+    count: int = Field(default=0, ge=0)  # entries
     accepted: int = Field(default=0, ge=0)  # times that it went on although entries were missing
     squared: FiniteFloat = Field(default=0.0, ge=0)
     renyi: list[FiniteFloat] = []
@@ -81,7 +81,9 @@ class DeviceLedger(Spent):
         """
         self.squared += cost.squared
         if cost.renyi:
-            orders = _digest_of_orders()
+            from coterie.aggregation.accountant import ORDERS
+
+            orders = sha256(ORDERS.tobytes()).hexdigest()
             if self.renyi and self.orders != orders:
                 raise Refused(
                     "the account of this device was kept by another version of coterie",
@@ -97,12 +99,6 @@ class DeviceLedger(Spent):
         from coterie.aggregation.accountant import epsilon_of  # torch, which a start does without
 
         return epsilon_of(self.squared, np.array(self.renyi), delta)
-
-
-def _digest_of_orders() -> str:
-    from coterie.aggregation.accountant import ORDERS
-
-    return sha256(ORDERS.tobytes()).hexdigest()
 
 
 S = TypeVar("S", bound=Spent)
@@ -165,7 +161,7 @@ class LedgerFiles:
             raise _refused(f"{problem} ({type(error).__name__})") from None
 
     def recover(self) -> None:
-        """Write the account anew, with all that any whole file knows. Raises SaveError."""
+        """Write the account again, with all that any undamaged file knows. Raises SaveError."""
         anchors = {path: self._if_whole(path, Anchor) for path in self._anchors()}
         ledger = self._if_whole(self.path, DeviceLedger)
         for path, anchor in anchors.items():
@@ -186,8 +182,9 @@ class LedgerFiles:
             return kind()
 
     def write(self, ledger: DeviceLedger, run: str = "") -> None:
-        """Write an account with one entry more, of this run, and only then all anchors: whoever is
-        killed in between has an account that is ahead of them, which is no harm. Raises SaveError.
+        """Write an account with one more entry, of this run, and only then all anchors, so that a
+        process killed in between leaves an account ahead of them, which is no harm. Raises
+        SaveError.
         """
         ledger.count += 1
         _store(self.path, ledger)

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic_core import ErrorDetails
 
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.extras import require
 from coterie.core.foreign import read_text, yaml_of
 
-EXCHANGES = (
-    8  # answers in a round of a device that protects its owner, unless its owner says otherwise
-)
+# answers in a round of a device that protects its owner, unless its owner says otherwise
+EXCHANGES = 8
 OWNERS = "The owner of the device decides, in its file of limits (coterie client --limits)."
 
 
@@ -114,9 +114,7 @@ class Limits(BaseModel):
         return self.local_privacy is not None or self.epsilon is not None
 
     def check_installed(self) -> None:
-        """Refuse an epsilon that nobody could count here, and noise that nobody could draw. Raises
-        Refused.
-        """
+        """Refuse limits that need packages which are not installed. Raises Refused."""
         if self.epsilon is not None:
             require("limits.epsilon: counting what is spent", "privacy", "opacus")
         if self.noisy:
@@ -130,7 +128,7 @@ class Limits(BaseModel):
                 f"{method}",
                 OWNERS,
             )
-        if self.bases is not None and base is not None and base not in self.bases:
+        if self.bases is not None and base not in (None, *self.bases):
             raise Refused(
                 f"limits.bases: this device loads {', '.join(self.bases)}, not {base}", OWNERS
             )
@@ -142,9 +140,7 @@ class Limits(BaseModel):
             )
 
     def check_keeping(self, needed: Sequence[str]) -> None:
-        """Refuse a run with `keep: best` before it starts, where one of the tasks that this needs
-        is not allowed. Raises Refused.
-        """
+        """Refuse a run with `keep: best` that needs a task which is not allowed. Raises Refused."""
         if self.tasks is not None and (forbidden := [t for t in needed if t not in self.tasks]):
             raise Refused(
                 f"limits.tasks: this device does {', '.join(self.tasks)}; a run with keep: best "
@@ -154,23 +150,16 @@ class Limits(BaseModel):
 
     def check_noise(self, noise: float, clip: float) -> None:
         """Refuse local privacy that is less than the owner wants. Raises Refused."""
-        required = self.local_privacy
-        if required is not None and noise < required.noise_at_least:
-            raise Refused(
-                f"limits.local_privacy: this device wants z of at least "
-                f"{required.noise_at_least:g}, the run has {noise:g}",
-                OWNERS,
-            )
-        if (
-            required is not None
-            and required.clip_at_most is not None
-            and clip > required.clip_at_most
-        ):
-            raise Refused(
-                f"limits.local_privacy: this device wants C of at most {required.clip_at_most:g}, "
-                f"the run has {clip:g}",
-                OWNERS,
-            )
+        if self.local_privacy is None:
+            return
+        least, most = self.local_privacy.noise_at_least, self.local_privacy.clip_at_most
+        problem = ""
+        if noise < least:
+            problem = f"z of at least {least:g}, the run has {noise:g}"
+        elif most is not None and clip > most:
+            problem = f"C of at most {most:g}, the run has {clip:g}"
+        if problem:
+            raise Refused(f"limits.local_privacy: this device wants {problem}", OWNERS)
 
     def check_task(self, task: str, round: int, rounds: int) -> None:
         """Refuse a task, or a round that the run does not have. Raises Refused."""
@@ -205,17 +194,13 @@ def read(path: Path) -> Limits:
     try:
         return Limits.model_validate(values)
     except ValidationError as error:
-        mistakes = [
-            f"{'.'.join(map(str, e['loc'])) or 'it'}: {_readable(e['type'], e['msg'])}"
-            for e in error.errors()
-        ]
-        raise RecipeError(f"limits {path}", mistakes) from None
+        raise RecipeError(f"limits {path}", list(map(_readable, error.errors()))) from None
 
 
-def _readable(kind: str, message: str) -> str:
-    known, message = ", ".join(Limits.model_fields), message.removeprefix("Value error, ")
-    return (
-        f"unknown key; there are {known}"
-        if kind == "extra_forbidden"
-        else message[0].lower() + message[1:]
-    )
+def _readable(error: ErrorDetails) -> str:
+    """Return one mistake in the terms of the file."""
+    message = error["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    if error["type"] == "extra_forbidden":
+        message = f"unknown key; there are {', '.join(Limits.model_fields)}"
+    return f"{'.'.join(map(str, error['loc'])) or 'it'}: {message}"

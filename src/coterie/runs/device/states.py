@@ -34,8 +34,8 @@ class Memory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within the block no other process has this memory: one that is late with a former
-        request would undo what came after it.
+        """Lock this memory within the block: a process that is late with an earlier request would
+        undo what came after it.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
@@ -43,12 +43,12 @@ class Memory:
 
     def turns(self) -> dict[Turn, Path]:
         """Return the states that there are, from the oldest."""
-        turn_folders = {
+        states = {
             (int(m[1]), int(m[2])): path
             for path in self.folder.glob("round-*")
             if (m := _STATE.fullmatch(path.name))
         }
-        return dict(sorted(turn_folders.items()))
+        return dict(sorted(states.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
         """Return the newest whole state before a turn, and what the server should know of it; {}
@@ -71,12 +71,9 @@ class Memory:
             except CoterieError as error:
                 note = f"skipped a damaged state ({error.problem}); "
                 continue
-            older = expects is not None and then < expects
-            return state, (
-                f"{note}continues from its state of round {then[0] + 1}"[-_MOST_NOTE:]
-                if note or older
-                else ""
-            )
+            if note or (expects is not None and then < expects):
+                note += f"continues from its state of round {then[0] + 1}"
+            return state, note[-_MOST_NOTE:]
         if turns and not note and expects is not None:
             oldest = next(iter(turns))[0] + 1
             raise TensorError(
@@ -84,28 +81,19 @@ class Memory:
                 f"{oldest} on",
                 "Resume the run from its newest checkpoint, or start a new one with another --out.",
             )
-        return {}, (
-            f"{note}starts from the beginning: it has no state of this run"[-_MOST_NOTE:]
-            if note or expects is not None
-            else ""
-        )
+        if note or expects is not None:
+            note += "starts from the beginning: it has no state of this run"
+        return {}, note[-_MOST_NOTE:]
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn. Delete later states, and those older than any that a server
-        may go back to.
-
-        Args:
-            turn: Just done.
-            state: After it.
-            kept: Rounds since this one may be asked for again.
+        """Write the state after a turn. Delete later states, and those older than what a server may
+        go back to: rounds from `kept` on may be asked for again.
         """
         save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
         turns = self.turns()
         for then in [then for then in turns if then > turn]:
             turns.pop(then).unlink()
         old = [then for then in turns if then < (kept, 0)]
-        for path in [
-            *(turns[then] for then in old[:-1]),
-            *self.folder.glob("round-*.new"),
-        ]:  # those of a process that was killed, too
+        # and the files of a process that was killed
+        for path in [*(turns[then] for then in old[:-1]), *self.folder.glob("round-*.new")]:
             path.unlink()

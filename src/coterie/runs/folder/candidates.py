@@ -23,25 +23,15 @@ from coterie.runs.recipes.recipe import Recipe
 UNFIT = "unfit.json"  # in the folder of a run that has no result: why
 CANDIDATE = "candidate.json"  # in that of a run which a search began, and did not choose (yet)
 _LARGE = ("checkpoints", "clients", "tensorboard")
-_BESIDE = {
-    "name",
-    "description",
-    "paper",
-    "seed",
-    "compare_with",
-    "samples",
-    "memory",
-    "threads",
-    "curve_every",
-}  # what does not change what a run measures
+# what does not change what a run measures
+_BESIDE = {"name", "description", "paper", "seed", "compare_with"}
+_BESIDE |= {"samples", "memory", "threads", "curve_every"}
 
 
 def digest(recipe: Recipe) -> str:
-    """Return what tells runs apart that measure something else: of all fields that matter, also
-    those that have their defaults, as what is measured changes with these.
-
-    Fields that are null are left out, so that runs are found again when a recipe gets a field more
-    that does nothing unless it is set.
+    """Return what tells runs apart that measure something else: all fields that matter, those
+    with their default values too. Fields that are null are left out, so that runs are found again
+    when recipes get a new field.
     """
     settings = asdict(recipe.build_method()).items()
     method = {key: value for key, value in settings if value is not None}
@@ -57,16 +47,12 @@ def folder_of(recipe: Recipe, root: Path) -> Path:
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether a run has a result, or is known to come to none. Raises CheckpointError where the
-    result is damaged.
-    """
+    """Whether a run has a result or is known to have none. Raises CheckpointError."""
     return (folder / UNFIT).exists() or RecordedInputs(folder).done()
 
 
 def mark(folder: Path) -> None:
-    """Note that a run begins for a search alone; one that has begun already is left as it is.
-    Raises SaveError.
-    """
+    """Note that a run which has not begun is only for a search. Raises SaveError."""
     if not (folder / RECIPE).exists():
         write_json(folder / CANDIDATE, {"keeps": "its result, and no models unless it is chosen"})
 

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,11 @@ from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.files import (
     digest_later,
     load,
-    nbytes_of_file,
     read_json,
     save,
     write_atomically,
     write_json,
 )
-from coterie.core.names import encoded
 from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import nbytes, to_bytes
@@ -39,9 +37,7 @@ class _About(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     round: int = Field(ge=0)
-    states: int = Field(default=0, ge=0)  # how many clients have one
-    # of versions in which each client's state was a file of its own
-    clients: list[ClientId] = []
+    states: int = Field(ge=0)  # how many clients have one
     recipe: dict[str, Any]
     progress: dict[str, Any]
 
@@ -56,7 +52,7 @@ class _Index(BaseModel):
 
     @classmethod
     def of(cls, states: Stored) -> "_Index":
-        """Return that of states which are all in packs."""
+        """Return the index of states which are all in packs."""
         numbers = {path: k for k, path in enumerate(states.digests)}
         entries = {i: entry for i in states if (entry := states.entry(i)) is not None}
         return cls(
@@ -74,14 +70,8 @@ class _Index(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two rounds.
-
-    Args:
-        round: Rounds done.
-        server: The server's state.
-        clients: The clients' states. Packs are linked to; states in them are read when they are
-            asked for.
-        progress: What else the run carries on: traffic, curves, seconds. JSON values.
+    """A run between two rounds: the rounds done, the states of server and clients, and its progress
+    as JSON values. States of clients are read when they are asked for.
     """
 
     round: int
@@ -102,10 +92,8 @@ class Checkpoints:
         self.folder, self.recipe = folder, dict(recipe)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint and drop all but the newest two; returns its folder.
-
-        Raises:
-            SaveError: It could not be written (a full disk); the former ones are unchanged.
+        """Write a checkpoint, delete all but the newest two, and return its folder. Raises
+        SaveError; the former ones are unchanged then.
         """
         final = self.folder / f"round-{checkpoint.round:05d}"
         new = self.folder / f"{final.name}.new"
@@ -236,34 +224,20 @@ def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, st
 
 
 def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
-    """Return the clients' states of a checkpoint, in packs that are as they were written. Raises
+    """Return the clients' states of a checkpoint, in packs whose checksums are right. Raises
     CheckpointError.
     """
-    if about.clients:
-        files = {i: folder / _PACKS / f"{encoded(i)}.safetensors" for i in about.clients}
-        digests = _checked(folder, [path.name for path in files.values()], sums)
-        return Stored(
-            {i: Entry(p, 0, p.stat().st_size, nbytes_of_file(p)) for i, p in files.items()}, digests
-        )
     if not about.states:
         return Stored({})
     check_sums(folder, [_CLIENTS], sums)
     try:
         index = _Index.model_validate(read_json(folder / _CLIENTS))
-        return Stored(index.entries(folder / _PACKS), _checked(folder, index.packs, sums))
+        files = [f"{_PACKS}/{name}" for name in index.packs]
+        check_sums(folder, files, sums)
+        digests = {folder / file: _known(sums[file]) for file in files}
+        return Stored(index.entries(folder / _PACKS), digests)
     except (ValidationError, IndexError) as error:
         raise CheckpointError(f"{folder / _CLIENTS} is damaged ({error})") from None
-
-
-def _checked(
-    folder: Path, names: Sequence[str], sums: Mapping[str, str]
-) -> dict[Path, "Future[str]"]:
-    """Return the SHA-256 of packs of a checkpoint. Raises CheckpointError where they are not as
-    they were.
-    """
-    files = [f"{_PACKS}/{name}" for name in names]
-    check_sums(folder, files, sums)
-    return {folder / file: _known(sums[file]) for file in files}
 
 
 def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
@@ -287,9 +261,7 @@ def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or a folder's entries, to disk, so that it, or a rename, survives a power
-    cut.
-    """
+    """Bring a file, or a folder's entries, to disk: a power cut loses neither it nor a rename."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

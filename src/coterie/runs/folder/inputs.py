@@ -17,11 +17,10 @@ from coterie.models.architecture import files_of
 from coterie.runs.problems.prepare import Prepared
 
 INPUTS = "inputs.json"
-_MEANT = (
+REMEDY = (
     "If this is intended, continue with what there is now: --resume-changed. Otherwise "
-    "restore the original, or choose "
+    "restore the original, or choose another --out."
 )
-REMEDY = _MEANT + "another --out."
 _FEW = 5  # changes that a message lists
 
 
@@ -48,7 +47,7 @@ class Inputs(BaseModel):
 
     @classmethod
     def of(cls, prepared: Prepared) -> "Inputs":
-        """Those of a recipe that is prepared: all that is on this machine is read once.
+        """Return those of a prepared recipe: all that is on this machine is read once.
 
         Raises:
             DataError: A file of a base cannot be read any more.
@@ -62,14 +61,10 @@ class Inputs(BaseModel):
             for base in problem.bases
         }
         later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
-        clients = (
-            {
-                i: {split.name: split.digest() for split in data.splits}
-                for i, data in everyone.items()
-            }
-            if here
-            else {}
-        )
+        clients = {
+            i: {split.name: split.digest() for split in data.splits}
+            for i, data in (everyone if here else {}).items()
+        }
         try:
             bases = {
                 base: {name: digest.result() for name, digest in of.items()}
@@ -92,22 +87,20 @@ class Inputs(BaseModel):
 
 
 def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """How named contents differ."""
-    differing = (
-        name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)
-    )
-    return [f"{name} {_change(name in before, name in now)}" for name in differing]
-
-
-def _change(was: bool, stays: bool) -> str:
-    """Return what became of one content that is not the same."""
-    return ("has changed content" if was else "is new") if stays else "no longer exists"
+    """Return how named contents differ."""
+    changes = []
+    for name in sorted(before.keys() | now.keys()):
+        if name not in now:
+            changes.append(f"{name} no longer exists")
+        elif before.get(name) != now[name]:
+            changes.append(f"{name} {'has changed content' if name in before else 'is new'}")
+    return changes
 
 
 def _clients(
     before: Mapping[ClientId, Mapping[str, str]], now: Mapping[ClientId, Mapping[str, str]]
 ) -> list[str]:
-    """How clients and their data differ."""
+    """Return how clients and their data differ."""
     differences = [f"client {i!r} no longer exists" for i in before if i not in now]
     differences += [f"client {i!r} is new" for i in now if i not in before]
     both = [i for i in before if i in now]
@@ -120,11 +113,7 @@ def _clients(
 
 
 class RecordedInputs:
-    """The record of the inputs and the result in a run's folder, with checksums.
-
-    Args:
-        folder: The run's.
-    """
+    """The record of the inputs and the result in a run's folder, with checksums."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -134,11 +123,8 @@ class RecordedInputs:
         return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
 
     def check(self, now: Inputs) -> None:
-        """Refuse to continue with other inputs than the run began with; a run that has not begun
-        accepts any.
-
-        Raises:
-            CheckpointError: Naming what changed; or what the run began with is not known.
+        """Refuse to continue with other inputs than the run began with, if it has begun. Raises
+        CheckpointError: naming what changed, or that it is unknown.
         """
         if not self.begun():
             return
@@ -150,9 +136,7 @@ class RecordedInputs:
             )
 
     def check_bases(self, now: Inputs) -> None:
-        """Refuse what a run has learned on another base than there is now, as far as it is
-        known. Raises CheckpointError.
-        """
+        """Refuse a run that is known to be trained on another base. Raises CheckpointError."""
         try:
             before = self._inputs()
         except CheckpointError:
@@ -183,9 +167,7 @@ class RecordedInputs:
         self._sum([INPUTS])
 
     def accept(self, inputs: Inputs) -> None:
-        """Record the inputs that the run continues with, and what has changed. An existing result
-        is kept. Raises SaveError.
-        """
+        """Record the inputs that the run continues with, and what has changed. Raises SaveError."""
         done = self.done()
         try:
             before = self._inputs()
@@ -201,14 +183,8 @@ class RecordedInputs:
         self._sum([INPUTS, RESULT])
 
     def _sum(self, names: Sequence[str]) -> None:
-        write_sums(
-            self.folder,
-            {
-                name: digest_of(self.folder / name)
-                for name in names
-                if (self.folder / name).exists()
-            },
-        )
+        existing = [name for name in names if (self.folder / name).exists()]
+        write_sums(self.folder, {name: digest_of(self.folder / name) for name in existing})
 
     def done(self) -> bool:
         """Whether the run has ended with the result that is in the folder.
@@ -218,11 +194,10 @@ class RecordedInputs:
         """
         try:
             sums = read_sums(self.folder)
-        except CheckpointError:  # which `check` tells of
+        except CheckpointError:  # which `check` reports
             return False
-        if (
-            RESULT not in sums or not (self.folder / RESULT).exists()
-        ):  # it was killed right behind writing it, or it was deleted
+        # not in the sums if the run was killed right after writing it
+        if RESULT not in sums or not (self.folder / RESULT).exists():
             return False
         try:
             check_sums(self.folder, [RESULT], sums)

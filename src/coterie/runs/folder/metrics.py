@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,11 @@ METRICS = "metrics.jsonl"
 
 
 def check_metrics(folder: Path, position: int, digest: str | None) -> None:
-    """Refuse to continue if the metrics up to a checkpoint are lost.
-
-    Args:
-        folder: The run's.
-        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from.
-        digest: Their SHA-256; None where nothing is known.
-
-    Raises:
-        CheckpointError: The file is missing, shorter, or begins otherwise.
+    """Refuse to continue if the metrics up to a checkpoint, so many bytes with this SHA-256, are
+    missing or differ. Raises CheckpointError.
     """
-    path, remedy = (
-        folder / METRICS,
-        "Restore the file, or continue without what is lost: --resume-changed.",
-    )
+    path = folder / METRICS
+    remedy = "Restore the file, or continue without what is lost: --resume-changed."
     try:
         with opened(path) as file:
             content = file.read(position)
@@ -40,11 +32,11 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})", remedy) from None
     if len(content) < position:
-        problem = (
+        raise CheckpointError(
             f"{path} has {len(content):,} bytes, but had {position:,} when the checkpoint was "
-            f"written"
+            f"written: metrics of the rounds before it are lost",
+            remedy,
         )
-        raise CheckpointError(f"{problem}: metrics of the rounds before it are lost", remedy)
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(
             f"{path} is damaged: its first {position:,} bytes are not those that were written",
@@ -83,64 +75,52 @@ class MetricsFile:
     def write(
         self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]
     ) -> None:
-        """One line, and one TensorBoard scalar for every number in `values`."""
+        """Write a line, and a TensorBoard scalar for every number in `values`."""
         line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
-        try:
-            written = (json.dumps(line, ensure_ascii=False) + "\n").encode(
-                errors="backslashreplace"
-            )  # as JSON escapes halves of pairs
+        text = json.dumps(line, ensure_ascii=False) + "\n"
+        written = text.encode(errors="backslashreplace")  # as JSON escapes halves of pairs
+        with self._writing():
             self._file.write(written)
             self._digest.update(written)
-            for name, value in values.items():
+            for name, value in values.items() if self._events is not None else ():
                 if isinstance(value, int | float):
                     self._events.add_scalar(f"{kind}/{name}/{client}", value, step)
-        except OSError as error:
-            raise SaveError(
-                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
-            ) from error
 
     def flush(self) -> tuple[int, str]:
-        """Bring everything to disk; returns the length of metrics.jsonl in bytes and its
-        SHA-256.
-        """
-        try:
+        """Bring everything to disk; return the length of metrics.jsonl in bytes and its SHA-256."""
+        with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
-            self._events.flush()
+            if self._events is not None:
+                self._events.flush()
+        return self._file.tell(), self._digest.hexdigest()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise SaveError where the block cannot write."""
+        try:
+            yield
         except OSError as error:
             raise SaveError(
                 f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
             ) from error
-        return self._file.tell(), self._digest.hexdigest()
 
     def close(self) -> None:
         self._file.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
 
 
 _WRITABLE = "Check the permissions of that folder, and that the disk is not full."
 
 
 def _events(folder: Path, purge: int | None) -> Any:
-    """TensorBoard's writer; one that writes nothing where it is not installed. Raises OSError."""
+    """Return TensorBoard's writer; None where it is not installed. Raises OSError."""
     if not available("tensorboard"):
-        return _NoEvents()
+        return None
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=purge)
-
-
-class _NoEvents:
-    """A writer that writes nothing."""
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Forget a figure, which is in metrics.jsonl."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +129,7 @@ class Released:
     does.
 
     A server that goes back to a checkpoint does rounds again. The same result with the same noise
-    tells nothing new, another one does, and counts besides what had left before.
-
-    Args:
-        path: The file.
+    reveals nothing new; another one does, and counts in addition to what had left before.
     """
 
     path: Path
@@ -177,19 +154,12 @@ class Released:
             raise CheckpointError(problem, "Start a new run, with another --out.") from None
 
     def add(self, result: Mapping[str, Any], since: int) -> bool:
-        """Write down a result; returns whether it is new.
-
-        Args:
-            result: As `since` returns them.
-            since: The first round that may be done again: what left before it is not kept here.
-
-        Raises:
-            SaveError: It could not be written.
+        """Write down a result like those of `since`; return whether it is new. Results before the
+        first round that may be done again are dropped. Raises SaveError.
         """
         known = self.since(since)
         if result in known:
             return False
-        write_atomically(
-            self.path, "".join(json.dumps(line) + "\n" for line in [*known, result]).encode()
-        )
+        lines = "".join(json.dumps(line) + "\n" for line in [*known, result])
+        write_atomically(self.path, lines.encode())
         return True

@@ -13,12 +13,8 @@ from coterie.core.tensors import Named, Tensors, prefixed, under
 
 @dataclass(frozen=True)
 class Exchange:
-    """The observations of one training exchange.
-
-    Args:
-        round: Counted from 0.
-        tensors: `to/<client>/<name>` and `from/<client>/<name>`; `*` stands for the client where
-            all are alike.
+    """The observations of one training exchange of a round: tensors `to/<client>/<name>` and
+    `from/<client>/<name>`, with `*` for the client where all are alike.
     """
 
     round: int
@@ -36,12 +32,8 @@ class Exchange:
 
 
 class Observations:
-    """The folder `audit/` of a run: what was sent in the last training exchanges, for
-    `coterie audit`. It never leaves this machine.
-
-    Args:
-        folder: Where.
-        most: Exchanges that are kept; None: all.
+    """The folder `audit/` of a run: what was sent in so many of the last training exchanges (None:
+    in all), for `coterie audit`. It never leaves this machine.
     """
 
     def __init__(self, folder: Path, most: int | None) -> None:
@@ -54,10 +46,8 @@ class Observations:
         to: Mapping[ClientId, Named],
         received: Mapping[ClientId, Named],
     ) -> None:
-        """Write what was sent in one exchange, in place of one of the same number, and let go of
-        the oldest. Raises SaveError.
-        """
-        tensors = _told("to", to) | _told("from", received)
+        """Write what was sent in one exchange, and delete the oldest. Raises SaveError."""
+        tensors = _packed("to", to) | _packed("from", received)
         save(self.folder / f"round-{round:05d}-{phase:03d}.safetensors", tensors, lasting=False)
         for old in self._all()[: -self._most] if self._most is not None else ():
             old.unlink(missing_ok=True)
@@ -66,21 +56,17 @@ class Observations:
         return sorted(self.folder.glob("round-*-*.safetensors"))
 
     def before(self, round: int) -> list[Exchange]:
-        """Return those of the rounds before this one, from the oldest: what a checkpoint knows
-        of. Raises CheckpointError.
-        """
+        """Return those of the rounds before this one, the oldest first. Raises CheckpointError."""
         exchanges = [Exchange(int(path.name.split("-")[1]), load(path)[0]) for path in self._all()]
         return [exchange for exchange in exchanges if exchange.round < round]
 
 
-def _told(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
-    """Return the messages of one direction as one set of tensors; one that all have alike is there
-    once.
+def _packed(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
+    """Return the messages of one direction as one set of tensors, with a message that is the same
+    for all clients only once.
     """
     received = list(messages.values())
-    if len(received) > 1 and all(
-        message is received[0] or _same(message, received[0]) for message in received
-    ):
+    if len(received) > 1 and all(_same(message, received[0]) for message in received):
         return prefixed(f"{direction}/*", received[0])
     return {
         name: t

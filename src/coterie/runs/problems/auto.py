@@ -89,7 +89,7 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
 
 
 def batch_of(texts: Texts, context: int) -> tuple[int, str]:
-    """Return windows in a batch, and why: the most, up to 8, of which three epochs still make 100
+    """Return windows in a batch, and why: the most, up to 8, with which three epochs are still 100
     iterations.
     """
     fits = EPOCHS * texts.mean / (context * ENOUGH)
@@ -113,17 +113,10 @@ def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, 
 def rows_that_fit(
     base: str, context: int, dtype: str, memory: float, quantised: str | None = None
 ) -> int:
-    """Return how many windows about fit into memory in a training step.
+    """Return how many windows about fit into memory (bytes) in a training step.
 
     A block keeps about 17 values for each position and unit of its width (Korthikanti et al., 2022,
     Section 4.1: 34 bytes at two bytes a value, with attention that is not kept).
-
-    Args:
-        base: Of which only the shapes count.
-        context: Tokens of a window.
-        dtype: `fp32` or `bf16`.
-        memory: Bytes, for weights and activations.
-        quantised: Bits of the blocks' weights, if not those of the dtype.
     """
     shape, size = Architecture.from_base(base), 4 if dtype == "fp32" else 2
     each = float(size) if quantised is None else bytes_per_weight(quantised)
@@ -180,12 +173,16 @@ def _power_above(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
+def resolved(
+    recipe: Recipe, folder: Path | None = None, *, devices: bool = False
+) -> tuple[Recipe, str]:
     """Return a recipe with a value for each field that was `auto`, and a line that says which.
 
     Args:
         recipe: As it was given.
         folder: Of a run that is resumed: it keeps what was chosen then.
+        devices: Whether the texts are on devices: the learning rate is chosen by the base then,
+            and all else are fixed values.
 
     Raises:
         Refused: The base or the data cannot be used.
@@ -194,10 +191,26 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
         return recipe, ""
     if (before := _before(recipe, folder)) is not None:
         return changed(recipe, before), ""
-    section = _language(recipe)
+    section, choices = _language(recipe), dict[str, tuple[Any, str]]()
+    if LR in recipe.auto:
+        choices[LR] = learning_rate(section.base)
+    if devices:
+        fixed = {key: value for key, value in UNSEEN.items() if key in recipe.auto}
+        choices = {key: (value, "the text is on devices") for key, value in fixed.items()} | choices
+    else:
+        _choose_by_text(recipe, section, choices)
+    values = {key: value for key, (value, _) in choices.items()}
+    parts = [f"{key} {v:g} ({why})" for key, (v, why) in choices.items() if v is not None]
+    line = f"chosen: {', '.join(parts)}" if parts else ""
+    return changed(recipe, values | {"auto": []}), line
+
+
+def _choose_by_text(
+    recipe: Recipe, section: LanguageSection, choices: dict[str, tuple[Any, str]]
+) -> None:
+    """Add the values that depend on the clients' texts and on this machine. Raises Refused."""
     rounds, given = recipe.build_method().rounds, recipe.model_dump(mode="json")
     texts, device = texts_of(recipe), pick_device(section.device)
-    choices: dict[str, tuple[Any, str]] = {}
 
     def value(key: str, choice: tuple[Any, str]) -> Any:
         if key not in recipe.auto:
@@ -206,7 +219,6 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
         return choice[0]
 
     limit = int(configuration(section.base).max_position_embeddings)
-    value(LR, learning_rate(section.base) if LR in recipe.auto else (0, ""))
     context = value(CONTEXT, context_of(texts, limit))
     batch = value(BATCH, batch_of(texts, context))
     memory = half_of_memory(torch.device(device))
@@ -215,25 +227,6 @@ def resolved(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
     value(MICRO_BATCH, micro_batch_of(batch, rows))
     if rounds and not recipe.method.get("local_epochs"):
         value(STEPS, steps_of(texts, context, batch, rounds))
-    return changed(recipe, {k: v for k, (v, _) in choices.items()} | {"auto": []}), _said(choices)
-
-
-def resolved_remotely(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
-    """As `resolved`, at a server that has no text: the learning rate by the base, and fixed values
-    of all else. Raises ModelError.
-    """
-    if not recipe.auto:
-        return recipe, ""
-    if (before := _before(recipe, folder)) is not None:
-        return changed(recipe, before), ""
-    choices: dict[str, tuple[Any, str]] = {
-        key: (value, "the text is on devices")
-        for key, value in UNSEEN.items()
-        if key in recipe.auto
-    }
-    if LR in recipe.auto:
-        choices[LR] = learning_rate(_language(recipe).base)
-    return changed(recipe, {k: v for k, (v, _) in choices.items()} | {"auto": []}), _said(choices)
 
 
 def _language(recipe: Recipe) -> LanguageSection:
@@ -246,18 +239,10 @@ def _language(recipe: Recipe) -> LanguageSection:
 
 def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
     """Return what a run that began in a folder had chosen; None where none has."""
-    paths = (
-        [] if folder is None else [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
-    )
+    if folder is None:
+        return None
+    paths = [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
     if (path := next((path for path in paths if path.is_file()), None)) is None:
         return None
     then = recipes.read(path)
     return {key: dotted.value_at(then, key) for key in recipe.auto} | {"auto": []}
-
-
-def _said(choices: Mapping[str, tuple[Any, str]]) -> str:
-    """Return what was chosen, in one line."""
-    parts = [
-        f"{key} {value:g} ({why})" for key, (value, why) in choices.items() if value is not None
-    ]
-    return f"chosen: {', '.join(parts)}" if parts else ""

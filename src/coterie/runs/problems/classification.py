@@ -1,6 +1,5 @@
 """Classifiers on the labelled examples of a recipe."""
 
-import os
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,11 +13,10 @@ from coterie.core.metrics import ACCURACY
 from coterie.core.tensors import Tensors, nbytes, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
-from coterie.data.partition import Partitioner
 from coterie.models import artifact
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import save_classifier
-from coterie.models.common import CommonExpert, Normalisation, trained
+from coterie.models.common import CommonExpert
 from coterie.models.generalising import (
     AdversarialClassifier,
     AdversarialLayout,
@@ -27,24 +25,23 @@ from coterie.models.generalising import (
     StochasticLayout,
 )
 from coterie.models.layout import CommonLayout, Layout, PoolLayout
-from coterie.models.network_tensors import load, statistics
+from coterie.models.network_tensors import statistics
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.pool import PoolClassifier
 from coterie.models.text import TextShape
 from coterie.runs.problems.problem import LearningProblem
-from coterie.runs.recipes.sections import ClassifierSection, CommonSection, TextClassifierSection
+from coterie.runs.recipes.sections import ClassifierSection, TextClassifierSection
 
 
 @dataclass
 class Classification(LearningProblem):
-    """Classifiers of images or of texts: every client has a whole network, or a share of a pool of
-    them.
+    """Classifiers of images or of texts: every client has a whole network, or a share of a pool.
 
     Args:
-        shape: Of a network.
-        common: The expert that everybody has, where the recipe names one.
-        section: Of the recipe.
-        names: Of the classes, if they have some.
+        shape: The shape of a network.
+        common: The expert that everybody has, if the recipe names one.
+        section: The recipe's section.
+        names: The names of the classes, if they have any.
     """
 
     shape: Shape
@@ -74,8 +71,7 @@ class Classification(LearningProblem):
             )
         if self.common is None and isinstance(layout, CommonLayout):
             raise ModelError(
-                f"method.name: {method} needs a common expert",
-                "Give it: model.common.",
+                f"method.name: {method} needs a common expert", "Give it: model.common."
             )
         self._start(layout.start if isinstance(layout, PoolLayout) else self.section.start)
 
@@ -86,48 +82,38 @@ class Classification(LearningProblem):
         return self._model(layout, torch.device("cpu"))
 
     def _model(self, layout: Layout, device: torch.device) -> Classifier | PoolClassifier:
+        shape, common, section = self.shape, self.common, self.section
+        if isinstance(layout, PoolLayout):
+            start = self._start(layout.start)
+            return PoolClassifier(shape, layout, common, start, section.gate_width, device)
+        if isinstance(layout, CommonLayout):
+            assert common is not None
+            return common.classifier(device)
+        start = self._start(section.start)
         match layout:
-            case PoolLayout():
-                return PoolClassifier(
-                    self.shape,
-                    layout,
-                    self.common,
-                    self._start(layout.start),
-                    self.section.gate_width,
-                    device,
-                )
             case StochasticLayout():
-                return StochasticClassifier(
-                    self.shape, layout, device, self._start(self.section.start), self._shared
-                )
+                return StochasticClassifier(shape, layout, device, start, self._shared)
             case AdversarialLayout():
-                return AdversarialClassifier(
-                    self.shape, layout, device, self._start(self.section.start), self._shared
-                )
-            case CommonLayout():
-                assert self.common is not None
-                return self.common.classifier(device)
+                return AdversarialClassifier(shape, layout, device, start, self._shared)
             case _:
-                return Classifier(self.shape, device, self._start(self.section.start), self._shared)
+                return Classifier(shape, device, start, self._shared)
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
-        """Where networks start: None for at random. Raises ModelError for a common expert that
-        is there not, or another network.
+        """Return the initial tensors of networks; None: random ones. Raises ModelError for a
+        common expert that is missing, or has another network.
         """
-        start = self.common.tensors if choice != "random" and self.common is not None else None
-        if start is not None:
+        if choice != "random" and self.common is not None:
             network = self.shape.build("meta")
             needed = dict(network.named_parameters()) | statistics(network)
-            if {name: t.shape for name, t in needed.items()} != {
-                name: t.shape for name, t in start.items()
-            }:
-                start = None
-        if choice == "common" and start is None:
+            shapes = {name: t.shape for name, t in self.common.tensors.items()}
+            if shapes == {name: t.shape for name, t in needed.items()}:
+                return self.common.tensors
+        if choice == "common":
             raise ModelError(
                 "start: common, but the common expert has a different network",
                 "Leave model.common.network out, or start at random.",
             )
-        return start
+        return None
 
     @property
     def _shared(self) -> bool:
@@ -142,11 +128,9 @@ class Classification(LearningProblem):
 
     @property
     def fingerprint(self) -> str | None:
-        return (
-            None
-            if self.common is None
-            else blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
-        )
+        if self.common is None:
+            return None
+        return blake2b(to_bytes(self.common.tensors), digest_size=8).hexdigest()
 
     @property
     def bases(self) -> tuple[str, ...]:
@@ -161,64 +145,17 @@ class Classification(LearningProblem):
         return self.trainable(layout).flops()
 
     def scores(self, layout: Layout) -> Tensors:
-        choices = (
-            {"choices": torch.empty(2, self.shape.classes, layout.pool, dtype=torch.float64)}
-            if isinstance(layout, PoolLayout)
-            else {}
-        )
-        return super().scores(layout) | choices
+        scores = super().scores(layout)
+        if not isinstance(layout, PoolLayout):
+            return scores
+        choices = torch.empty(2, self.shape.classes, layout.pool, dtype=torch.float64)
+        return scores | {"choices": choices}
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         assert isinstance(client.model, Classifier | PoolClassifier)
         assert isinstance(client.data.test, ExampleSplit)
-        model = (
-            client.model.plain() if isinstance(client.model, ExtendedClassifier) else client.model
-        )
+        model: Classifier | PoolClassifier | None = client.model
+        if isinstance(model, ExtendedClassifier):
+            model = model.plain()
         if model is not None:  # of texts with a head of their own nothing plain predicts alike
             save_classifier(folder, client.id, model, client.data.test, self.names, origin)
-
-
-def _trained_here(section: CommonSection | None) -> bool:
-    return section is not None and section.pretraining is not None
-
-
-def _common(
-    section: CommonSection | None,
-    shape: NetworkShape | TextShape,
-    federation: Federation,
-    data: Partitioner,
-    device: str,
-) -> CommonExpert | None:
-    """Return the common expert of a recipe. Raises Refused."""
-    if section is None:
-        return None
-    if section.path is not None:
-        preprocessing = (
-            Normalisation(section.mean, section.std)
-            if section.mean is not None and section.std is not None
-            else None
-        )
-        tensors, here = load(_below(section.path), shape), Normalisation(data.mean, data.std)
-        return CommonExpert(shape, tensors, device, here, preprocessing)
-    if section.pretraining is None:
-        if isinstance(shape, TextShape):  # its base is pretrained
-            return CommonExpert(shape, shape.initial(0), device)
-        raise ModelError(
-            "model.common: gives neither a path nor pretraining",
-            "Give model.common.path, or model.common.pretraining with data.public.",
-        )
-    if federation.public is None:
-        raise ModelError(
-            "model.common.pretraining: the data have no public examples",
-            "Set data.public: examples that no client gets.",
-        )
-    assert isinstance(federation.public, ExampleSplit)
-    return trained(shape, federation.public, section.pretraining, device)
-
-
-def _below(path: str) -> Path:
-    """Return a file by a path that may also start at $COTERIE_DATA, or beside it."""
-    roots = [Path()]
-    if data := os.environ.get("COTERIE_DATA"):
-        roots += [Path(data), Path(data).parent]
-    return next((root / path for root in roots if (root / path).is_file()), Path(path))

@@ -1,7 +1,7 @@
 """Language models on the texts of a recipe."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
@@ -9,13 +9,16 @@ from typing import Literal
 
 from coterie.client.client import Client
 from coterie.core import devices
-from coterie.core.errors import ModelError
+from coterie.core.errors import DataError, ModelError
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.protocol import ClientId
 from coterie.core.result import Routing
 from coterie.core.tensors import Tensors
-from coterie.data.federation import Federation
-from coterie.data.text_encoding import ControlTokens, TokenizerDigest
+from coterie.data.chats import ChatSplit
+from coterie.data.federation import ClientData, Federation
+from coterie.data.refusals import Refusals
+from coterie.data.splits import Split, TokenSplit
+from coterie.data.text_encoding import REMEDY, ControlTokens, TokenizerDigest, missing_row
 from coterie.models import artifact
 from coterie.models.adapter import Adapter
 from coterie.models.artifact import Content
@@ -114,12 +117,8 @@ class Language(LearningProblem):
             assert isinstance(client.model, LanguageModel)
             return client.model
 
-        return look(
-            tuple(shown),
-            model,
-            {i: client.test for i, client in shown.items()},
-            self.backbone.tokenizer,
-        )
+        splits = {i: client.test for i, client in shown.items()}
+        return look(tuple(shown), model, splits, self.backbone.tokenizer)
 
 
 @lru_cache(maxsize=1)
@@ -137,3 +136,41 @@ def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["
     if dtype != "auto":
         return dtype
     return "bf16" if devices.suits_bf16(device) else "fp32"
+
+
+def fitted_federation(federation: Federation, backbone: Backbone) -> Federation:
+    """Return a federation with the texts of all clients `fitted`. Raises DataError."""
+    everyone: dict[str, ClientData] = {}
+    with Refusals() as refusals:
+        for id, data in federation.everyone.items():
+            with refusals.gather():
+                everyone[id] = fitted(data, backbone)
+    unseen = {name: {id: everyone[id] for id in group} for name, group in federation.unseen.items()}
+    clients = {id: everyone[id] for id in federation.clients}
+    return replace(federation, clients=clients, unseen=unseen)
+
+
+def fitted(data: ClientData, backbone: Backbone) -> ClientData:
+    """Return a client's texts in rows of one document each where the base would let the documents
+    of one row see each other. Raises DataError for a token that the base lacks.
+    """
+    with Refusals() as refusals:
+        for split in data.splits:
+            with refusals.gather(f"client {data.id!r}, {split.name}: "):
+                _check(backbone, split)
+    packed = any(isinstance(split, ChatSplit) and split.packing for split in data.splits)
+    if not packed or backbone.packs:
+        return data
+    apart = (
+        replace(split, packing=False) if isinstance(split, ChatSplit) else split
+        for split in data.splits
+    )
+    return ClientData(data.id, *apart)
+
+
+def _check(backbone: Backbone, split: Split) -> None:
+    """Refuse a token that the base's embedding has no row for. Raises DataError."""
+    assert isinstance(split, TokenSplit | ChatSplit)
+    largest, rows = int(split.tokens.max(initial=0)), backbone.architecture.vocabulary
+    if largest >= rows:
+        raise DataError(missing_row(backbone.tokenizer, largest, rows), REMEDY)

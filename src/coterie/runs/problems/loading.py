@@ -1,22 +1,40 @@
 """Load and check the base and the data of a recipe, or their shapes alone on a server."""
 
+import os
+from pathlib import Path
+
 import torch
 
 from coterie.core import devices
 from coterie.core.errors import ModelError, RecipeError
 from coterie.data.chats.fields import ChatFields
+from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
+from coterie.data.partition import Partitioner
 from coterie.data.section import Section
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
-from coterie.runs.problems.base_texts import fitted_federation
-from coterie.runs.problems.classification import Classification, _common, _trained_here
-from coterie.runs.problems.language import Language, load_backbone, pick_dtype
+from coterie.models.classifier import Shape
+from coterie.models.common import CommonExpert, Normalisation, trained
+from coterie.models.network_tensors import load
+from coterie.models.text import TextShape
+from coterie.runs.problems.classification import Classification
+from coterie.runs.problems.language import (
+    Language,
+    fitted_federation,
+    load_backbone,
+    pick_dtype,
+)
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.recipes.sections import ClassifierSection, LanguageSection, TextClassifierSection
+from coterie.runs.recipes.sections import (
+    ClassifierSection,
+    CommonSection,
+    LanguageSection,
+    TextClassifierSection,
+)
 
 
 def pick_device(device: str) -> str:
@@ -42,46 +60,19 @@ def load(recipe: Recipe) -> LearningProblem:
         Refused: The base or the data cannot be used.
     """
     device = pick_device(recipe.model.device)
-    match recipe.model, recipe.data:
-        case ClassifierSection() as section, Images() as data:
-            federation = data.load(order_seed=recipe.seed)
-            shape = section.shape(data.shape, data.classes)
-            common = _common(
-                section.common,
-                section.common_shape(data.shape, data.classes),
-                federation,
-                data,
-                device,
-            )
-            return Classification(
-                shape, common, section, torch.device(device), federation, data.names
-            )
-        case TextClassifierSection() as section, LabelledTexts() as data:
-            federation = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
-            common = _common(
-                section.common, section.common_shape(data.classes), federation, data, device
-            )
-            return Classification(
-                section.shape(data.classes),
-                common,
-                section,
-                torch.device(device),
-                federation,
-                data.names,
-            )
-        case LanguageSection() as section, Section() as data:
-            backbone = load_backbone(
-                section.base, pick_dtype(section.dtype, device), device, section.quantise
-            )
-            if section.context > backbone.context_limit:
-                problem = (
-                    f"model.context: {section.context} tokens, but {section.base} allows "
-                    f"{backbone.context_limit}"
-                )
-                raise ModelError(problem, f"Set model.context to at most {backbone.context_limit}.")
-            federation = data.load(backbone.tokenizer, section.context, order_seed=recipe.seed)
-            return language(section, backbone, data, fitted_federation(federation, backbone))
-    raise AssertionError("the recipe checked that data and model fit")
+    section, data = recipe.model, recipe.data
+    if not (isinstance(section, LanguageSection) and isinstance(data, Section)):
+        return _classification(recipe, device)
+    dtype = pick_dtype(section.dtype, device)
+    backbone = load_backbone(section.base, dtype, device, section.quantise)
+    if section.context > backbone.context_limit:
+        raise ModelError(
+            f"model.context: {section.context} tokens, but {section.base} allows "
+            f"{backbone.context_limit}",
+            f"Set model.context to at most {backbone.context_limit}.",
+        )
+    federation = data.load(backbone.tokenizer, section.context, order_seed=recipe.seed)
+    return language(section, backbone, data, fitted_federation(federation, backbone))
 
 
 def language(
@@ -107,44 +98,78 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
         federation: The clients, whose data are on their devices.
 
     Raises:
-        Refused: The configuration of the base, the common expert or the public examples will not
-            do.
+        Refused: The base's configuration, the common expert or the public examples are unusable.
     """
+    if isinstance(recipe.model, LanguageSection):
+        return Language(recipe.model, Backbone.outlined(recipe.model.base), federation)
+    return _classification(recipe, "cpu", federation)
+
+
+def _classification(
+    recipe: Recipe, device: str, elsewhere: Federation | None = None
+) -> Classification:
+    """Return classifiers of the recipe's data, or of clients whose data are elsewhere. Raises
+    Refused.
+    """
+    common = None if isinstance(recipe.model, LanguageSection) else recipe.model.common
+    needed = elsewhere is None or (common is not None and common.pretraining is not None)
+    shape: Shape
+    common_shape: Shape
     match recipe.model, recipe.data:
         case ClassifierSection() as section, Images() as data:
-            shape, normalisation = (
-                section.shape(data.shape, data.classes),
-                section.common_shape(data.shape, data.classes),
-            )
-            public = (
-                data.load(order_seed=recipe.seed) if _trained_here(section.common) else federation
-            )
-            return Classification(
-                shape,
-                _common(section.common, normalisation, public, data, "cpu"),
-                section,
-                torch.device("cpu"),
-                federation,
-                data.names,
-            )
+            shape = section.shape(data.shape, data.classes)
+            common_shape = section.common_shape(data.shape, data.classes)
+            here = data.load(order_seed=recipe.seed) if needed else None
         case TextClassifierSection() as section, LabelledTexts() as data:
-            wide = _trained_here(section.common)
-            public = (
+            shape, common_shape = section.shape(data.classes), section.common_shape(data.classes)
+            here = (
                 data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
-                if wide
-                else federation
+                if needed
+                else None
             )
-            common = _common(
-                section.common, section.common_shape(data.classes), public, data, "cpu"
-            )
-            return Classification(
-                section.shape(data.classes),
-                common,
-                section,
-                torch.device("cpu"),
-                federation,
-                data.names,
-            )
-        case LanguageSection() as section, Section():
-            return Language(section, Backbone.outlined(section.base), federation)
-    raise AssertionError("the recipe checked that data and model fit")
+        case _:
+            raise AssertionError("the recipe checked that data and model fit")
+    expert = None if common is None else _common(common, common_shape, here, data, device)
+    federation = here if elsewhere is None else elsewhere
+    assert federation is not None
+    return Classification(shape, expert, section, torch.device(device), federation, data.names)
+
+
+def _common(
+    section: CommonSection,
+    shape: Shape,
+    federation: Federation | None,
+    data: Partitioner,
+    device: str,
+) -> CommonExpert:
+    """Return the common expert of a recipe. Raises Refused."""
+    if section.path is not None:
+        preprocessing = (
+            Normalisation(section.mean, section.std)
+            if section.mean is not None and section.std is not None
+            else None
+        )
+        tensors, here = load(_file_of(section.path), shape), Normalisation(data.mean, data.std)
+        return CommonExpert(shape, tensors, device, here, preprocessing)
+    if section.pretraining is None:
+        if isinstance(shape, TextShape):  # its base is pretrained
+            return CommonExpert(shape, shape.initial(0), device)
+        raise ModelError(
+            "model.common: gives neither a path nor pretraining",
+            "Give model.common.path, or model.common.pretraining with data.public.",
+        )
+    if federation is None or federation.public is None:
+        raise ModelError(
+            "model.common.pretraining: the data have no public examples",
+            "Set data.public: examples that no client gets.",
+        )
+    assert isinstance(federation.public, ExampleSplit)
+    return trained(shape, federation.public, section.pretraining, device)
+
+
+def _file_of(path: str) -> Path:
+    """Return a file by a path that may also start at $COTERIE_DATA, or beside it."""
+    roots = [Path()]
+    if data := os.environ.get("COTERIE_DATA"):
+        roots += [Path(data), Path(data).parent]
+    return next((root / path for root in roots if (root / path).is_file()), Path(path))

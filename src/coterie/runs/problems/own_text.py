@@ -11,11 +11,11 @@ from coterie.data.federation import ClientData, MakeSplit, federate
 from coterie.data.folders import Folders, text_files
 from coterie.data.splits import SPLITS, Tokens
 from coterie.models.backbone import Backbone
-from coterie.runs.problems.base_texts import fitted
+from coterie.runs.problems.language import fitted
 from coterie.runs.recipes.recipe import Recipe
 
 
-def files_of_text(section: Folders, data: Path) -> list[Path]:
+def _files(section: Folders, data: Path) -> list[Path]:
     """Return the files of a text or of conversations, at least one. Raises DataError."""
     if not (paths := text_files(data, section.endings)):
         raise DataError(
@@ -37,18 +37,6 @@ def section_of(data: Any) -> Folders:
     return Folders(**{name: getattr(data, name) for name in shared})
 
 
-def all_text(
-    section: Folders, tokenizer: Any, context: int, id: ClientId, data: Path
-) -> ClientData:
-    """Return all that a client has, alike in all splits: of one that trains nothing. Raises
-    DataError.
-    """
-    files = files_of_text(section, data)
-    texts = [document.text for document in section.of_client(id).documents(files)]
-    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, texts), context)
-    return ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS))
-
-
 def own_text(
     section: Folders,
     tokenizer: Any,
@@ -61,7 +49,7 @@ def own_text(
     """Return the text of a client as it would be split in a folder of clients.
 
     Args:
-        section: Says how texts are read and split.
+        section: How texts are read and split.
         tokenizer: The base's.
         context: Window length in tokens.
         seed: Fixes the orders of all walks.
@@ -72,7 +60,7 @@ def own_text(
     Raises:
         DataError: There is none, or too little for three splits.
     """
-    files_of_text(section, data)
+    _files(section, data)
     parts = dict(zip(SPLITS, section.of_client(id).read_one(data), strict=True))
     arrays, make = _arrays(section, tokenizer, parts, context)
     tokens = {name: len(arrays[name]) for name in SPLITS}
@@ -101,12 +89,16 @@ def _arrays(
 def text_of(
     recipe: Recipe, backbone: Backbone, id: ClientId, data: Path, trains: bool
 ) -> ClientData:
-    """Return the text of a client, read as a run's own: in splits if it trains, otherwise alike in
-    all of them. Raises DataError for too little of it, or tokens that the base lacks.
+    """Return the text of a client, read like a run's own: in splits if it trains, otherwise the
+    same in all of them. Raises DataError for too little text, or tokens that the base lacks.
     """
     assert recipe.model.kind == "language"
     section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer
-    if not trains:
-        return fitted(all_text(section, tokenizer, context, id, data), backbone)
-    otherwise = ", or leave --train out"
-    return fitted(own_text(section, tokenizer, context, recipe.seed, id, data, otherwise), backbone)
+    if trains:
+        otherwise = ", or leave --train out"
+        text = own_text(section, tokenizer, context, recipe.seed, id, data, otherwise)
+        return fitted(text, backbone)
+    documents = section.of_client(id).documents(_files(section, data))
+    texts = [document.text for document in documents]
+    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, texts), context)
+    return fitted(ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS)), backbone)

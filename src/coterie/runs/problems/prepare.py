@@ -4,20 +4,25 @@ whose clients are elsewhere.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from coterie.aggregation.secure import FEWEST
+from coterie.client.best import kept_round, recall
 from coterie.client.blueprint import Blueprint
+from coterie.client.client import Client
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import Site
 from coterie.core.errors import DataError, RecipeError
 from coterie.core.extras import require
 from coterie.core.protocol import ClientId, protects_examples
+from coterie.core.tensors import Tensors
 from coterie.data.canaries import PlantedCanaries, plant
 from coterie.data.chats.fields import ChatFields
 from coterie.data.federation import CENTRALIZED, Federation
 from coterie.data.text_encoding import TextEncoder
 from coterie.methods import METHODS, Method
+from coterie.models import artifact
 from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
 from coterie.runs.problems import loading
@@ -33,13 +38,12 @@ class Prepared:
 
     Args:
         recipe: Resolved.
-        method: Of the recipe.
+        method: The method of the recipe.
         problem: The base and the data.
         site: What clients of this process need.
-        clients: That train, in the order of the data.
+        clients: Those that train, in the order of the data.
         planted: The canaries among the data; None without any.
-        threads: With how many this process computes; None: as many as suit the model, or PyTorch
-            has.
+        threads: The threads of this process; None: as many as suit the model, or PyTorch has.
         at_once: Clients that compute at once, with so many threads each.
     """
 
@@ -63,6 +67,21 @@ class Prepared:
             federation.anchors,
         )
 
+    def keep(self, client: Client, tensors: Tensors, round: int, folder: Path) -> None:
+        """Write a client's personal model after a round: the one that it kept, or else its state
+        with these tensors. Raises SaveError.
+        """
+        client.bind()  # clients of one layout take turns in one model
+        if (best_round := kept_round(client)) is None:
+            client.load(self.method.loadable(client, tensors))
+        else:
+            recall(client)
+            round = best_round
+        origin = artifact.Origin(
+            self.recipe.method["name"], self.recipe.name, round, self.recipe.seed
+        )
+        self.problem.keep(folder, client, self.site.layouts[client.id], origin)
+
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
     """Load the base and the data, and check that they fit the recipe.
@@ -82,17 +101,13 @@ def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
 
 
 def share_data(one: Recipe, other: Recipe) -> bool:
-    """Whether what two recipes load is the same and stays so: canaries are planted in the data of
-    an audited run.
-    """
+    """Whether two recipes load the same, and leave it as it is: audited runs plant canaries."""
     alike = (one.model, one.data, one.seed) == (other.model, other.data, other.seed)
     return alike and one.audit is None and other.audit is None
 
 
 def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:
-    """Plant the canaries of a recipe in the training text of its clients, if it has some:
-    classifiers have no text. Raises DataError, also for conversations.
-    """
+    """Plant the canaries of a recipe, if any, in its clients' training text. Raises DataError."""
     if recipe.audit is None or not recipe.audit.canaries or not isinstance(problem, Language):
         return None
     if isinstance(recipe.data, ChatFields) and recipe.data.content == "chats":
@@ -102,17 +117,11 @@ def _plant(recipe: Recipe, problem: LearningProblem) -> PlantedCanaries | None:
         )
     tokenizer = problem.backbone.tokenizer
     texts = TextEncoder(tokenizer)
-    vocabulary = sorted(
-        set(range(min(len(tokenizer), problem.backbone.architecture.vocabulary)))
-        - set(tokenizer.all_special_ids)
-    )
+    tokens = set(range(min(len(tokenizer), problem.backbone.architecture.vocabulary)))
+    vocabulary = sorted(tokens - set(tokenizer.all_special_ids))
+    begin = texts.begin or texts.end
     problem.federation, canaries, references = plant(
-        problem.federation,
-        recipe.audit,
-        recipe.seed,
-        vocabulary,
-        texts.begin or texts.end,
-        texts.end,
+        problem.federation, recipe.audit, recipe.seed, vocabulary, begin, texts.end
     )
     return PlantedCanaries(canaries, references)
 
@@ -130,12 +139,9 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
     if method.centralized:
         data[CENTRALIZED] = federation.centralized()
         layouts[CENTRALIZED] = method.layout(0, problem.base)
-        training = training.model_copy(
-            update={
-                "batch_size": training.batch_size * len(clients),
-                "micro_batch": training.micro_batch or training.batch_size,
-            }
-        )
+        size, micro_batch = training.batch_size, training.micro_batch or training.batch_size
+        batch = {"batch_size": size * len(clients), "micro_batch": micro_batch}
+        training = training.model_copy(update=batch)
     _check_privacy(recipe, method, problem, layouts[clients[0]])
     _check_secure(recipe, method, clients)
     site = Site(
@@ -158,17 +164,13 @@ def _layouts(
     """Return the adapter of each client. Raises RecipeError for a list of another length, or an
     impossible layout.
     """
-    lists = {
-        field: values
-        for field in method.per_client
-        if isinstance(values := getattr(method, field), tuple)
-    }
-    expected = f"values for {len(clients)} clients ({', '.join(clients)})"
-    if wrong := [
-        f"method.{field}: {len(values)} {expected}"
-        for field, values in lists.items()
-        if len(values) != len(clients)
-    ]:
+    wrong = []
+    for field in method.per_client:
+        values = getattr(method, field)
+        if isinstance(values, tuple) and len(values) != len(clients):
+            expected = f"values for {len(clients)} clients ({', '.join(clients)})"
+            wrong.append(f"method.{field}: {len(values)} {expected}")
+    if wrong:
         raise RecipeError(f"recipe {recipe.name}", wrong)
     try:
         layouts = {i: method.layout(position, problem.base) for position, i in enumerate(clients)}
@@ -180,19 +182,15 @@ def _layouts(
 
 
 def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) -> Outbound:
-    """Return what becomes of replies by a recipe. Raises RecipeError for attackers that are not
-    there.
-    """
-    attackers = (
-        recipe.attack.attackers(clients) if recipe.attack is not None else frozenset[ClientId]()
-    )
+    """Return what happens to replies. Raises RecipeError for attackers that are no clients."""
+    attackers = frozenset[ClientId]()
+    if recipe.attack is not None:
+        attackers = recipe.attack.attackers(clients)
     return Outbound(recipe.seed, recipe.privacy, recipe.attack, attackers, secret)
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """Return what is wrong with a field that is for methods whose server needs sums alone, by
-    `Method.needs_only_mean`.
-    """
+    """Return what is wrong with a field for methods whose server needs the mean alone."""
     if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
@@ -241,8 +239,8 @@ def _check_privacy(
 
 
 def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse secure aggregation where the server needs more than a sum, or nobody would carry
-    it. Raises RecipeError.
+    """Refuse secure aggregation where the server needs more than a sum, or it is impossible. Raises
+    RecipeError.
     """
     if not recipe.secure:
         return
@@ -270,27 +268,20 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
-def _may_join(recipe: Recipe, client: ClientId) -> bool:
-    """Whether the recipe's data may have a client of that name, which trains."""
-    known = recipe.data.client_info(client)
-    return known is not None and not known.group
-
-
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
     """Refuse who cannot take part, and a method whose clients cannot come and go, or that has
     nothing for those it never sees.
     """
     clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
-    mistakes = [
-        f"presence.{i}: unknown client; there are {', '.join(clients)}"
-        for i in recipe.presence
-        if i not in clients and not (federation.open and _may_join(recipe, i))
-    ]
-    mistakes += [
-        f"presence.{i}: round {b}, the first without it, must come after round {a}"
-        for i, (a, b) in recipe.presence.items()
-        if b is not None and b <= a
-    ]
+    mistakes = []
+    for i, (first, end) in recipe.presence.items():
+        info = recipe.data.client_info(i) if federation.open else None
+        if i not in clients and (info is None or info.group):
+            mistakes.append(f"presence.{i}: unknown client; there are {', '.join(clients)}")
+        if end is not None and end <= first:
+            mistakes.append(
+                f"presence.{i}: round {end}, the first without it, must come after round {first}"
+            )
     if part.schedule != "all" and federation.clusters is None:
         mistakes.append(
             f"participation.schedule: {part.schedule} needs clusters, which these data do not "
@@ -308,15 +299,11 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
             else "training.stateless: clients that keep nothing between rounds are"
         )
         mistakes.append(f"keep: best needs clients that keep a model; {whose} not; use keep: last")
-    lonely = {
-        "data.unseen": bool(federation.unseen) and not method.serves_unseen_clients,
-        "training.stateless": recipe.training.stateless
-        and (method.stateful or not method.serves_unseen_clients),
-    }
-    mistakes += [
-        f"{key}: {name} has no model for clients without one of their own; fedavg and ddome do"
-        for key in lonely
-        if lonely[key]
-    ]
+    serves, stateless = method.serves_unseen_clients, recipe.training.stateless
+    problem = f"{name} has no model for clients without one of their own; fedavg and ddome do"
+    if federation.unseen and not serves:
+        mistakes.append(f"data.unseen: {problem}")
+    if stateless and (method.stateful or not serves):
+        mistakes.append(f"training.stateless: {problem}")
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)

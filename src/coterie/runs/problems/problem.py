@@ -30,9 +30,7 @@ class LearningProblem(ABC):
 
     @property
     def threads(self) -> int | None:
-        """Threads that suit models so small that waiting for a second one costs more than it
-        does; None for as many as PyTorch has.
-        """
+        """Threads that suit very small models; None: as many as PyTorch has."""
         return None
 
     @property
@@ -54,9 +52,7 @@ class LearningProblem(ABC):
 
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
-        """Of one prediction's forward pass; `trained`: whether the method trains anything at
-        all.
-        """
+        """Return those of one prediction's forward pass; `trained`: by a method that trains."""
 
     def scores(self, layout: Layout) -> Tensors:
         """Return the form of a client's score of a split, see `Client.score`, as its device sends
@@ -67,9 +63,7 @@ class LearningProblem(ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """Of what everybody has from the beginning, where it may become another one without a
-        word in the recipe.
-        """
+        """Of what everybody has from the beginning, if it may change without the recipe."""
         return None
 
     @property
@@ -79,7 +73,7 @@ class LearningProblem(ABC):
 
     @property
     def once_bytes(self) -> int:
-        """What everybody has from the beginning, and not from the server: sent once, if at all."""
+        """Bytes of what everybody has from the beginning: sent once, if at all."""
         return 0
 
     @abstractmethod

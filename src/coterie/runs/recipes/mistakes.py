@@ -42,13 +42,7 @@ def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ...] = ()) -> str:
-    """Return one mistake in the terms of a recipe.
-
-    Args:
-        error: As pydantic tells it.
-        recipe: Whose keys an unknown one may stand for.
-        prefix: The way to the section in which it was found.
-    """
+    """Return a mistake that pydantic found in the section at `prefix`, in the terms of a recipe."""
     location = _without_kinds([str(part) for part in (*prefix, *error["loc"])])
     where = ".".join(part for part in location if "[" not in part)
     if isinstance(cause := error.get("ctx", {}).get("error"), Mistakes):

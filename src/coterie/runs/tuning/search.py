@@ -35,12 +35,9 @@ class Field:
     values: tuple[Any, ...]
 
     def __post_init__(self) -> None:
-        distinct = tuple(
-            value for k, value in enumerate(self.values) if value not in self.values[:k]
-        )
-        object.__setattr__(
-            self, "values", tuple(sorted(distinct)) if _numbers(distinct) else distinct
-        )
+        distinct = [v for k, v in enumerate(self.values) if v not in self.values[:k]]
+        values = sorted(distinct) if _numbers(distinct) else distinct
+        object.__setattr__(self, "values", tuple(values))
 
     @property
     def graded(self) -> bool:
@@ -58,9 +55,7 @@ class Field:
         return Field(self.key, (*self.values, *new))
 
     def beyond(self, value: Any, up: bool) -> Any:
-        """Return the value next to the largest or the smallest, by the ratio of the grid there;
-        None where there is none.
-        """
+        """Return the value next to an end, by the ratio of the grid there; None: there is none."""
         if not self.graded or value <= 0:
             return None
         ends = [v for v in self.values if v > 0]
@@ -69,8 +64,8 @@ class Field:
         return None if beyond == value or beyond <= 0 else beyond
 
     def past_edge(self, value: Any, tried: Sequence[Any]) -> Any:
-        """Return the value next to the best one, if that is the least or the largest of what was
-        tried; None where it lies within, or where there is no next one.
+        """Return the value next to the best one, if that is the least or the largest of those
+        tried; None if it is not, or there is no next one.
         """
         if not self.graded:
             return None
@@ -111,11 +106,8 @@ class Effort:
 
     def shares(self, rounds: int) -> list[float]:
         """Return the share of the rounds of each rung: those that differ by a round at least."""
-        shares = {
-            part_of(rounds, share): share
-            for share in (self.eta ** -(self.rungs - 1 - k) for k in range(self.rungs))
-        }
-        return list(shares.values())
+        shares = [self.eta**-k for k in reversed(range(self.rungs))]
+        return list({part_of(rounds, share): share for share in shares}.values())
 
     def count(self, rung: int) -> int:
         """Return how many candidates are in a rung, counted from 0, at most."""
@@ -188,9 +180,8 @@ def together(
     for key in searches:
         advance(key, None)
     while pending:
-        scores = iter(
-            evaluate([(key, trial) for key, trials in pending.items() for trial in trials])
-        )
+        batch = [(key, trial) for key, trials in pending.items() for trial in trials]
+        scores = iter(evaluate(batch))
         by_key = {key: list(islice(scores, len(trials))) for key, trials in pending.items()}
         for key, scores_of_key in by_key.items():
             advance(key, scores_of_key)
@@ -278,11 +269,9 @@ def halving(
 
 def _past_edge(field: Field, best: Judged, judged: Sequence[Judged]) -> Trial | None:
     """Return the best one's trial with the next value of a field, see `Field.past_edge`."""
-    tried = [j.trial.candidate[field.key] for j in judged]
-    new = field.past_edge(best.trial.candidate[field.key], tried)
-    return (
-        None if new is None else Trial({**best.trial.candidate, field.key: new}, best.trial.share)
-    )
+    candidate = best.trial.candidate
+    new = field.past_edge(candidate[field.key], [j.trial.candidate[field.key] for j in judged])
+    return None if new is None else Trial({**candidate, field.key: new}, best.trial.share)
 
 
 def densified(fields: Sequence[Field], count: int) -> list[Field]:
@@ -308,8 +297,8 @@ def thinned(
     given: Sequence[Field] = (),
     default: Candidate | None = None,
 ) -> list[Candidate]:
-    """Return at most so many points of a grid, evenly spread over it; first of all `own` if it is
-    one of them, and then those of the grid as it was given.
+    """Return at most so many points of a grid, evenly spread over it: the default first, if it is
+    one of them, and then those of the given grid.
 
     Points are kept by the fractional part of a linear form of their indices, whose coefficients
     are powers of the generalised golden ratio (Roberts, The Unreasonable Effectiveness of
@@ -328,10 +317,8 @@ def thinned(
     ]
     given_values = {field.key: field.values for field in given}
     new = [any(v not in given_values.get(key, ()) for key, v in point.items()) for point in points]
-    first = sorted(range(len(points)), key=lambda k: (points[k] != default, new[k], phases[k]))[
-        :count
-    ]
-    return [points[k] for k in sorted(first)]
+    order = sorted(range(len(points)), key=lambda k: (points[k] != default, new[k], phases[k]))
+    return [points[k] for k in sorted(order[:count])]
 
 
 def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:

@@ -19,13 +19,8 @@ EXPERTS, ROUTERS = "training.experts.lr", "training.routers.lr"
 RATES = (EXPERTS, ROUTERS)
 FACTORS = (0.25, 0.5, 1.0, 2.0)  # of the recipe's own learning rate
 _SECTIONS = ("method.", "model.", "training.", "privacy.")
-_SCORED = {  # what scores on validation are of, so that they could not be compared
-    "method.name",
-    "model.kind",
-    "model.base",
-    "model.context",
-    "model.length",
-}
+# fields that change what is scored, so that scores could not be compared
+_SCORED = {"method.name", "model.kind", "model.base", "model.context", "model.length"}
 Grid = Mapping[str, Sequence[Any]]  # values by dotted keys of a recipe
 
 
@@ -42,9 +37,8 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
         try:
             values = yaml_of(f"[{written}]")
         except ValueError as error:
-            mistakes.append(
-                f"{text!r}: the values are not valid YAML ({str(error).splitlines()[0]})"
-            )
+            reason = str(error).splitlines()[0]
+            mistakes.append(f"{text!r}: the values are not valid YAML ({reason})")
             continue
         if not sign or not key or not values:
             mistakes.append(
@@ -94,15 +88,14 @@ def has(recipe: Recipe, key: str) -> bool:
 
 
 def fields_of(recipe: Recipe, given: Grid) -> list[Field]:
-    """Return what is searched for the method of a recipe: its learning rates and the fields that
-    are given, as far as it has them; nothing where it trains nothing.
+    """Return what is searched for the method of a recipe: its learning rates and those of the given
+    fields that it has; nothing where it trains nothing.
     """
     if not trains(recipe):
         return []
     fields = {key: values for key, values in given.items() if has(recipe, key)}
-    return [
-        Field(key, tuple(values)) for key, values in {**learning_rates(recipe), **fields}.items()
-    ]
+    grids = {**learning_rates(recipe), **fields}
+    return [Field(key, tuple(values)) for key, values in grids.items()]
 
 
 def own_values(recipe: Recipe, fields: Sequence[Field]) -> Candidate:
@@ -134,10 +127,8 @@ def checked(rows: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
     grid = {}
     for key, values in given.items():
         if not key.startswith(_SECTIONS) or key in _SCORED:
-            mistakes[
-                f"{key}: cannot be searched, as scores would not be comparable; fields of "
-                f"method, training and model can"
-            ] = None
+            reason = "as scores would not be comparable; fields of method, training and model can"
+            mistakes[f"{key}: cannot be searched, {reason}"] = None
             continue
         typed: list[Any] = []
         for recipe in [row for row in rows if has(row, key)] or rows[:1]:

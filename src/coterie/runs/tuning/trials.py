@@ -34,32 +34,18 @@ RunAt = tuple[Recipe, Path]  # a run: what, and where
 
 
 def execute_missing(
-    runs: Sequence[RunAt],
-    reporter: Callback,
-    titles: Mapping[Path, str],
-    changed: bool = False,
-    within: Path | None = None,
-    unfit: Callable[[Path, CoterieError], object] | None = None,
-    ended: Callable[[Path], object] | None = None,
+    runs: Sequence[RunAt], reporter: Callback, titles: Mapping[Path, str], changed: bool = False
 ) -> None:
-    """Execute the runs that are not done yet, each once; the other arguments are those of
-    `execute_all`. Those that had no result before are tried again only where nobody hears of it
-    by `unfit`.
-
-    Raises:
-        CheckpointError: The result of one that is done is damaged.
-        CoterieError: A run failed.
+    """Execute the runs that are not done yet, each once, see `execute_all`; those that had no
+    result before are tried again. Raises CheckpointError for a damaged result, and CoterieError.
     """
-    if missing := missing_of(runs, again=unfit is None):
-        names = [titles[path] for _, path in missing]
-        execute_all(
-            missing, reporter, names, changed=changed, within=within, unfit=unfit, ended=ended
-        )
+    if missing := missing_of(runs, again=True):
+        execute_all(missing, reporter, [titles[path] for _, path in missing], changed=changed)
 
 
 def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
-    """Return the runs that are not done yet, each once; with `again` also those that came to none.
-    Raises CheckpointError where the result of one that is done is damaged.
+    """Return the runs that are not done yet, each once; with `again` also those that had no result.
+    Raises CheckpointError for a damaged result.
     """
     return [
         (recipe, path)
@@ -69,8 +55,8 @@ def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
 
 
 def score_of(result: Result) -> Score:
-    """Return the score of a run, by validation alone: the metric, and for ties the loss. A run with
-    scores that are missing or not finite is `LOST`.
+    """Return the score of a run, by validation alone: the metric, and for ties the loss; `LOST` if
+    a score is missing or not finite.
     """
     known = result.clients.keys() | (result.training or {}).keys()
     score = (sort_key(result.valid, result.metric), result.valid_loss or 0.0)
@@ -99,7 +85,7 @@ def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
 
 @dataclass
 class _Leading:
-    """The best of somebody's trials so far: their score, and the folders of their runs."""
+    """The score of the best trials of a search so far, and the folders of their runs."""
 
     score: Score
     paths: set[Path] = field(default_factory=set)
@@ -113,10 +99,10 @@ class TrialRuns(Generic[K]):
     best so far of all rounds, and of fewer rounds. At the end that is the chosen one alone.
 
     Args:
-        run: Gives the recipe and the folder of a run by whose it is, its settings and its seed.
+        run: Returns the recipe and the folder of a run by its search's key, settings and seed.
         seeds: Of each trial's runs.
-        reporter: Is told of what happens.
-        prefix: What the reporter calls somebody's runs; default: by the method.
+        reporter: Called at the events of the runs.
+        prefix: What the reporter calls the runs of a key; default: by the method.
         changed: See `execute_all`.
         within: See `execute_all`.
         deciding: How many parts of a score the searches look at; default: all.
@@ -140,21 +126,20 @@ class TrialRuns(Generic[K]):
                 chosen.update(self._paths(key, result.chosen.trial))
         for path in chosen:
             confirm(path)
-        self._lighten(self._kept() - chosen)
+        for path in self._kept() - chosen:
+            lighten(path)
         return results
 
     def settings(self, key: K, trial: Trial) -> Settings:
-        """Return what a trial sets: its candidate, and if it has but a share of the rounds, these
-        and the iterations between updates of routers in proportion.
+        """Return what a trial sets: its candidate, and with a share of the rounds these and the
+        iterations between updates of routers in proportion.
         """
         if trial.share == 1:
             return trial.candidate
         recipe, _ = self.run(key, trial.candidate, self.seeds[0])
-        whole = {name: value_of(recipe, name) for name in (ROUNDS, *_PERIODS) if has(recipe, name)}
-        return {
-            **trial.candidate,
-            **{name: part_of(value, trial.share) for name, value in whole.items()},
-        }
+        names = [name for name in (ROUNDS, *_PERIODS) if has(recipe, name)]
+        parts = {name: part_of(value_of(recipe, name), trial.share) for name in names}
+        return {**trial.candidate, **parts}
 
     def runs_of(self, key: K, trial: Trial) -> list[RunAt]:
         """Return the runs of a trial, one for each seed."""
@@ -179,28 +164,35 @@ class TrialRuns(Generic[K]):
                 self._settle(key, trial)
 
         def unfit(folder: Path, error: CoterieError) -> None:
-            _note(folder, error)
-            self.reporter.unfit(titles[folder], _why(error))
+            refused = isinstance(error, RecipeError)
+            problem = f"{'refused' if refused else 'diverged'}: {' '.join(error.problem.split())}"
+            # written down so that it is not tried again
+            write_json(folder / UNFIT, {"problem": problem, "trained": not refused})
+            self.reporter.unfit(titles[folder], problem)
 
-        self._settle_all(batch)  # what was done before an interruption
+        for key, trial in batch:
+            self._settle(key, trial)  # what was done before an interruption
         if missing := missing_of(runs):
             rounds = sorted({recipe.build_method().rounds for recipe, _ in missing})
             self.reporter.searching(len(missing), rounds)
             for _, path in missing:
                 mark(path)
-            execute_missing(runs, self.reporter, titles, self.changed, self.within, unfit, ended)
-        self._settle_all(batch)
-        return [self._score(key, trial) for key, trial in batch]
-
-    def _settle_all(self, batch: Sequence[tuple[K, Trial]]) -> None:
+            execute_all(
+                missing,
+                self.reporter,
+                [titles[path] for _, path in missing],
+                changed=self.changed,
+                within=self.within,
+                unfit=unfit,
+                ended=ended,
+            )
         for key, trial in batch:
             self._settle(key, trial)
+        return [self._score(key, trial) for key, trial in batch]
 
     def _settle(self, key: K, trial: Trial) -> None:
-        """Remove the models of a trial, or of those that it is better than; nothing happens before
-        all of its runs have ended.
-
-        Of equal ones all stay: which of them is chosen the search decides.
+        """Remove the models of a trial whose runs have all ended, or of those that it is better
+        than. Equal ones all stay: the search decides which of them is chosen.
         """
         paths = self._paths(key, trial)
         if not all(map(has_ended, paths)):
@@ -210,19 +202,20 @@ class TrialRuns(Generic[K]):
         before = self._leading.get(group, _Leading(LOST))
         if score < before.score:
             self._leading[group] = _Leading(score, set(paths))
-            self._lighten(before.paths - self._kept())
+            self._lighten(before.paths)
         elif score == before.score < LOST:
             before.paths.update(paths)
         else:
-            self._lighten(set(paths) - self._kept())
+            self._lighten(set(paths))
+
+    def _lighten(self, paths: Set[Path]) -> None:
+        """Lighten runs that may not be chosen any more."""
+        for path in paths - self._kept():
+            lighten(path)
 
     def _kept(self) -> set[Path]:
         """Return the folders of the runs that may still be chosen."""
         return {path for leading in self._leading.values() for path in leading.paths}
-
-    def _lighten(self, paths: Set[Path]) -> None:
-        for path in paths:
-            lighten(path)
 
     def _paths(self, key: K, trial: Trial) -> list[Path]:
         return [path for _, path in self.runs_of(key, trial)]
@@ -283,15 +276,3 @@ class TrialRuns(Generic[K]):
             iterations=ended + begun,
             problem=problems[0]["problem"] if problems else None,
         )
-
-
-def _note(folder: Path, error: CoterieError) -> None:
-    """Write down why a run has no result, so that it is not tried again. Raises SaveError."""
-    trained = not isinstance(error, RecipeError)
-    write_json(folder / UNFIT, {"problem": _why(error), "trained": trained})
-
-
-def _why(error: CoterieError) -> str:
-    """Say in one line why a run has no result."""
-    how = "refused" if isinstance(error, RecipeError) else "diverged"
-    return f"{how}: {' '.join(error.problem.split())}"

@@ -29,14 +29,7 @@ CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tuned.
-
-    Args:
-        methods: Names, each once.
-        recipe: The data, base and budget of all of them.
-        given: Fields beside the learning rates, and their values, see `spaces.checked`.
-        effort: Of each method.
-    """
+    """What is to be tuned, see `tune`; each method is named once, and the fields are `checked`."""
 
     methods: tuple[str, ...]
     recipe: Recipe
@@ -78,7 +71,7 @@ class Plan:
         return recipes.changed(self.own[method], settings) if settings else self.own[method]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what tells it from other searches, as JSON."""
+        """Return what tells this search from others, as JSON."""
         return {
             "methods": list(self.methods),
             "recipe": self.recipe.model_dump(mode="json"),
@@ -91,39 +84,23 @@ def tune(
     methods: Sequence[str],
     recipe: Recipe,
     folder: Path,
-    *,
-    fields: Grid | None = None,
-    effort: Effort | None = None,
-    resume: bool = False,
-    changed: bool = False,
-    reporter: Callback | None = None,
+    fields: Grid,
+    effort: Effort,
+    resume: bool,
+    changed: bool,
+    reporter: Callback,
 ) -> Tuning:
-    """Choose the settings of each method by validation alone; runs that are done already are not
-    done again.
-
-    Args:
-        methods: Names.
-        recipe: The data, base and budget of all of them.
-        folder: Gets `tune.json`, `tune.html`, `chosen/<method>.yaml`, and `runs/`.
-        fields: Beside the learning rates: values by dotted keys of the recipe.
-        effort: What a method's search may cost.
-        resume: Continue the search in `folder`.
-        changed: Continue its unfinished runs even if base, data or clients have changed.
-        reporter: Called at the events of each run; default: none.
-
-    Raises:
-        Refused: Something is wrong with the recipe, the fields, the base, the data or the folder;
-            nothing was started.
-        CoterieError: It failed while running and can be resumed.
+    """Choose the settings of each method by validation alone, see `coterie.tune`. The folder gets
+    `tune.json`, `chosen/<method>.yaml` and `runs/`.
     """
-    events = reporter or Callback()
-    recipe = runs.without_auto(recipe, None, events, LocalBackend())
-    plan = planned(methods, recipe, fields or {}, effort or Effort())
+    backend = LocalBackend()
+    recipe = runs.without_auto(recipe, None, reporter, backend)
+    plan = planned(methods, recipe, fields, effort)
     runs.check_beside_data(recipe, folder)
     _claim(folder, plan, resume or changed)
-    events.preparing()
+    reporter.preparing()
     for name in plan.trained:
-        LocalBackend().prepare(plan.own[name])  # what is wrong is refused before anything starts
+        backend.prepare(plan.own[name])  # what is wrong is refused before anything starts
     with alone(folder):
         write_json(folder / SEARCH, plan.to_json())
         seeds = [recipe.seed + k for k in range(plan.effort.seeds)]
@@ -132,7 +109,7 @@ def tune(
             row = plan.chosen(method, settings).model_copy(update={"seed": seed})
             return row, folder_of(row, folder / RUNS)
 
-        trial_runs = TrialRuns(run, seeds, events, changed=changed, within=folder)
+        trial_runs = TrialRuns(run, seeds, reporter, changed=changed, within=folder)
         searches = {name: plan.search(name, trial_runs) for name in plan.trained}
         searched = trial_runs.search(searches)
         return _write(folder, plan, trial_runs, searched)
@@ -205,11 +182,7 @@ def _write(
 
 
 def _results(trial_runs: TrialRuns[str], name: str, searched: Found) -> list[Result]:
-    """Return the results of what was chosen for a method.
-
-    Raises:
-        CoterieError: None of its candidates has any.
-    """
+    """Return the results of what was chosen for a method. Raises CoterieError: none finished."""
     assert searched.chosen is not None
     results = trial_runs.results(name, searched.chosen.trial)
     if not results:
@@ -266,12 +239,11 @@ def _said(row: TunedRow) -> str:
 def stated(effort: Effort, rounds: int, who: str) -> str:
     """Say what a search cost, in a sentence."""
     first, *others = [part_of(rounds, share) for share in effort.shares(rounds)]
-    stages = [f"{_settings(effort.count(0))} in runs of {_rounds(first)}"]
-    stages += [
-        f"the best {f'{count} of them' if count > 1 else 'one'} in runs of {_rounds(part)}"
-        for k, part in enumerate(others)
-        if (count := effort.count(k + 1))
-    ]
+    stages = [f"{_counted(effort.count(0), 'setting')} in runs of {_counted(first, 'round')}"]
+    for k, part in enumerate(others):
+        count = effort.count(k + 1)
+        best = f"{count} of them" if count > 1 else "one"
+        stages.append(f"the best {best} in runs of {_counted(part, 'round')}")
     *before, last = stages
     tried = f"{', '.join(before)}, and {last}" if before else last
     runs = "once" if effort.seeds == 1 else f"with {effort.seeds} seeds"
@@ -282,32 +254,23 @@ def stated(effort: Effort, rounds: int, who: str) -> str:
     )
 
 
-def _settings(count: int) -> str:
-    return f"{count} settings" if count > 1 else "one setting"
-
-
-def _rounds(count: int) -> str:
-    return f"{count} rounds" if count > 1 else "one round"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}s" if count > 1 else f"one {what}"
 
 
 def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
-    """Return further notes for a reader, a sentence each."""
+    """Return notes on methods with few candidates, and on trials without a score."""
     notes = [
-        f"{row.method}: only {_settings(row.candidates)}, as its fields have no more values."
+        f"{row.method}: only {_counted(row.candidates, 'setting')}, as its fields have no more "
+        f"values."
         for row in rows
         if row.valid is not None and row.candidates < plan.effort.count(0)
     ]
-    return notes + [note for row in rows if (note := _lost(row))]
-
-
-def _lost(row: TunedRow) -> str:
-    """Say how many trials of a row have no score; nothing where all have one."""
-    lost = [trial for trial in row.tried if trial.problem]
-    if not lost:
-        return ""
-    return (
-        f"{row.method}: {len(lost)} of {len(row.tried)} trials lost; the first {lost[0].problem}."
-    )
+    for row in rows:
+        if lost := [trial for trial in row.tried if trial.problem]:
+            count = f"{len(lost)} of {len(row.tried)} trials lost"
+            notes.append(f"{row.method}: {count}; the first {lost[0].problem}.")
+    return notes
 
 
 def chosen_recipes(tuning: Tuning) -> dict[str, Recipe]:
@@ -325,7 +288,7 @@ def effort_of(tuning: Tuning) -> str:
     """Describe the search, the result of each row, and which values lie at an edge of a grid."""
     parts = []
     for row in tuning.rows:
-        edge = " (at the end of its range)" if row.at_edge else ""
-        values = written(row.chosen)
-        parts.append(f"{row.method}: {values}, {row.rounds} rounds{edge}" if row.chosen else "")
-    return f"{tuning.effort} Chosen: {'; '.join(part for part in parts if part)}."
+        if row.chosen:
+            edge = " (at the end of its range)" if row.at_edge else ""
+            parts.append(f"{row.method}: {written(row.chosen)}, {row.rounds} rounds{edge}")
+    return f"{tuning.effort} Chosen: {'; '.join(parts)}."
