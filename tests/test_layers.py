@@ -33,7 +33,7 @@ ORDER = [
 # be defined again, as a class, a function, a field or a constant.
 RENAMED = {
     "Doorman": "JoinWarnings",
-    "Owners": "LazyClients",
+    "Owners": "Site",
     "Place": "Backend",
     "OnThisMachine": "LocalBackend",
     "OnDevices": "DeviceBackend",

@@ -38,7 +38,7 @@ from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-from coterie.runs import execution, results, run
+from coterie.runs import execution, run
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.problems.prepare import prepare
@@ -555,18 +555,3 @@ def test_a_run_in_files_resumed_in_memory_ends_as_one_in_memory(tmp_path: Path) 
             for name in ("whole", "part")
         ]
         assert weights[0] == weights[1]
-
-
-def test_owners_are_made_when_they_are_asked_for(
-    site: Site, tmp_path: Path, reads: list[str]
-) -> None:
-    keeper = States(tmp_path, 0)
-    for k, i in enumerate(site.data):
-        keeper.put(i, {"iteration": torch.tensor(len(i)), "n": torch.tensor(k)})
-    owners = results.LazyClients(site, keeper, ["cleo", "ann"])
-    assert list(owners) == ["ann", "cleo"]
-    assert reads == []
-    assert owners["cleo"].iteration == 4
-    assert reads == ["abcd"[list(site.data).index("cleo")]]
-    with pytest.raises(KeyError):
-        owners["ben"]

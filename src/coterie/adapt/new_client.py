@@ -174,9 +174,7 @@ def _exchange(
 def _write_model(
     execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None
 ) -> Personalised | None:
-    """Write the client's personal model, after training if requested. The folder appears only when
-    it is complete. Raises SaveError.
-    """
+    """Write the client's personal model, after its training, whole or not. Raises SaveError."""
     state = execution.state
     problem, personalised = state.prepared.problem, None
     make_folder(folder.parent)
@@ -208,9 +206,7 @@ def _write_model(
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
-    """Return the recipe of a run, if new clients can get a model from it or train from it. Raises
-    Refused.
-    """
+    """Return the recipe of a run that can serve new clients. Raises Refused."""
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
             f"{run} holds no run: there is no {files.RECIPE}",
@@ -250,9 +246,7 @@ _ALONE = "Train on the text alone: coterie run folders --set method.name=local -
 
 
 def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """Return a client's data: in splits if it trains, otherwise the same data in every split.
-    Raises DataError.
-    """
+    """Return a client's data: in splits if it trains, else all in each. Raises DataError."""
     problem = prepared.problem
     if isinstance(problem, Language):
         return text_of(prepared.recipe, problem.backbone, id, data, trains)

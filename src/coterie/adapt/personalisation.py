@@ -75,9 +75,7 @@ class Personalised:
 
     @property
     def helped(self) -> bool:
-        """Whether the trained model is better than the shared part alone, on validation text and
-        on test text; only then is it kept.
-        """
+        """Whether training helped on validation and test text; only then is the model kept."""
         return self.iteration > 0 and self.after < self.before
 
 
@@ -195,9 +193,7 @@ def untrained(like: Snapshot) -> Snapshot:
 
 
 def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
-    """Return the score of a snapshot on the client's backbone: (2,) float64, see
-    `LanguageModel.score`.
-    """
+    """Return the score of a snapshot on a split, see `LanguageModel.score`: (2,) float64."""
     assert isinstance(client.model, LanguageModel)
     model = LanguageModel(client.model.backbone, snapshot.layout)
     model.adapter.load_state_dict(snapshot.tensors)

@@ -101,9 +101,7 @@ _REMEDY = "Methods whose shared part is one model for everybody: " + ", ".join(
 
 
 def opened(prepared: Prepared, run: Path, data: ClientData) -> Execution:
-    """Return a run at its newest checkpoint with one more client, which has these data. Raises
-    CheckpointError.
-    """
+    """Return a run at its newest checkpoint with one more client. Raises CheckpointError."""
     site = prepared.site
     layout = prepared.method.layout(0, prepared.problem.base)
     site = replace(

@@ -5,7 +5,7 @@ Flower's grid reaches.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -13,8 +13,10 @@ from uuid import uuid4
 
 import torch
 
+from coterie.core.callback import Callback
 from coterie.core.devices import free_memory, peak_memory
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CheckpointError, CoterieError
+from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
 from coterie.core.threads import SAID, ThreadChoice, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener
@@ -48,9 +50,7 @@ class Backend(Protocol):
     devices: ClassVar[bool]
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-        """Check all that can be checked before work starts; `loaded` is as for `prepare.prepare`.
-        Raises Refused.
-        """
+        """Check all that can be checked in advance, see `prepare.prepare`. Raises Refused."""
         ...
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
@@ -144,6 +144,57 @@ def clients_at_once(prepared: Prepared) -> int:
     return several if free is None or peak is None else min(several, 1 + int(free // peak))
 
 
+class CommonThreads:
+    """The number of threads for the rows of a command: the same for all, so that what differs
+    between them cannot be rounding.
+
+    A row that has begun keeps its own number, because sums of floating-point numbers depend
+    on how many threads share them: with another one it would not end bit-equal to the same run
+    without an interruption. New rows take that of one that has begun; otherwise the first row that
+    needs a number has it found out, see `choose_threads`.
+    """
+
+    def __init__(
+        self, rows: Sequence[tuple[Recipe, Path]], backend: Backend, reporter: Callback
+    ) -> None:
+        self._backend, self._reporter = backend, reporter
+        self._kept = {folder: _kept_threads(folder) for _, folder in rows}
+        self._common = next((number for number in self._kept.values() if number), None)
+
+    def assign(self, prepared: Prepared, folder: Path | None = None) -> Prepared:
+        """Return a row with its threads and clients at once, for the run in `folder`, if any."""
+        if self._backend.devices:
+            return replace(prepared, threads=prepared.recipe.threads)
+        prepared = replace(prepared, threads=self._threads(prepared, folder))
+        most = torch.get_num_threads() // computing_threads(prepared)
+        return replace(prepared, at_once=max(min(clients_at_once(prepared), most), 1))
+
+    def _threads(self, prepared: Prepared, folder: Path | None) -> int | None:
+        if prepared.recipe.threads or prepared.problem.threads:
+            return prepared.recipe.threads
+        kept = None if folder is None else self._kept[folder]
+        if kept is None and self._common is None:
+            choice = choose_threads(prepared)
+            if choice.others:
+                self._reporter.cores(choice.others)
+            self._common = choice.threads
+        return self._common if kept is None else kept or None
+
+
+def _kept_threads(folder: Path) -> int | None:
+    """Return with how many threads the run in a folder computes; None if it has not begun.
+
+    A damaged checkpoint is ignored here (0): resuming from it reports the damage.
+    """
+    begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
+    if not begun:
+        return None
+    try:
+        return int(read_json(begun[-1], finite=False)["progress"]["threads"])
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return 0
+
+
 def _stacks(prepared: Prepared) -> bool:
     """Return whether clients do a task of the method as one batch, see `ClientBatch`."""
     model, method = prepared.site.model(prepared.clients[0]), type(prepared.method)
@@ -156,9 +207,7 @@ def _stacks(prepared: Prepared) -> bool:
 
 
 def _long(prepared: Prepared) -> bool:
-    """Return whether a gradient takes long enough for threads to be worth it, without drawing from
-    the global random generator, as dropout does.
-    """
+    """Return whether a gradient is long enough for threads to help, and draws nothing global."""
     client, training = prepared.site.client(prepared.clients[0], {}), prepared.recipe.training
     model = client.model.experts[0] if isinstance(client.model, PoolClassifier) else client.model
     wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
@@ -179,9 +228,7 @@ def _long(prepared: Prepared) -> bool:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """Return a function that does a short forward pass with so many threads and returns its
-    seconds.
-    """
+    """Return a function that returns the seconds of a short forward pass with so many threads."""
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
 
@@ -221,9 +268,7 @@ class DeviceBackend:
     def connect(
         cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
     ) -> "DeviceBackend":
-        """Return the backend of the connected clients, once there are enough. Raises ClientError:
-        there are not in time.
-        """
+        """Return the backend of the connected clients once there are enough. Raises ClientError."""
         from coterie.engines.flower.engine import gathered
 
         engine = flower_engine(recipe, grid, listener)

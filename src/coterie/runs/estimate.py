@@ -19,12 +19,11 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
 from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
-from coterie.runs.backends import LocalBackend, computing_threads
+from coterie.runs.backends import CommonThreads, LocalBackend, computing_threads
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.recipes.sampling import evaluated
+from coterie.runs.recipes.sections import evaluated
 from coterie.runs.scoring import CURVE_ROWS
-from coterie.runs.shared import CommonThreads
 
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
@@ -101,9 +100,7 @@ def work(prepared: Prepared) -> float:
 
 
 def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
-    """Yield the cost of each method of a recipe on this machine, those of `compare_with` first.
-    Raises Refused.
-    """
+    """Yield the cost of each method of a recipe on this machine, its own last. Raises Refused."""
     backend = LocalBackend()
     threads = CommonThreads((), backend, Callback())
     for row in (*map(recipe.with_method, recipe.compare_with), recipe):
@@ -148,9 +145,7 @@ def _iterations(prepared: Prepared) -> float:
 
 
 def _router(prepared: Prepared, steps: int) -> float:
-    """Return how much longer iterations are on average for the router's own steps, if too few were
-    measured to include one.
-    """
+    """Return how much longer iterations are for router steps, if too few were measured for one."""
     method, every = prepared.method, getattr(prepared.method, "router_every", 0)
     if every <= steps or getattr(method, "updates", "alternating") != "alternating":
         return 1.0
@@ -166,9 +161,7 @@ class _Trial:
         self.few = FEW
 
     def repeated(self, steps: int, few: int) -> float:
-        """Measure a round twice, as the first one also loads libraries; return the seconds of the
-        second.
-        """
+        """Measure a round twice, as the first loads libraries; return the seconds of the second."""
         for _ in range(2):
             begun = time.monotonic()
             self.round(steps, few)

@@ -70,7 +70,11 @@ class Execution:
         self.engine = self.requests.engine
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
-        self.checkpoints = Checkpoints(folder / "checkpoints", _decisive(prepared))
+        # what decides the values of a run: a checkpoint is of one of these alone
+        decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE)
+        if fingerprint := prepared.problem.fingerprint:
+            decisive["common_expert"] = fingerprint
+        self.checkpoints = Checkpoints(folder / "checkpoints", decisive)
         self.observations = (
             None if recipe.audit is None else Observations(folder / AUDIT, recipe.audit.exchanges)
         )
@@ -148,9 +152,7 @@ class Execution:
         self.reporter.round(state.round)
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
-        """Carry out one exchange of a round, and count its bytes. The centralised pool is not
-        counted: it is no client.
-        """
+        """Carry out one exchange of a round, and count its bytes."""
         state = self.state
         self.profile.enter(ask.name)
         answers = self.requests.answer(ask, phase)
@@ -225,9 +227,7 @@ class Execution:
                 self.engine.close()
 
     def _begin(self) -> None:
-        """Tell the reporter, and write down which canaries were planted, for audits. Raises
-        SaveError.
-        """
+        """Tell the reporter, and write down the planted canaries for audits. Raises SaveError."""
         state = self.state
         if (planted := state.prepared.planted) is not None:
             write_json(self.folder / AUDIT / CANARIES, planted.to_json())
@@ -327,10 +327,3 @@ class Execution:
         """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
         progress = self.state.progress
         check_metrics(self.folder, progress["position"], progress.get("metrics"))
-
-
-def _decisive(prepared: Prepared) -> dict[str, object]:
-    """Return what decides the values of a run, as JSON: a checkpoint is of one of these alone."""
-    decisive = prepared.recipe.model_dump(mode="json", exclude=UNDECISIVE)
-    fingerprint = prepared.problem.fingerprint
-    return decisive | ({"common_expert": fingerprint} if fingerprint else {})

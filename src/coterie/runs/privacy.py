@@ -67,9 +67,7 @@ class PrivacySpending:
             self.accountant.spend(len(clients), len(clients))
 
     def protect(self, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """Count what an exchange spends; return the replies, with the server's noise where privacy
-        is central.
-        """
+        """Count what an exchange spends; return the replies, with noise if privacy is central."""
         accountant = self.accountant
         if isinstance(accountant, ExampleAccountant):
             self._spend_examples(accountant, ask, phase)

@@ -112,9 +112,7 @@ class Requests(Listener):
         ahead: int = 0,
         iterations: int = 0,
     ) -> None:
-        """Write a line about a client ("": none) to metrics.jsonl, while that is open, and tell the
-        reporter; `ahead` and `iterations` are added to the rounds and local iterations done.
-        """
+        """Write a line about a client ("": none) to metrics.jsonl, if open, and report it."""
         if self.metrics is not None:
             round = self.state.round + ahead
             self.metrics.write(kind, round, self.state.iteration + iterations, client, values)

@@ -2,18 +2,15 @@
 
 import json
 import platform
-from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import torch
 
 from coterie.aggregation.collaboration import weights_error
-from coterie.client.client import Client
-from coterie.client.site import Site
 from coterie.core import devices, metrics
 from coterie.core.files import write_atomically
 from coterie.core.names import encoded
-from coterie.core.protocol import Ask, ClientId, State, empty_reply
+from coterie.core.protocol import Ask, ClientId, empty_reply
 from coterie.core.result import (
     ROUTING,
     BestByValid,
@@ -35,29 +32,6 @@ from coterie.runs.privacy import PrivacySpending
 from coterie.runs.requests import Requests
 from coterie.runs.scoring import CURVE_ROWS, Scorer
 from coterie.runs.state import RunState
-
-
-class LazyClients(Mapping[ClientId, Client]):
-    """The clients among those of all states, each built when it is looked up: together they may be
-    too large for memory.
-    """
-
-    def __init__(
-        self, site: Site, states: Mapping[ClientId, State], among: Collection[ClientId]
-    ) -> None:
-        self._site, self._states, chosen = site, states, set(among)
-        self._clients = {i: None for i in states if i in chosen}
-
-    def __getitem__(self, client: ClientId) -> Client:
-        if client not in self._clients:
-            raise KeyError(client)
-        return self._site.client(client, dict(self._states[client]))
-
-    def __iter__(self) -> Iterator[ClientId]:
-        return iter(self._clients)
-
-    def __len__(self) -> int:
-        return len(self._clients)
 
 
 class ResultWriter:
@@ -234,14 +208,13 @@ class ResultWriter:
         )
 
     def write_routing(self) -> None:
-        """Write `routing.json`: what every client's router does with the beginnings of all test
-        texts, if these are all on this machine.
-        """
+        """Write `routing.json`, see `LearningProblem.look`."""
         state = self.state
         if not state.recipe.samples:
             return
-        clients = LazyClients(state.prepared.site, self.requests.engine.states(), state.scored)
-        routing = state.prepared.problem.look(clients)
+        states, scored, site = self.requests.engine.states(), set(state.scored), state.prepared.site
+        clients = [i for i in states if i in scored]
+        routing = state.prepared.problem.look(clients, lambda i: site.client(i, dict(states[i])))
         if routing is not None:
             text = json.dumps(routing.to_json(), ensure_ascii=False)
             write_atomically(self.requests.folder / ROUTING, text.encode())

@@ -16,7 +16,7 @@ from coterie.core.result import rows as comparing
 from coterie.core.threads import computing
 from coterie.engines import Listener
 from coterie.methods import METHODS
-from coterie.runs.backends import Backend, LocalBackend, computing_threads
+from coterie.runs.backends import Backend, CommonThreads, LocalBackend, computing_threads
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
@@ -24,10 +24,10 @@ from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
 from coterie.runs.folder.names import COMPARISON, RECIPE
 from coterie.runs.problems.auto import resolved
-from coterie.runs.problems.prepare import Prepared
+from coterie.runs.problems.prepare import Prepared, share_data
+from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.shared import CommonThreads, SharedData
 
 
 @dataclass
@@ -38,6 +38,27 @@ class JoinWarnings(Listener):
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.reporter.warning(0, client, reason)
+
+
+class SharedData:
+    """The base and the data of the row that was prepared last, for the next one if it has the same;
+    released before others are loaded.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Recipe, LearningProblem] | None = None
+
+    def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
+        """Return a row with its base and data, loaded if they differ. Raises Refused."""
+        if self._held is not None and not share_data(self._held[0], recipe):
+            self._held = None
+        prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
+        self.keep(prepared)
+        return prepared
+
+    def keep(self, prepared: Prepared) -> None:
+        """Keep the base and the data of this row for the next one."""
+        self._held = prepared.recipe, prepared.problem
 
 
 def run(
@@ -71,9 +92,7 @@ def run(
 def without_auto(
     recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
 ) -> Recipe:
-    """Return a recipe without `auto`, and report what was chosen. A run that is resumed in `folder`
-    keeps what was chosen then. Raises Refused.
-    """
+    """Return a recipe without `auto`, see `resolved`, and report the choices. Raises Refused."""
     recipe, choices = resolved(recipe, folder, devices=backend.devices)
     if choices:
         reporter.chosen(choices)

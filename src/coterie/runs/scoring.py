@@ -28,9 +28,7 @@ class Scorer:
 
     @property
     def keeps_best(self) -> bool:
-        """Whether a client's personal model is that of the round that was best on its validation
-        set, and not that of the last one.
-        """
+        """Whether each client keeps its model of the round that was best on its validation set."""
         return self.state.recipe.keep == "best"
 
     def evaluate(self) -> None:
@@ -78,9 +76,7 @@ class Scorer:
     def _means(
         self, members: Mapping[str, Sequence[ClientId]], values: Values
     ) -> dict[str, dict[str, float]]:
-        """Return the means of each group by split. Raises ClientError or Divergence if nobody of a
-        group could be scored.
-        """
+        """Return the means of each group by split. Raises ClientError or Divergence."""
         if silent := [group for group, of in members.items() if not of]:
             raise (ClientError if self.requests.engine.distant else Divergence)(
                 f"after round {self.state.round}: nobody of {silent[0] or 'the clients'} could be "
@@ -99,9 +95,7 @@ class Scorer:
         return metrics.choices([replies[i]["choices"] for i in clients], anchors)
 
     def _to_score(self, trained: bool) -> Mapping[ClientId, Tensors]:
-        """Return what each scored client must receive to be scored; before training it is what the
-        server would send.
-        """
+        """Return what each scored client must receive to be scored, also before any training."""
         state = self.state
         received = self.personal(state.scored)
         if trained or not state.keeps_models:
@@ -144,9 +138,7 @@ class Scorer:
         return received, up, {i: down[i] + nbytes(tensors) for i, tensors in received.items()}
 
     def recalled(self) -> dict[ClientId, tuple[int, Scores]]:
-        """Have each client that can be reached take the model that it kept; return the model's
-        round and scores.
-        """
+        """Have each client take the model that it kept; return the model's round and scores."""
         state = self.state
         spec = self._spec("valid", "test")
         by_round = {evaluation.round: evaluation.clients for evaluation in state.evaluations}
@@ -169,9 +161,7 @@ class Scorer:
         return recalled
 
     def synced(self) -> dict[ClientId, float]:
-        """Return the test metric of each client after one more synchronisation, if that changes
-        anything.
-        """
+        """Return the test metric of each client after one more synchronisation."""
         state = self.state
         scores = state.evaluations[-1].clients
         scored = tuple(i for i in state.scored if i in scores)

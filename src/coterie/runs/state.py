@@ -11,7 +11,7 @@ from coterie.core.tensors import Tensors
 from coterie.methods import Method
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.recipes.sampling import evaluated
+from coterie.runs.recipes.sections import evaluated
 
 
 class RunState:
@@ -67,9 +67,7 @@ class RunState:
         counts[client] = counts.get(client, 0) + size
 
     def absent(self) -> Sequence[ClientId]:
-        """Return the clients that took part in no round so far, and so are scored with the model
-        that the server would send them.
-        """
+        """Return the clients that took part in no round so far, and have no model of their own."""
         if not self.round or self.method.centralized or not self.keeps_models:
             return ()
         return tuple(i for i in self.clients if i not in self.progress["took_part"])

@@ -74,9 +74,7 @@ class Account:
         )
 
     def epsilon(self, delta: float) -> float:
-        """Return the privacy spent over all runs. Raises Refused: see `verify`, or opacus is not
-        installed.
-        """
+        """Return the privacy spent over all runs. Raises Refused."""
         with self._files.locked() as files:
             return files.read().epsilon(delta)
 

@@ -69,9 +69,11 @@ class OutboundCheck:
 
     def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
         request = self.request
+        section = {k: v for k, v in request.recipe.items() if k not in _INDIFFERENT}
+        decisive = json.dumps(section, sort_keys=True).encode()
         return OutgoingReply(
             request.run,
-            _same_recipe(request.recipe),
+            blake2b(decisive, digest_size=16).hexdigest(),
             (request.round, request.number),
             contents,
             cost,
@@ -80,9 +82,7 @@ class OutboundCheck:
 
     @property
     def _cost(self) -> Cost | None:
-        """The privacy of the client, or of each of its examples, that the reply spends; None where
-        it has no noise, or needs none.
-        """
+        """The privacy that the reply spends; None where it has no noise, or needs none."""
         privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
         if privacy is None or not privacy.noise or privacy.where == "central":
             return None
@@ -111,9 +111,7 @@ class OutboundCheck:
 
 
 def check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a method or data of a module that the owner neither installed nor allows, before it
-    is imported.
-    """
+    """Refuse a module that the owner neither installed nor allows, before it is imported."""
     named = (
         ("method", "name", METHODS_GROUP, "methods", limits.methods),
         ("data", "kind", DATA_GROUP, "data", limits.data),
@@ -139,9 +137,3 @@ def check_run(recipe: Recipe, limits: Limits) -> None:
     privacy = recipe.privacy
     if privacy is not None and (privacy.where == "local" or privacy.unit == "example"):
         limits.check_noise(privacy.noise, privacy.clip)
-
-
-def _same_recipe(section: Mapping[str, Any]) -> str:
-    """Return a digest of what must stay the same in the recipe of a run that is resumed."""
-    decisive = {key: value for key, value in section.items() if key not in _INDIFFERENT}
-    return blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -168,9 +168,7 @@ class Device:
     def _outbound_check(
         self, prepared: Prepared, request: Request, client: ClientId
     ) -> OutboundCheck:
-        """Return the last check of a reply. A simulated device, which shares its machine with the
-        others, has an account for secure aggregation alone.
-        """
+        """Return the last check of a reply; simulated devices need an account for masks alone."""
         account: Account | None = Account(self.home / ACCOUNT)
         if self.index is not None:
             states = self._folder(request) / "states" / names.encoded(client)

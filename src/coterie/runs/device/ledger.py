@@ -76,9 +76,7 @@ class DeviceLedger(Spent):
     runs: dict[str, RunEntries] = {}
 
     def charge(self, cost: Cost) -> None:
-        """Add what a reply spends. Raises Refused for a cost that is not finite, and for Rényi
-        divergences of other orders.
-        """
+        """Add what a reply spends. Raises Refused for an impossible cost."""
         self.squared += cost.squared
         if cost.renyi:
             from coterie.aggregation.accountant import ORDERS

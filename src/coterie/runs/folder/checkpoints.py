@@ -133,9 +133,7 @@ class Checkpoints:
         return final
 
     def tidy(self) -> None:
-        """Delete all but the newest two, and incomplete ones of a killed process; only if `alone`
-        in the run's folder.
-        """
+        """Delete all but the newest two, and incomplete ones; only if `alone` in the folder."""
         for old in (*self._all()[:-KEPT], *self.folder.glob("round-*.new")):
             shutil.rmtree(old, ignore_errors=True)
 
@@ -224,9 +222,7 @@ def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, st
 
 
 def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
-    """Return the clients' states of a checkpoint, in packs whose checksums are right. Raises
-    CheckpointError.
-    """
+    """Return the clients' states of a checkpoint, in checked packs. Raises CheckpointError."""
     if not about.states:
         return Stored({})
     check_sums(folder, [_CLIENTS], sums)

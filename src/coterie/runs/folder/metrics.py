@@ -19,9 +19,7 @@ METRICS = "metrics.jsonl"
 
 
 def check_metrics(folder: Path, position: int, digest: str | None) -> None:
-    """Refuse to continue if the metrics up to a checkpoint, so many bytes with this SHA-256, are
-    missing or differ. Raises CheckpointError.
-    """
+    """Refuse missing or changed metrics up to a checkpoint's position. Raises CheckpointError."""
     path = folder / METRICS
     remedy = "Restore the file, or continue without what is lost: --resume-changed."
     try:

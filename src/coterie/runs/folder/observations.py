@@ -62,9 +62,7 @@ class Observations:
 
 
 def _packed(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
-    """Return the messages of one direction as one set of tensors, with a message that is the same
-    for all clients only once.
-    """
+    """Return the messages of one direction, with one that is the same for all clients only once."""
     received = list(messages.values())
     if len(received) > 1 and all(_same(message, received[0]) for message in received):
         return prefixed(f"{direction}/*", received[0])

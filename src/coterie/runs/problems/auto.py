@@ -89,9 +89,7 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
 
 
 def batch_of(texts: Texts, context: int) -> tuple[int, str]:
-    """Return windows in a batch, and why: the most, up to 8, with which three epochs are still 100
-    iterations.
-    """
+    """Return windows in a batch, and why: up to 8, if three epochs then are 100 iterations."""
     fits = EPOCHS * texts.mean / (context * ENOUGH)
     batch = min(max(_power_below(int(fits)), SMALLEST_BATCH), LARGEST_BATCH)
     return batch, f"{texts.mean:,.0f} tokens a client"

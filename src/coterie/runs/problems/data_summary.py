@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -35,12 +35,13 @@ def recipe_for(source: str) -> tuple[str, list[str]]:
     `table` of a table, else the source itself.
     """
     path = Path(source).expanduser()
-    folder = path.is_dir()
-    if not folder and not (path.is_file() and ending_of(path.name)):
+    if path.is_dir():
+        kind, paths = "folders", sorted(path.glob("*/**/*"))
+    elif path.is_file() and ending_of(path.name):
+        kind, paths = "table", [path]
+    else:
         return source, []
-    paths = sorted(path.glob("*/**/*")) if folder else [path]
     chats = ["data.content=chats"] if _hold_chats(paths) else []
-    kind = "folders" if folder else "table"
     return kind, [f"data.path={json.dumps(source)}", *chats]  # quoted, as YAML takes it, too
 
 
@@ -60,9 +61,9 @@ def summary_of(
 
     Args:
         recipe: Of a language model.
-        examples: How many rows of training text are shown of each client, the first eight.
-        files: Whether the splits of each file or row are named.
-        client: The only one that is shown; None: all.
+        examples: Rows of training text to show for each of the first eight clients.
+        files: Whether to name the splits of each file or row.
+        client: The only client to show; None: all.
 
     Raises:
         Refused: The recipe is for a classifier, or a run would be refused.
@@ -78,18 +79,13 @@ def summary_of(
     tokenizer, federation = problem.backbone.tokenizer, problem.federation
     source = recipe.data.source()
     texts = _as_trained(source.read(), federation.everyone)
-    plain, where = (_spoken, _place_of) if problem.content == "chats" else (str, where_of)
-    summary = summarised(
-        federation,
-        texts,
-        tokenizer.eos_token_id,
-        recipe.data.content_of,
-        plain,
-        {
-            id: dict(Counter(path.suffix.lower() for path in paths))
-            for id, paths in source.skipped.items()
-        },
-    )
+    chats = problem.content == "chats"
+    skipped = {
+        id: dict(Counter(path.suffix.lower() for path in paths))
+        for id, paths in source.skipped.items()
+    }
+    plain, content_of = _spoken if chats else str, recipe.data.content_of
+    summary = summarised(federation, texts, tokenizer.eos_token_id, content_of, plain, skipped)
     shown = [client] if client is not None else list(federation.everyone)
     if unknown := set(shown) - federation.everyone.keys():
         raise Refused(
@@ -101,7 +97,7 @@ def summary_of(
         clients[id] = replace(
             clients[id],
             examples=_examples(tokenizer, federation.everyone[id].train, count),
-            files=_files(texts[id], where) if files else {},
+            files=_files(texts[id], chats) if files else {},
         )
     return replace(summary, clients=clients)
 
@@ -123,17 +119,13 @@ def _spoken(document: str) -> str:
     return "\n".join(str(message.get("content") or "") for message in conversation.messages)
 
 
-def _place_of(document: str) -> str:
-    """Return the file or row of a conversation."""
-    return Conversation.of_document(document).where
-
-
-def _files(parts: Sequence[Sequence[str]], where: Callable[[str], str]) -> dict[str, list[str]]:
-    """Return the splits of each file or row, whose name `where` gives."""
+def _files(parts: Sequence[Sequence[str]], chats: bool) -> dict[str, list[str]]:
+    """Return the splits of each file or row."""
     places: dict[str, list[str]] = {}
     for split, documents in zip(SPLITS, parts, strict=True):
         for document in documents:
-            splits = places.setdefault(where(document), [])
+            where = Conversation.of_document(document).where if chats else where_of(document)
+            splits = places.setdefault(where, [])
             if split not in splits:
                 splits.append(split)
     in_order = sorted(places, key=lambda name: (name.rstrip("0123456789"), len(name), name))
@@ -150,17 +142,10 @@ def _examples(tokenizer: Any, split: Split, count: int) -> list[list[Token]]:
             length = int((row.positions[0] >= 0).sum())
         else:
             ids, counted, length = row[0], torch.arange(row.shape[1]) > 0, row.shape[1]
-        chosen = ids[:length].tolist()
-        rows.append(
-            [
-                Token(
-                    tokenizer.convert_ids_to_tokens(id) if id in special else text,
-                    bool(counts),
-                    id in special,
-                )
-                for id, text, counts in zip(
-                    chosen, pieces(tokenizer, chosen), counted[:length].tolist(), strict=True
-                )
-            ]
-        )
+        chosen, tokens = ids[:length].tolist(), list[Token]()
+        counts = map(bool, counted[:length].tolist())
+        for id, text, counts_here in zip(chosen, pieces(tokenizer, chosen), counts, strict=True):
+            shown = tokenizer.convert_ids_to_tokens(id) if id in special else text
+            tokens.append(Token(shown, counts_here, id in special))
+        rows.append(tokens)
     return rows

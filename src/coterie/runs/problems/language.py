@@ -1,9 +1,8 @@
 """Language models on the texts of a recipe."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -80,9 +79,7 @@ class Language(LearningProblem):
     def write(
         self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: artifact.Origin
     ) -> None:
-        """Write a personal model that needs no pool, see `LanguageModel.settled`, to a folder.
-        Raises SaveError.
-        """
+        """Write a personal model that is `LanguageModel.settled` to a folder. Raises SaveError."""
         artifact.save(
             folder,
             artifact.About(
@@ -104,8 +101,10 @@ class Language(LearningProblem):
     def _tokenizer_digest(self) -> TokenizerDigest:
         return TokenizerDigest.of(self.backbone.tokenizer)
 
-    def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:
-        shown = {i: clients[i] for i in islice(clients, CLIENTS)}
+    def look(
+        self, clients: Sequence[ClientId], build: Callable[[ClientId], Client]
+    ) -> Routing | None:
+        shown = {i: build(i) for i in clients[:CLIENTS]}
         if not any(
             isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()
         ):

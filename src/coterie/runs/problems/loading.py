@@ -108,9 +108,7 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
 def _classification(
     recipe: Recipe, device: str, elsewhere: Federation | None = None
 ) -> Classification:
-    """Return classifiers of the recipe's data, or of clients whose data are elsewhere. Raises
-    Refused.
-    """
+    """Return classifiers of the recipe's data, or of clients elsewhere. Raises Refused."""
     common = None if isinstance(recipe.model, LanguageSection) else recipe.model.common
     needed = elsewhere is None or (common is not None and common.pretraining is not None)
     shape: Shape

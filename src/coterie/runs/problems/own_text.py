@@ -26,9 +26,7 @@ def _files(section: Folders, data: Path) -> list[Path]:
 
 
 def section_of(data: Any) -> Folders:
-    """Return how a client's own files are read in a run with these data: as texts or as
-    conversations, alike.
-    """
+    """Return how a client's own files are read in a run with these data."""
     if isinstance(data, Folders):
         return data
     if not isinstance(data, ChatFields):

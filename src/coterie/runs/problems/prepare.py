@@ -161,9 +161,7 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
 def _layouts(
     recipe: Recipe, method: Method, problem: LearningProblem, clients: Sequence[ClientId]
 ) -> dict[ClientId, Layout]:
-    """Return the adapter of each client. Raises RecipeError for a list of another length, or an
-    impossible layout.
-    """
+    """Return the adapter of each client. Raises RecipeError for impossible ones."""
     wrong = []
     for field in method.per_client:
         values = getattr(method, field)
@@ -239,9 +237,7 @@ def _check_privacy(
 
 
 def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse secure aggregation where the server needs more than a sum, or it is impossible. Raises
-    RecipeError.
-    """
+    """Refuse secure aggregation that is impossible or protects nothing. Raises RecipeError."""
     if not recipe.secure:
         return
     mistakes = _beyond_sums("secure", recipe, method)
@@ -269,9 +265,7 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
 
 
 def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> None:
-    """Refuse who cannot take part, and a method whose clients cannot come and go, or that has
-    nothing for those it never sees.
-    """
+    """Refuse clients that cannot take part, and methods that cannot serve them."""
     clients, name, part = tuple(federation.clients), recipe.method["name"], recipe.participation
     mistakes = []
     for i, (first, end) in recipe.presence.items():

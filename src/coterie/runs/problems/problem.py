@@ -3,7 +3,7 @@ differ.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -55,9 +55,7 @@ class LearningProblem(ABC):
         """Return those of one prediction's forward pass; `trained`: by a method that trains."""
 
     def scores(self, layout: Layout) -> Tensors:
-        """Return the form of a client's score of a split, see `Client.score`, as its device sends
-        it with the split's name.
-        """
+        """Return the form of a client's score of each split, see `Client.score`."""
         score = torch.empty(self.metric.totals, dtype=torch.float64)
         return {"valid": score, "test": score}
 
@@ -80,8 +78,8 @@ class LearningProblem(ABC):
     def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         """Write the client's personal model to a folder of its own."""
 
-    def look(self, clients: Mapping[ClientId, Client]) -> Routing | None:
-        """Return what every client's router does with the beginnings of all test texts; None where
-        there is no router.
-        """
+    def look(
+        self, clients: Sequence[ClientId], build: Callable[[ClientId], Client]
+    ) -> Routing | None:
+        """Return what routers do with the beginnings of all test texts; None without a router."""
         return None

@@ -64,9 +64,7 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
 
 
 def _without_kinds(location: list[str]) -> list[str]:
-    """Return the way to a field as it is written, without the kinds that pydantic puts behind
-    sections that have several.
-    """
+    """Return a field's location without the kinds that pydantic adds to sections."""
     several = {"data", "model", "experts", "routers", "aggregation"}
     return [
         part

@@ -25,8 +25,13 @@ from coterie.runs import recipes
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.method_section import build_method, unknown_method
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
-from coterie.runs.recipes.sampling import EvaluatedClients
-from coterie.runs.recipes.sections import LanguageSection, ModelSection, Participation, Quorum
+from coterie.runs.recipes.sections import (
+    EvaluatedClients,
+    LanguageSection,
+    ModelSection,
+    Participation,
+    Quorum,
+)
 
 
 class Recipe(BaseModel):
@@ -208,9 +213,7 @@ class Recipe(BaseModel):
         return _with(section, dotted.flat(changes), str(recipe))
 
     def with_changes(self, **changes: Any) -> "Recipe":
-        """Return the recipe with other values for some of its fields, given as to `load`. Raises
-        RecipeError.
-        """
+        """Return the recipe with other values, given as to `load`. Raises RecipeError."""
         return changed(self, dotted.flat(changes))
 
     @field_validator("method", mode="before")
@@ -338,16 +341,12 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other values for some of its fields, by dotted keys. Raises
-    RecipeError.
-    """
+    """Return the recipe with other values by dotted keys. Raises RecipeError."""
     return _with(recipe.model_dump(mode="json"), settings, recipe.name)
 
 
 def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> Recipe:
-    """Return the recipe of a section in which some values, by dotted keys, are others. Raises
-    RecipeError.
-    """
+    """Return the recipe of a section with other values by dotted keys. Raises RecipeError."""
     mistakes = [
         wrong
         for key, value in settings.items()
@@ -372,9 +371,7 @@ def validate(section: Mapping[str, Any], source: str) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML: every field with its value, so that it can be run again
-    as it was.
-    """
+    """Return the resolved recipe as YAML: every field with its value."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 

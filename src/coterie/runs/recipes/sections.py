@@ -16,7 +16,8 @@ from pydantic import (
 
 from coterie.aggregation.noise import Source
 from coterie.core import devices
-from coterie.core.protocol import derive_seed
+from coterie.core.protocol import ClientId, derive_seed
+from coterie.data.federation import Federation
 from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
 from coterie.models.layout import MOST_ALPHA, Layout
@@ -318,6 +319,34 @@ def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequenc
     return lambda population, most: cast(
         Sequence[str], random.choice(population, most, replace=False).tolist()
     )
+
+
+EvaluatedClients = Annotated[
+    int | None,
+    Field(
+        ge=1,
+        description="number of clients that are scored, and on this machine keep a personal model; "
+        "drawn once from the seed, of each group of unseen clients if there are any; null: all",
+    ),
+]
+
+
+def evaluated(
+    federation: Federation, most: int | None, seed: int
+) -> dict[str, tuple[ClientId, ...]]:
+    """Return the clients that are scored, in their order, at most so many of each group of unseen
+    ones, or of the group "" where none is unseen. They are drawn by the run's seed and their own
+    names, so that a client that joins later takes the place of one at most.
+    """
+    groups = federation.unseen or {"": federation.clients}
+    if most is None:
+        return {group: tuple(clients) for group, clients in groups.items()}
+    scored = {}
+    for group, clients in groups.items():
+        ranked = sorted(clients, key=lambda i: derive_seed(seed, "evaluation", i))
+        drawn = set(ranked[:most])
+        scored[group] = tuple(i for i in clients if i in drawn)
+    return scored
 
 
 class Quorum(BaseModel):

@@ -275,9 +275,7 @@ def _past_edge(field: Field, best: Judged, judged: Sequence[Judged]) -> Trial | 
 
 
 def densified(fields: Sequence[Field], count: int) -> list[Field]:
-    """Return fields whose grid has at least so many points, if they have ratios; always the one
-    with the fewest values gets more.
-    """
+    """Return fields with at least so many points in their grid, the shortest made denser first."""
     grids, between = list(fields), [0] * len(fields)
     able = {k for k, field in enumerate(fields) if field.graded}
     while able and math.prod(len(grid.values) for grid in grids) < count:

@@ -88,9 +88,7 @@ def has(recipe: Recipe, key: str) -> bool:
 
 
 def fields_of(recipe: Recipe, given: Grid) -> list[Field]:
-    """Return what is searched for the method of a recipe: its learning rates and those of the given
-    fields that it has; nothing where it trains nothing.
-    """
+    """Return what is searched for a recipe: its learning rates, and given fields that it has."""
     if not trains(recipe):
         return []
     fields = {key: values for key, values in given.items() if has(recipe, key)}
@@ -133,17 +131,17 @@ def checked(rows: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
         typed: list[Any] = []
         for recipe in [row for row in rows if has(row, key)] or rows[:1]:
             try:
-                typed = [_typed(recipe, key, value) for value in values]
+                read = [value_of(recipes.changed(recipe, {key: v}), key) for v in values]
             except RecipeError as error:
                 mistakes |= dict.fromkeys(error.mistakes)
+                continue
+            typed = [
+                new if isinstance(new, int | float | str) else value
+                for new, value in zip(read, values, strict=True)
+            ]
         if not typed and not mistakes:
             mistakes[f"{key}: no method has this field, or the method's name fixes it"] = None
         grid[key] = tuple(typed)
     if mistakes:
         raise RecipeError("--field", list(mistakes))
     return grid
-
-
-def _typed(recipe: Recipe, key: str, value: Any) -> Any:
-    value_read = value_of(recipes.changed(recipe, {key: value}), key)
-    return value_read if isinstance(value_read, int | float | str) else value

@@ -44,9 +44,7 @@ def execute_missing(
 
 
 def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
-    """Return the runs that are not done yet, each once; with `again` also those that had no result.
-    Raises CheckpointError for a damaged result.
-    """
+    """Return the runs that are not done, each once; `again`: also those that had no result."""
     return [
         (recipe, path)
         for path, recipe in {path: recipe for recipe, path in runs}.items()
@@ -131,9 +129,7 @@ class TrialRuns(Generic[K]):
         return results
 
     def settings(self, key: K, trial: Trial) -> Settings:
-        """Return what a trial sets: its candidate, and with a share of the rounds these and the
-        iterations between updates of routers in proportion.
-        """
+        """Return what a trial sets: its candidate, and rounds and periods by its share."""
         if trial.share == 1:
             return trial.candidate
         recipe, _ = self.run(key, trial.candidate, self.seeds[0])
@@ -147,9 +143,7 @@ class TrialRuns(Generic[K]):
         return [self.run(key, settings, seed) for seed in self.seeds]
 
     def evaluate(self, batch: Sequence[tuple[K, Trial]]) -> list[Score]:
-        """Return the scores of trials, see `search.together`: means over seeds, and `LOST` where a
-        run diverged or its method refuses the settings.
-        """
+        """Return the mean scores of trials over seeds; `LOST` if a run diverged or was refused."""
         titles: dict[Path, str] = {}
         runs: list[RunAt] = []
         owners: dict[Path, list[tuple[K, Trial]]] = {}
@@ -230,9 +224,7 @@ class TrialRuns(Generic[K]):
         return f"{who}, {', '.join(part for part in parts if part)}"
 
     def surely(self, key: K, one: Judged, other: Judged) -> bool:
-        """Whether one trial is better than another by more than `SURE` standard errors of the
-        differences, paired by client and seed.
-        """
+        """Whether one trial is better than another, see the function `surely`."""
         return surely(self.results(key, one.trial), self.results(key, other.trial))
 
     def allowed(self, key: K, trial: Trial) -> bool:
