@@ -46,9 +46,7 @@ def value_at(section: Mapping[str, Any], key: str) -> Any:
 
 
 def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by dotted keys; a method by its name or class alone
-    stands for its section's `name`.
-    """
+    """Return the values of nested mappings by dotted keys; `method` may be a name or a class."""
     values: dict[str, Any] = {}
     # a method's name comes first, as it drops the fields that the method does not have
     for key, value in sorted(changes.items(), key=lambda change: change[0] != "name"):
@@ -82,23 +80,19 @@ def apply(section: dict[str, Any], override: str) -> str | None:
 
 
 def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | None:
-    """Set the value of a dotted key; returns what is wrong with it, if anything. A new method's
-    name drops what it has no fields for.
+    """Set the value of a dotted key; return what is wrong with it, if anything. A new method's name
+    drops the fields that it does not have.
     """
     if section.get("auto"):
-        section["auto"] = [
-            field for field in section["auto"] if not f"{field}.".startswith(f"{key}.")
-        ]
+        section["auto"] = [f for f in section["auto"] if not f"{f}.".startswith(f"{key}.")]
     *path, last = key.split(".")
     for part in path:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
             return f"{shown!r}: {part} is a value, not a section"
     if last == "name" and path == ["method"] and isinstance(value, str) and value in METHODS:
-        keep = {f.name for f in dataclasses.fields(METHODS[value].method)} - set(
-            METHODS[value].fixed
-        )
-        for old in [k for k in section if k not in keep]:
+        keep = {f.name for f in dataclasses.fields(METHODS[value].method)}
+        for old in section.keys() - (keep - METHODS[value].fixed.keys()):
             del section[old]
     section[last] = value
     return None

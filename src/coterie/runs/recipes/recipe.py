@@ -58,11 +58,7 @@ class Recipe(BaseModel):
 
     name: Annotated[
         str,
-        Field(
-            min_length=1,
-            pattern=r"^[A-Za-z0-9._-]+$",
-            description="name of the recipe; default: the file name",
-        ),
+        Field(pattern=r"^[A-Za-z0-9._-]+$", description="name; default: the file's name"),
     ]
     description: Annotated[
         str, Field(description="one line for `coterie recipes` and the report")

@@ -1,7 +1,7 @@
 """The sections of a recipe: models, and who takes part."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import (
@@ -239,7 +239,8 @@ class TextClassifierSection(_Classifying):
 
     def common_shape(self, classes: int) -> TextShape:
         """Return the common expert's network."""
-        return TextShape((self.common and self.common.base) or self.base, classes, self.length)
+        base = self.common.base if self.common is not None else None
+        return TextShape(base or self.base, classes, self.length)
 
 
 class Participation(BaseModel):
@@ -281,16 +282,14 @@ class Participation(BaseModel):
         round: int,
         secret: bytes | None = None,
     ) -> tuple[str, ...]:
-        """Those of the clients that take part in a round, in their order; they are drawn from
-        the seed, or from a secret key instead.
+        """Return those of the clients that take part in a round, in their order, drawn by the seed
+        or by a secret key instead.
         """
         here = set(self._here(clients, anchors, clusters or {}, round))
         held = set() if self.anchors is None else here & set(anchors)
-        draw = (
-            _repeatable(seed, round)
-            if secret is None
-            else Source.keyed(secret, "participation", round).sample
-        )
+        draw = _repeatable(seed, round)
+        if secret is not None:
+            draw = Source.keyed(secret, "participation", round).sample
         active: set[str] = set()
         for group, most in ((held, self.anchors), (here - held, self.clients)):
             members = sorted(group)
@@ -304,7 +303,7 @@ class Participation(BaseModel):
         clusters: Mapping[str, int],
         round: int,
     ) -> list[str]:
-        """Who could take part, by the schedule."""
+        """Return the clients that could take part, by the schedule."""
         if self.schedule == "all":
             return list(clients)
         groups, turn = sorted(set(clusters.values())), round // self.every
@@ -314,11 +313,9 @@ class Participation(BaseModel):
 
 
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
-    """Return what draws some of several in a round, alike wherever the seed is known."""
+    """Return a function that draws some of several, the same wherever the seed is known."""
     random = np.random.default_rng(derive_seed(seed, "participation", round))
-    return lambda population, most: cast(
-        Sequence[str], random.choice(population, most, replace=False).tolist()
-    )
+    return lambda clients, most: list(map(str, random.choice(clients, most, replace=False)))
 
 
 EvaluatedClients = Annotated[

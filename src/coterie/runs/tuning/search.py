@@ -258,12 +258,12 @@ def halving(
         judged += in_rung
         alive = [j.trial.candidate for j in sorted(in_rung, key=rank)]
     edges = _Edges(fields, effort, rounds, shorter, allowed)
-    left = effort.extensions
-    while left and (steps := edges.steps(judged)):
+    for _ in range(effort.extensions):
+        if not (steps := edges.steps(judged)):
+            break
         trial = next(iter(steps.values()))
         [score] = yield [trial]
         judged.append(Judged(trial, score, None))
-        left -= 1
     return Found(edges.best(judged), tuple(judged), tuple(edges.steps(judged)))
 
 
@@ -290,10 +290,7 @@ def densified(fields: Sequence[Field], count: int) -> list[Field]:
 
 
 def thinned(
-    fields: Sequence[Field],
-    count: int,
-    given: Sequence[Field] = (),
-    default: Candidate | None = None,
+    fields: Sequence[Field], count: int, given: Sequence[Field], default: Candidate | None = None
 ) -> list[Candidate]:
     """Return at most so many points of a grid, evenly spread over it: the default first, if it is
     one of them, and then those of the given grid.

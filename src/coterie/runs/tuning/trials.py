@@ -3,7 +3,7 @@ is named by its recipe.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
@@ -101,8 +101,7 @@ class TrialRuns(Generic[K]):
         seeds: Of each trial's runs.
         reporter: Called at the events of the runs.
         prefix: What the reporter calls the runs of a key; default: by the method.
-        changed: See `execute_all`.
-        within: See `execute_all`.
+        changed, within: See `execute_all`.
         deciding: How many parts of a score the searches look at; default: all.
     """
 
@@ -118,10 +117,8 @@ class TrialRuns(Generic[K]):
     def search(self, searches: Mapping[K, Search]) -> dict[K, Found]:
         """Carry searches out, see `search.together`. What each has chosen keeps its models."""
         results = together(searches, self.evaluate)
-        chosen = set[Path]()
-        for key, result in results.items():
-            if result.chosen is not None:
-                chosen.update(self._paths(key, result.chosen.trial))
+        ends = {key: result.chosen.trial for key, result in results.items() if result.chosen}
+        chosen = {path for key, trial in ends.items() for path in self._paths(key, trial)}
         for path in chosen:
             confirm(path)
         for path in self._kept() - chosen:
@@ -153,10 +150,6 @@ class TrialRuns(Generic[K]):
                 runs.append((recipe, path))
                 owners.setdefault(path, []).append((key, trial))
 
-        def ended(folder: Path) -> None:
-            for key, trial in owners[folder]:
-                self._settle(key, trial)
-
         def unfit(folder: Path, error: CoterieError) -> None:
             refused = isinstance(error, RecipeError)
             problem = f"{'refused' if refused else 'diverged'}: {' '.join(error.problem.split())}"
@@ -164,8 +157,7 @@ class TrialRuns(Generic[K]):
             write_json(folder / UNFIT, {"problem": problem, "trained": not refused})
             self.reporter.unfit(titles[folder], problem)
 
-        for key, trial in batch:
-            self._settle(key, trial)  # what was done before an interruption
+        self._settle(batch)  # what was done before an interruption
         if missing := missing_of(runs):
             rounds = sorted({recipe.build_method().rounds for recipe, _ in missing})
             self.reporter.searching(len(missing), rounds)
@@ -178,34 +170,29 @@ class TrialRuns(Generic[K]):
                 changed=self.changed,
                 within=self.within,
                 unfit=unfit,
-                ended=ended,
+                ended=lambda folder: self._settle(owners[folder]),
             )
-        for key, trial in batch:
-            self._settle(key, trial)
+        self._settle(batch)
         return [self._score(key, trial) for key, trial in batch]
 
-    def _settle(self, key: K, trial: Trial) -> None:
-        """Remove the models of a trial whose runs have all ended, or of those that it is better
+    def _settle(self, trials: Iterable[tuple[K, Trial]]) -> None:
+        """Remove the models of each trial whose runs have all ended, or of those that it is better
         than. Equal ones all stay: the search decides which of them is chosen.
         """
-        paths = self._paths(key, trial)
-        if not all(map(has_ended, paths)):
-            return
-        score = self._score(key, trial)[: self.deciding]
-        group = key, trial.share == 1
-        before = self._leading.get(group, _Leading(LOST))
-        if score < before.score:
-            self._leading[group] = _Leading(score, set(paths))
-            self._lighten(before.paths)
-        elif score == before.score < LOST:
-            before.paths.update(paths)
-        else:
-            self._lighten(set(paths))
-
-    def _lighten(self, paths: Set[Path]) -> None:
-        """Lighten runs that may not be chosen any more."""
-        for path in paths - self._kept():
-            lighten(path)
+        for key, trial in trials:
+            paths = set(self._paths(key, trial))
+            if not all(map(has_ended, paths)):
+                continue
+            score, group = self._score(key, trial)[: self.deciding], (key, trial.share == 1)
+            before = self._leading.get(group, _Leading(LOST))
+            if score == before.score < LOST:
+                before.paths.update(paths)
+                continue
+            if score < before.score:
+                self._leading[group] = _Leading(score, paths)
+                paths = before.paths
+            for path in paths - self._kept():
+                lighten(path)
 
     def _kept(self) -> set[Path]:
         """Return the folders of the runs that may still be chosen."""
@@ -219,9 +206,9 @@ class TrialRuns(Generic[K]):
         who = self.prefix(key) if self.prefix else METHODS[recipe.method["name"]].title
         settings = {k: v for k, v in trial.candidate.items() if k != ROUNDS}
         rounds = recipe.build_method().rounds
-        parts = [f"{rounds} {'round' if rounds == 1 else 'rounds'}", written(settings)]
-        parts += [f"seed {recipe.seed}"] if len(self.seeds) > 1 else []
-        return f"{who}, {', '.join(part for part in parts if part)}"
+        seed = f"seed {recipe.seed}" if len(self.seeds) > 1 else ""
+        parts = [who, f"{rounds} {'round' if rounds == 1 else 'rounds'}", written(settings), seed]
+        return ", ".join(filter(None, parts))
 
     def surely(self, key: K, one: Judged, other: Judged) -> bool:
         """Whether one trial is better than another, see the function `surely`."""

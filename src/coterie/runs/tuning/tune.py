@@ -131,24 +131,23 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
 
 def _claim(folder: Path, plan: Plan, resume: bool) -> None:
     """Refuse a folder that holds another search, or none to resume. Raises Refused."""
-    known = (folder / SEARCH).exists()
-    if known and not resume:
-        raise Refused(
-            f"{folder} already holds a search",
-            "Resume it with --resume, or choose another --out.",
-        )
-    if resume and not known:
-        raise Refused(
-            f"there is no search to resume in {folder}",
-            "Check --out; or start from the beginning: the same command without --resume.",
-        )
-    if known:
-        before, now = read_json(folder / SEARCH), plan.to_json()
-        if other := [key for key in now if before.get(key) != now[key]]:
+    if not (folder / SEARCH).exists():
+        if resume:
             raise Refused(
-                f"{folder} holds a different search: it has other {' and '.join(other)}",
-                "Repeat the command that began it, or choose another --out.",
+                f"there is no search to resume in {folder}",
+                "Check --out; or start from the beginning: the same command without --resume.",
             )
+        return
+    if not resume:
+        raise Refused(
+            f"{folder} already holds a search", "Resume it with --resume, or choose another --out."
+        )
+    before, now = read_json(folder / SEARCH), plan.to_json()
+    if other := [key for key in now if before.get(key) != now[key]]:
+        raise Refused(
+            f"{folder} holds a different search: it has other {' and '.join(other)}",
+            "Repeat the command that began it, or choose another --out.",
+        )
 
 
 def _write(
@@ -161,14 +160,12 @@ def _write(
         about = f"# {METHODS[name].title}: {_said(row)}\n"
         write_atomically(folder / row.recipe, (about + recipes.dump(recipe)).encode())
         rows.append(row)
-    result = next(
-        r for name, search in searched.items() for r in _results(trial_runs, name, search)
-    )
+    name, search = next(iter(searched.items()))
+    result = _results(trial_runs, name, search)[0]
+    metric = f"validation {result.metric.name.removeprefix('test ')}"
     tuning = Tuning(
         recipe=plan.recipe.name,
-        metric=replace(
-            result.metric, name=f"validation {result.metric.name.removeprefix('test ')}"
-        ),
+        metric=replace(result.metric, name=metric),
         seeds=list(trial_runs.seeds),
         effort=stated(plan.effort, plan.rounds, "Every method that trains"),
         rows=tuple(rows),
@@ -199,15 +196,15 @@ def _row(
     plan: Plan, name: str, trial_runs: TrialRuns[str], searched: Found
 ) -> tuple[TunedRow, Recipe]:
     """Return what was found for a method, and its recipe."""
-    path = f"{CHOSEN}/{encoded(name)}.yaml"
-    if searched.chosen is None:
+    path, chosen = f"{CHOSEN}/{encoded(name)}.yaml", searched.chosen
+    if chosen is None:
         recipe = plan.own[name]
         rounds = recipe.build_method().rounds
         return TunedRow(method=name, recipe=path, chosen={}, rounds=rounds), recipe
     _results(trial_runs, name, searched)
-    recipe = plan.chosen(name, trial_runs.settings(name, searched.chosen.trial))
+    recipe = plan.chosen(name, trial_runs.settings(name, chosen.trial))
     tried = [trial_runs.tried(name, judged) for judged in searched.judged]
-    best = tried[searched.judged.index(searched.chosen)]
+    best = tried[searched.judged.index(chosen)]
     row = TunedRow(
         method=name,
         recipe=path,
@@ -218,9 +215,9 @@ def _row(
         runs=len(tried) * len(trial_runs.seeds),
         iterations=sum(candidate.iterations for candidate in tried),
         alike=sum(
-            judged.trial != searched.chosen.trial
-            and judged.trial.share == searched.chosen.trial.share
-            and not trial_runs.surely(name, searched.chosen, judged)
+            judged.trial != chosen.trial
+            and judged.trial.share == chosen.trial.share
+            and not trial_runs.surely(name, chosen, judged)
             for judged in searched.judged
         ),
         at_edge=searched.at_edge,
