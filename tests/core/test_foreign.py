@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from coterie.core import foreign
 from coterie.core.errors import CheckpointError, CoterieError, DataError, TensorError
-from coterie.core.files import load, nbytes_of_file, read_json, save
+from coterie.core.files import load, read_json, save
 from coterie.core.packs import Entry
 from coterie.core.tensors import MOST_OF_ONE, from_bytes, to_bytes
 from coterie.data.archives import archives_in
@@ -256,11 +256,6 @@ def test_what_a_pack_cannot_hold_is_not_read(offset: int, length: int, tmp_path:
     (tmp_path / "p").write_bytes(to_bytes({"a": torch.zeros(2)}))
     with pytest.raises(CheckpointError, match="truncated"):
         Entry(tmp_path / "p", offset, length, 8).content()
-
-
-def test_sizes_are_of_the_file_that_is_open(tmp_path: Path) -> None:
-    save(tmp_path / "a", {"x": torch.zeros(3)})
-    assert nbytes_of_file(tmp_path / "a") == 12
 
 
 def test_text_is_read_as_python_reads_it(tmp_path: Path) -> None:

@@ -104,14 +104,6 @@ def digest_later(path: Path) -> "Future[str]":
     return _HASHING.submit(digest_of, path)
 
 
-def nbytes_of_file(path: Path) -> int:
-    """Return `nbytes` of the tensors in a safetensors file: its size without the header and the 8
-    bytes of its length.
-    """
-    with foreign.opened(path) as file:
-        return os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
 def _too_large(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path}: {path.stat().st_size:,} bytes of tensors do not fit into memory",

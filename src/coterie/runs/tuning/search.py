@@ -290,7 +290,10 @@ def densified(fields: Sequence[Field], count: int) -> list[Field]:
 
 
 def thinned(
-    fields: Sequence[Field], count: int, given: Sequence[Field], default: Candidate | None = None
+    fields: Sequence[Field],
+    count: int,
+    given: Sequence[Field] = (),
+    default: Candidate | None = None,
 ) -> list[Candidate]:
     """Return at most so many points of a grid, evenly spread over it: the default first, if it is
     one of them, and then those of the given grid.
