@@ -48,7 +48,7 @@ class Training:
     """The training of a new client of language models on its own text.
 
     Args:
-        iterations: The most local iterations; None for as many as a client of the run does.
+        iterations: The most local iterations; None: as many as a client of the run does.
         say: Called with a line after every evaluation on the validation text.
     """
 

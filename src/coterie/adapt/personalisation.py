@@ -28,11 +28,8 @@ _ROWS = 32  # windows that are scored at once
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A personal model at one point of the training, as it is written.
-
-    Args:
-        layout: The layout of the adapter, without a pool.
-        tensors: The tensors by the adapter's names.
+    """A personal model at one point of the training: layout, without a pool, and tensors by the
+    adapter's names.
     """
 
     layout: Layout
@@ -203,12 +200,7 @@ def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
 
 
 def sentences(client: str, result: Personalised | None) -> list[str]:
-    """Describe a client's model before and after training, and whether the training helped.
-
-    Args:
-        client: The client's id, as it can be printed.
-        result: The effect of the training; None if nothing was trained.
-    """
+    """Describe a client's model before and after training, if any, and whether it helped."""
     if result is None:
         return [
             f"{client}: nothing was personalised. The model is the shared part alone. To train on "

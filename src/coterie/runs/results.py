@@ -54,7 +54,7 @@ class ResultWriter:
         recipe, prepared, last = state.recipe, state.prepared, state.evaluations[-1]
         metric = prepared.problem.metric.about
         tests = [evaluation.test for evaluation in state.evaluations]
-        clients = self._clients_kept() if self.scorer.keeps_best else self._clients_of(last)
+        clients = self._clients(last)
         first = headline(clients, last.groups).values()
         everyone = len(state.groups or state.clients)
         drawn_of = everyone if len(state.scored) < everyone else None
@@ -95,29 +95,28 @@ class ResultWriter:
             machine=self._machine(),
         )
 
-    def _clients_of(self, last: Evaluation) -> dict[ClientId, ClientResult]:
-        """Return the figures of each client after the last round."""
-        synced, costs = self.scorer.synced(), self._costs()
+    def _clients(self, last: Evaluation) -> dict[ClientId, ClientResult]:
+        """Return the figures of each client: of its model after the last round, or of the one that
+        it kept, which is not synchronised again.
+        """
+        figures: dict[ClientId, tuple[Scores, float | None, int | None]]
+        if self.scorer.keeps_best:
+            self._recalled = self.scorer.recalled()
+            figures = {i: (of, of.test, round) for i, (round, of) in self._recalled.items()}
+        else:
+            synced = self.scorer.synced()
+            figures = {i: (of, synced.get(i), None) for i, of in last.clients.items()}
+        costs, groups = self._costs(), self.state.groups
         return {
             i: ClientResult(
                 **vars(scores),
-                test_synced=synced.get(i),
+                test_synced=test_synced,
+                kept_round=round,
                 **vars(costs[i]),
-                group=self.state.groups.get(i),
+                group=groups.get(i),
             )
-            for i, scores in last.clients.items()
+            for i, (scores, test_synced, round) in figures.items()
             if i in costs  # one that was scored before a resumption may be missing now
-        }
-
-    def _clients_kept(self) -> dict[ClientId, ClientResult]:
-        """Return the figures of the model that each client kept, not synchronised again."""
-        self._recalled, costs = self.scorer.recalled(), self._costs()
-        return {
-            i: ClientResult(
-                **vars(scores), test_synced=scores.test, kept_round=round, **vars(costs[i])
-            )
-            for i, (round, scores) in self._recalled.items()
-            if i in costs
         }
 
     def _best_by_valid(self) -> BestByValid:

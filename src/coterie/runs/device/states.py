@@ -51,8 +51,7 @@ class Memory:
         return dict(sorted(states.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
-        """Return the newest whole state before a turn, and what the server should know of it; {}
-        for a client that starts.
+        """Return the newest whole state before a turn ({}: the client starts), and a note on it.
 
         Args:
             turn: That is to be done.

@@ -31,12 +31,7 @@ def latest_folder(name: str) -> Path:
 
 
 def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
-    """Refuse a folder for results that lies in a folder of data, or the other way round: the one
-    would be taken for the other.
-
-    Raises:
-        Refused: Naming both.
-    """
+    """Refuse a folder for results in a folder of data, or around it. Raises Refused."""
     ours, theirs = folder.expanduser().resolve(), data.expanduser().resolve()
     if not theirs.is_dir() or not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)):
         return
@@ -50,10 +45,8 @@ def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a run's folder for the block. A lock that a killed process left is ignored.
-
-    Raises:
-        Refused: Somebody else does, who is named; or the folder cannot be written to.
+    """Lock a run's folder for the block. A lock that a killed process left is ignored. Raises
+    Refused: another process uses it, or it cannot be written to.
     """
     is_new = not folder.exists()
     make_folder(folder)

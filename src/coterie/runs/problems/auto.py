@@ -44,8 +44,8 @@ class Texts:
     Args:
         train: Of each client.
         shortest: The least that a client has of any split.
-        document: The length of the document that the middle token of all training text is in; of
-            conversations and of documents read by themselves, that which 19 of 20 are within.
+        document: The length of the document with the middle token of all training text; of separate
+            conversations and documents, that which 19 of 20 are within.
     """
 
     train: Sequence[int]

@@ -93,10 +93,6 @@ def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
     A common expert is everybody's, and so the server's too: from a file that the recipe names, or
     trained on the recipe's public examples.
 
-    Args:
-        recipe: Resolved.
-        federation: The clients, whose data are on their devices.
-
     Raises:
         Refused: The base's configuration, the common expert or the public examples are unusable.
     """

@@ -85,11 +85,8 @@ def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
 
 
 def federated(members: Sequence[Member]) -> Federation:
-    """Return the federation of clients whose data are elsewhere, in the order of the data where one
-    machine has all, else of their ids.
-
-    Raises:
-        Refused: None of them trains, or one has the name of the pool.
+    """Return the federation of clients whose data are elsewhere, ordered by position and id. Raises
+    Refused: none of them trains, or one has a name that is reserved.
     """
     for member in members:
         check_id(member.client)
@@ -118,11 +115,8 @@ def federated(members: Sequence[Member]) -> Federation:
 
 
 def joined(prepared: Prepared, member: Member) -> Prepared:
-    """Return the same with one more client, after the others.
-
-    Raises:
-        Refused: It does not fit, it is held out by its data, or the method needs all of its clients
-            from the start.
+    """Return the same with one more client, after the others. Raises Refused: it is held out, or
+    the method needs all of its clients from the start.
     """
     name, problem = prepared.recipe.method["name"], copy(prepared.problem)
     if not prepared.method.dynamic_membership:
@@ -131,17 +125,13 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
         )
     if member.group:
         raise Refused(
-            f"joined after the run began, but is held out (group {member.group}): such "
-            f"clients are scored "
-            f"from the start or not at all",
+            f"joined after the run began, but is held out (group {member.group}): such clients are "
+            f"scored from the start or not at all",
             "",
         )
-    more, federation = federated([member]), problem.federation
-    clusters = (
-        None
-        if federation.clusters is None or more.clusters is None
-        else {**federation.clusters, **more.clusters}
-    )
+    more, federation, clusters = federated([member]), problem.federation, None
+    if federation.clusters is not None and more.clusters is not None:
+        clusters = {**federation.clusters, **more.clusters}
     problem.federation = replace(
         federation,
         clients={**federation.clients, **more.clients},

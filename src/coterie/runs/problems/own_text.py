@@ -44,16 +44,8 @@ def own_text(
     data: Path,
     otherwise: str = "",
 ) -> ClientData:
-    """Return the text of a client as it would be split in a folder of clients.
-
-    Args:
-        section: How texts are read and split.
-        tokenizer: The base's.
-        context: Window length in tokens.
-        seed: Fixes the orders of all walks.
-        id: The client's.
-        data: Its file or folder.
-        otherwise: What else can be done about too little text.
+    """Return the text of a client, from a file or folder, as it would be split in a folder of
+    clients. The seed fixes the orders of all walks; `otherwise` is further advice in errors.
 
     Raises:
         DataError: There is none, or too little for three splits.

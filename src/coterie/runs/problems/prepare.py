@@ -84,15 +84,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-    """Load the base and the data, and check that they fit the recipe.
-
-    Args:
-        recipe: Resolved.
-        loaded: The base and the data of another recipe that shares them, see `share_data`; None:
-            they are loaded.
-
-    Raises:
-        Refused: The base or the data cannot be used, or do not fit the method.
+    """Load the base and the data, unless those of another recipe can be shared (`share_data`), and
+    check that they fit the recipe. Raises Refused.
     """
     recipe, _ = resolved(recipe)
     problem = loading.load(recipe) if loaded is None else loaded

@@ -3,7 +3,6 @@ and 12-17).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,47 +26,34 @@ def look(
     splits: Mapping[ClientId, Split],
     tokenizer: Any,
 ) -> Routing:
-    """Return what every model does with every text.
-
-    Args:
-        clients: Whose models and texts; the first `CLIENTS` of them count.
-        model: The personal model of a client, good until the next call.
-        splits: Each client's test split.
-        tokenizer: Of the base.
+    """Return what the models of the first `CLIENTS` clients do with the beginnings of all their
+    splits; a `model` is valid until the next one is asked for.
     """
     clients = clients[:CLIENTS]
     windows = {i: beginning(splits[i]) for i in clients}
     texts = {i: pieces(tokenizer, rows.flatten().tolist()[:TOKENS]) for i, rows in windows.items()}
-    routing = Routing(texts, {}, {})
+    experts, weights, depth, blocks = {}, {}, None, None
     for i in clients:
         reader = model(i)
-        if not reader.layout.routed:
-            continue
-        depth = len(reader.backbone.architecture.blocks)
-        blocks = sorted({0, (depth - 1) // 2, depth - 1})
-        mixture = Mixture(reader.layout.generalists, reader.layout.specialists)
-        weights = {text: _weights(reader, rows, blocks) for text, rows in windows.items()}
-        routing = replace(
-            routing,
-            experts={**routing.experts, i: mixture},
-            weights={**routing.weights, i: weights},
-            depth=depth,
-            blocks=blocks,
-        )
-    return routing
+        if reader.layout.routed:
+            depth = len(reader.backbone.architecture.blocks)
+            blocks = sorted({0, (depth - 1) // 2, depth - 1})
+            experts[i] = Mixture(reader.layout.generalists, reader.layout.specialists)
+            weights[i] = {text: _weights(reader, rows, blocks) for text, rows in windows.items()}
+    return Routing(texts, experts, weights, depth, blocks)
 
 
 def _weights(
     model: LanguageModel, windows: Tensor, blocks: Sequence[int]
 ) -> list[list[list[float]]]:
-    """(blocks, tokens, n), each weight to three places."""
+    """Return weights (blocks, tokens, n), to three places."""
     weights = model.routing(windows)[list(blocks)].flatten(1, 2)[:, :TOKENS]
     return [[[round(w, 3) for w in token] for token in block] for block in weights.tolist()]
 
 
 def beginning(split: Split) -> Tensor:
-    """(W, C) int64: as many of the split's first windows, in their order, as hold `TOKENS`
-    tokens, or all of them; or the first conversation or document that holds them, or the longest.
+    """Return (W, C) int64: as many of the split's first windows as hold `TOKENS` tokens, or all; or
+    the first conversation or document that holds them, or the longest.
     """
     if isinstance(split, ChatSplit):
         number = int(np.minimum(split.lengths, TOKENS).argmax())

@@ -5,6 +5,7 @@ A package brings one by an entry point of the group `coterie.recipes`, `NAME = "
 the file `NAME.yaml` in that package.
 """
 
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -47,12 +48,10 @@ def find(recipe: str) -> Path:
 
 def _brought(recipe: str) -> Path:
     """Return the file of a recipe that an installed package brings. Raises Refused."""
-    package = installed(GROUP)[recipe].value
-    try:
-        spec = find_spec(package)
-    except ImportError:
-        spec = None
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    package, folders = installed(GROUP)[recipe].value, list[str]()
+    with suppress(ImportError):
+        if (spec := find_spec(package)) is not None:
+            folders = list(spec.submodule_search_locations or ())
     for folder in folders:
         if (path := Path(folder) / f"{recipe}.yaml").is_file():
             return path

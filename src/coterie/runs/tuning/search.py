@@ -138,12 +138,8 @@ class Judged:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a search.
-
-    Args:
-        chosen: The best; None where nothing was to be chosen.
-        judged: All trials, in order.
-        at_edge: The fields in which the best lies at the edge of what was tried.
+    """The result of a search: the best trial (None: there was nothing to choose), all trials in
+    order, and the fields in which the best lies at the edge of what was tried.
     """
 
     chosen: Judged | None
@@ -160,12 +156,8 @@ def together(
 ) -> dict[K, Found]:
     """Run searches side by side: what all of them ask for next is evaluated in one call.
 
-    Args:
-        searches: By any key.
-        evaluate: Scores trials of these keys, in their order.
-
-    Returns:
-        What each search found, in the order given.
+    `evaluate` scores trials of these keys in their order. The results are in the order of the
+    searches.
     """
     results: dict[K, Found] = {}
     pending: dict[K, Sequence[Trial]] = {}
@@ -197,10 +189,7 @@ def sweep(
     else the first ones. Of equal ones the first is taken. A grid whose best lies at its edge is
     extended there.
 
-    Args:
-        grid: The values of each key.
-        allowed: Whether a trial beyond the grid may be run.
-        extensions: Values beyond the edges of each key's grid, at most.
+    At most so many extensions of each key are run, if they are allowed.
     """
     choice = {key: values[0] for key, values in grid.items()}
     judged: list[Judged] = []
