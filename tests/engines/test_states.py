@@ -18,9 +18,7 @@ from figures import as_json
 from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.client.site import Site
-from coterie.core import files
 from coterie.core.callback import Callback
-from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, ClientError, SaveError
 from coterie.core.files import make_folder
 from coterie.core.packs import Entry
@@ -373,26 +371,6 @@ def test_states_that_were_taken_over_are_in_memory_for_clients_at_once(tmp_path:
     both = keeper.together(["a", "b"], lambda i: 0)
     assert both is not None
     assert both["b"] is keeper["b"]
-
-
-def test_checkpoints_with_a_file_for_each_client_are_read(tmp_path: Path) -> None:
-    """Those of versions before packs."""
-    folder = tmp_path / "round-00001"
-    files.save(folder / "server.safetensors", {"s": torch.ones(1)})
-    for k, client in enumerate(["ann", "ben"]):
-        files.save(folder / f"clients/{client}.safetensors", state(k))
-    about = {"round": 1, "clients": ["ann", "ben"], "recipe": {}, "progress": {}}
-    files.write_json(folder / "checkpoint.json", about)
-    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")]
-    write_sums(folder, {name: files.digest_of(folder / name) for name in names})
-    found = Checkpoints(tmp_path, {}).latest()
-    assert found is not None
-    keeper = States(tmp_path, 0)
-    keeper.restore(found.clients)
-    assert [float(own["n"]) for own in keeper.values()] == [0, 1]
-    (folder / "clients/ben.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"ben\.safetensors does not exist"):
-        Checkpoints(tmp_path, {}).latest()
 
 
 def test_states_are_taken_over_from_memory_too(tmp_path: Path) -> None:
