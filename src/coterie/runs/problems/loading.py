@@ -14,11 +14,11 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
+from coterie.models import network_tensors
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
-from coterie.models.classifier import Shape
 from coterie.models.common import CommonExpert, Normalisation, trained
-from coterie.models.network_tensors import load
+from coterie.models.networks import Shape
 from coterie.models.text import TextShape
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import (
@@ -143,7 +143,8 @@ def _common(
             if section.mean is not None and section.std is not None
             else None
         )
-        tensors, here = load(_file_of(section.path), shape), Normalisation(data.mean, data.std)
+        tensors = network_tensors.load(_file_of(section.path), shape)
+        here = Normalisation(data.mean, data.std)
         return CommonExpert(shape, tensors, device, here, preprocessing)
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained

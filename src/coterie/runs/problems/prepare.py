@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie.aggregation.secure import FEWEST
-from coterie.client.best import kept_round, recall
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import Site
+from coterie.client.state import kept_round, recall
 from coterie.core.errors import DataError, RecipeError
 from coterie.core.extras import require
 from coterie.core.protocol import ClientId, protects_examples
