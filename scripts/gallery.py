@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from coterie.export import keyboard_page
+from coterie.export import web
 
 GALLERY = Path(__file__).parents[1] / "docs/gallery"
 REPORTS, KEYBOARD = GALLERY / "reports", GALLERY / "keyboard"
@@ -46,7 +46,7 @@ def keep_keyboard(run: Path) -> None:
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "web"
         coterie("export", str(run), *WEB.split(), "--out", str(folder))
-        left_out = {*keyboard_page.programs(), *ABOUT}
+        left_out = {*web.programs(), *ABOUT}
         shutil.rmtree(KEYBOARD, ignore_errors=True)
         KEYBOARD.mkdir()
         for file in folder.iterdir():

@@ -41,7 +41,7 @@ ALLOWED = {
     "deploy/process.py": OWN,
     "export/gguf.py": "the server that it has started",
     "export/gguf_tokens.py": "a tokenizer that was loaded",
-    "export/keyboard_page.py": OWN,
+    "export/web.py": OWN,
     "models/artifact.py": "JSON that was read strictly, and written again in memory",
     "reports/parts.py": OWN,
     "reports/trackers.py": "a tracker, not a file",

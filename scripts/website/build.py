@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from recipe_reference import WRITTEN
 
-from coterie.export import keyboard_page
+from coterie.export import web
 from website import methods, reference
 from website.diagrams import drawn
 from website.links import turned
@@ -150,7 +150,7 @@ def stage(folder: Path) -> None:
         if path.stem != "README":
             written = json.dumps(notebook(path.read_text("utf-8")), indent=1)
             (folder / "docs/tutorials" / f"{path.stem}.ipynb").write_text(written, "utf-8")
-    for name, content in keyboard_page.programs().items():
+    for name, content in web.programs().items():
         target = folder / "docs/gallery/keyboard" / name
         target.parent.mkdir(exist_ok=True)
         target.write_bytes(content)

@@ -6,7 +6,7 @@ from chat_bases import CHATML, REWRITING, chat_tokenizer
 from coterie.core.errors import DataError, Refused
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
-from coterie.export.chat_text import ChatText
+from coterie.export.web import ChatText
 
 STRIPPING = CHATML.replace("{{ m.content }}", "{{ m.content | trim }}")
 BEGINNING = "{{ bos_token }}" + CHATML

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from coterie.cli.base import app
 from coterie.core.errors import Refused
-from coterie.export import FORMATS, Source, client_files, export
+from coterie.export import FORMATS, Source, export, graph
 from coterie.export.executorch import limits
 from coterie.export.functional import Interface, client_tensors, traced
 from coterie.models.layout import Layout
@@ -92,12 +92,12 @@ def test_executorch_refuses_clients_of_several_layouts(make_run, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("precision", client_files.PRECISIONS)
+@pytest.mark.parametrize("precision", graph.PRECISIONS)
 def test_a_client_is_read_as_it_was_written(precision, make_run, tmp_path):
     (client,) = Source(make_run("llama", ann=FOUR)).load()
     tensors, path = client_tensors(client.model), tmp_path / "ann.safetensors"
-    client_files.write(path, tensors, precision)
-    found = client_files.read(path)
+    graph.write_tensors(path, tensors, precision)
+    found = graph.read_tensors(path)
     assert found.keys() == tensors.keys()
     allowed = {"f32": 0.0, "f16": 2e-3, "int8": 1 / 127}[precision]
     for name, tensor in tensors.items():

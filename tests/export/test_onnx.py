@@ -16,7 +16,7 @@ from torch import nn
 
 import coterie
 from coterie.core.errors import Refused
-from coterie.export import Source, client_files, export, onnx, onnx_base
+from coterie.export import Source, export, graph, onnx
 from coterie.export.functional import Functional, Interface, client_tensors
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -127,8 +127,8 @@ def test_a_base_as_a_function_computes_what_the_model_does(family, layout):
 def test_onnx_runtime_computes_what_the_model_does(family, tmp_path):
     model = Model(family, LAYOUTS["ben"])
     interface = Interface.of(model)
-    onnx_base.write_base(tmp_path, model, interface, "f32")
-    runtime = onnx.OnnxRuntime(tmp_path / onnx_base.BASE, interface, client_tensors(model))
+    onnx.write_graph(tmp_path, model, interface, "f32")
+    runtime = onnx.OnnxRuntime(tmp_path / onnx.BASE, interface, client_tensors(model))
     with torch.no_grad():
         wanted = model.language.forward(IDS)
     close(runtime.logits(IDS), wanted)
@@ -181,7 +181,7 @@ def test_one_base_serves_clients_of_any_layout(exported):
 
 
 def _read(one):
-    return client_files.read(one.folder / one.files[0])
+    return graph.read_tensors(one.folder / one.files[0])
 
 
 def test_the_program_in_the_readme_writes_a_text(exported):
@@ -221,7 +221,7 @@ def test_the_summary_says_what_the_graph_takes(exported):
 
 def test_quantised_bases_and_clients_are_smaller_and_near(exported, tmp_path):
     found, models = exported
-    whole = found[0].folder / onnx_base.BASE
+    whole = found[0].folder / onnx.BASE
     model = models["ann"]
     interface, tensors = Interface.of(model), client_tensors(model)
     ids = torch.randint(272, (2, 20))
@@ -233,20 +233,20 @@ def test_quantised_bases_and_clients_are_smaller_and_near(exported, tmp_path):
 
     sizes, costs = {"f32": _size(whole)}, {}
     for precision in ("int8", "w8", "w4"):
-        base = tmp_path / precision / onnx_base.BASE
+        base = tmp_path / precision / onnx.BASE
         base.parent.mkdir()
-        onnx_base.quantise(whole, base, precision)
+        onnx.quantise(whole, base, precision)
         sizes[precision] = _size(base)
         costs[precision] = error(onnx.OnnxRuntime(base, interface, tensors))
     assert sizes["int8"] < sizes["w8"] < sizes["f32"]
     assert sizes["w4"] < sizes["w8"]
     assert 1e-6 < costs["w8"] < costs["w4"] < 0.5 * wanted.abs().mean()
     own, costs = {}, {}
-    for precision in client_files.PRECISIONS:
+    for precision in graph.PRECISIONS:
         path = tmp_path / f"{precision}.safetensors"
-        client_files.write(path, tensors, precision)
+        graph.write_tensors(path, tensors, precision)
         own[precision] = sum(t.nbytes for t in coterie.core.files.load(path)[0].values())
-        costs[precision] = error(onnx.OnnxRuntime(whole, interface, client_files.read(path)))
+        costs[precision] = error(onnx.OnnxRuntime(whole, interface, graph.read_tensors(path)))
     assert own["f16"] < 0.51 * own["f32"]
     assert own["int8"] < 0.4 * own["f32"]
     assert costs["f32"] < 1e-5 < costs["f16"] < costs["int8"] < 0.05 * wanted.abs().mean()

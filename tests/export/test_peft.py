@@ -19,7 +19,7 @@ from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.export import Source, export, peft
-from coterie.export.fold import mean_weights
+from coterie.export.layers import mean_weights
 from coterie.models.families import FAMILIES
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout

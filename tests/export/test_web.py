@@ -24,9 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coterie
 from coterie.core.errors import DataError, Refused
 from coterie.data.chats.messages import user
-from coterie.export import FORMATS, Source, client_files, export, onnx_base
-from coterie.export.keyboard_page import CONTEXT, assets
-from coterie.export.web import DATED
+from coterie.export import FORMATS, Source, export, graph, onnx
+from coterie.export.web import CONTEXT, DATED, assets
 from coterie.models.architecture import locate
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
@@ -399,12 +398,10 @@ def test_who_is_not_chosen_is_not_even_loaded(tab, written, models, tmp_path):
 def test_what_is_written_in_fewer_bits_is_read_too(tab, written, models, tmp_path):
     folder = tmp_path / "out"
     shutil.copytree(written, folder, ignore=shutil.ignore_patterns("base.onnx*"))
-    onnx_base.quantise(
-        written / "base.onnx", folder / "base.onnx", FORMATS["web"].base_precisions[0]
-    )
+    onnx.quantise(written / "base.onnx", folder / "base.onnx", FORMATS["web"].base_precisions[0])
     for client, precision in (("ann", "f16"), ("ben", "int8")):
         path = folder / f"{client}.safetensors"
-        client_files.write(path, client_files.read(path), precision)
+        graph.write_tensors(path, graph.read_tensors(path), precision)
     base, other = (
         sum(path.stat().st_size for path in where.glob("base.onnx*")) for where in (folder, written)
     )

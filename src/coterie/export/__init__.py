@@ -1,7 +1,6 @@
 """Export of personal models for other programs, each checked in the program that it is for."""
 
-from coterie.export.frame import Exported, export
-from coterie.export.registry import FORMATS
+from coterie.export.frame import FORMATS, Exported, export
 from coterie.export.texts import Source
 
 __all__ = ["FORMATS", "Exported", "Source", "export"]

@@ -13,13 +13,57 @@ from coterie.core.files import write_atomically
 from coterie.export.format import ClientModel, Options, Written
 from coterie.export.functional import Interface, client_tensors, sizes_of, traced
 from coterie.export.graph import GraphFormat, GraphRuntime
-from coterie.export.serving import Serving
 from coterie.personal import PersonalModel
 
 # tokens in the cache, unless the base takes fewer or the clients were trained with more
 LONGEST = 512
 # new tokens in one step, unless the clients were trained with more
 AT_ONCE = 64
+PROGRAM = """\
+import json
+
+import torch
+from executorch.runtime import Runtime
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+method = Runtime.get().load_program("base.pte").load_method("forward")
+inputs = json.load(open("export.json"))["inputs"]  # in the order in which they are given
+client = load_file("CLIENT")  # of --precision f32
+cache = [entry["shape"] for name, entry in inputs.items() if name.startswith("past_key_values")]
+past = [torch.zeros(1, heads, 0, width) for _, heads, _, width in cache]
+tokenizer = Tokenizer.from_file("tokenizer.json")
+new = text = PROMPT
+for _ in range(10):
+    kept = torch.tensor([len(new) - 1])  # logits of the last token only
+    tensors = [client[name] for name in inputs if name in client]
+    logits, *past = method.execute([torch.tensor([new]), kept, *past, *tensors])
+    past, new = [part.clone() for part in past], [int(logits[0, -1].argmax())]
+    if new[0] in STOPS:
+        break
+    text = text + new
+print(tokenizer.decode(text))
+"""
+
+
+class ExecuTorchRuntime(GraphRuntime):
+    """ExecuTorch in this process."""
+
+    probe = (1, 48)
+
+    def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
+        from executorch.runtime import Runtime
+
+        super().__init__(base, interface, client)
+        self.method: Any = Runtime.get().load_program(str(base)).load_method("forward")
+
+    def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
+        outputs = self.method.execute(self.arguments(ids, kept, past))
+        # the next step overwrites them
+        return [tensor.clone() for tensor in outputs]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return torch.cat([GraphRuntime.logits(self, row) for row in torch.split(ids, 1)])
 
 
 class ExecuTorch(GraphFormat):
@@ -32,6 +76,8 @@ class ExecuTorch(GraphFormat):
     packages = ("executorch",)
     extra = "executorch"
     base = "base.pte"
+    program = ExecuTorchRuntime
+    example = PROGRAM
 
     def write_graph(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         model = clients[0].model
@@ -58,17 +104,9 @@ class ExecuTorch(GraphFormat):
             runtime.longest, runtime.window = most["tokens"], most["past"]
             yield runtime
 
-    def loaded(
-        self, base: Path, interface: Interface, client: Mapping[str, Tensor]
-    ) -> GraphRuntime:
-        return ExecuTorchRuntime(base, interface, client)
-
     def interface(self, client: ClientModel) -> dict[str, Any]:
         most = {"batch": 1} | _sizes(client.model) | limits(client.model)
         return super().interface(client) | {"limits": most}
-
-    def program(self, client: str, serving: Serving) -> str:
-        return serving.in_program(PROGRAM.replace("CLIENT", client))
 
 
 def _sizes(model: PersonalModel) -> dict[str, int]:
@@ -81,56 +119,3 @@ def limits(model: PersonalModel) -> dict[str, int]:
     tokens = min(most // 2, max(AT_ONCE, model.about.context))
     past = min(most, max(LONGEST, 2 * tokens)) - tokens
     return {"tokens": tokens, "kept": tokens, "past": past}
-
-
-class ExecuTorchRuntime(GraphRuntime):
-    """ExecuTorch in this process.
-
-    Args:
-        base: The file of the program.
-        interface: The inputs and outputs of the graph.
-        client: The tensors of the client.
-    """
-
-    probe = (1, 48)
-
-    def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
-        from executorch.runtime import Runtime
-
-        super().__init__(interface, client)
-        self.method: Any = Runtime.get().load_program(str(base)).load_method("forward")
-
-    def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
-        outputs = self.method.execute(self.arguments(ids, kept, past))
-        # the next step overwrites them
-        return [tensor.clone() for tensor in outputs]
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return torch.cat([GraphRuntime.logits(self, row) for row in torch.split(ids, 1)])
-
-
-PROGRAM = """\
-import json
-
-import torch
-from executorch.runtime import Runtime
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-
-method = Runtime.get().load_program("base.pte").load_method("forward")
-inputs = json.load(open("export.json"))["inputs"]  # in the order in which they are given
-client = load_file("CLIENT")  # of --precision f32
-cache = [entry["shape"] for name, entry in inputs.items() if name.startswith("past_key_values")]
-past = [torch.zeros(1, heads, 0, width) for _, heads, _, width in cache]
-tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = PROMPT
-for _ in range(10):
-    kept = torch.tensor([len(new) - 1])  # logits of the last token only
-    own = [client[name] for name in inputs if name in client]
-    logits, *past = method.execute([torch.tensor([new]), kept, *past, *own])
-    past, new = [part.clone() for part in past], [int(logits[0, -1].argmax())]
-    if new[0] in STOPS:
-        break
-    text = text + new
-print(tokenizer.decode(text))
-"""

@@ -15,6 +15,7 @@ from torch.nn import functional
 from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
 from coterie.export.serving import Serving, ids_of
+from coterie.models.windows import TextBatch
 from coterie.personal import PersonalModel
 
 Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
@@ -29,18 +30,21 @@ class ClientModel:
         valid: The client's validation text; None if it is absent.
         test: The client's test text; None if it is absent.
         absent: The reason why there is no text; "" if there is text.
-        chats: Whether the model was trained on conversations.
     """
 
     model: PersonalModel
     valid: Split | None = None
     test: Split | None = None
     absent: str = ""
-    chats: bool = False
 
     @property
     def client(self) -> str:
         return self.model.about.client
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model was trained on conversations."""
+        return self.model.about.content == "chats"
 
     @cached_property
     def serving(self) -> Serving:
@@ -222,14 +226,26 @@ class Format(ABC):
     def runtime(self, client: ClientModel, written: Written) -> AbstractContextManager[Runtime]:
         """Load the files of one client by the program that they are for."""
 
-    @abstractmethod
     def interface(self, client: ClientModel) -> dict[str, Any]:
-        """Return the inputs and the outputs of the exported model, for export.json."""
+        """Return the inputs and the outputs of the exported model, for export.json; by default
+        those of a causal language model of transformers.
+        """
+        vocabulary = client.model.backbone.architecture.vocabulary
+        return {
+            "inputs": {"input_ids": {"dtype": "int64", "shape": ["batch", "tokens"]}},
+            "outputs": {"logits": {"dtype": "float32", "shape": ["batch", "tokens", vocabulary]}},
+        }
 
 
-def interface(vocabulary: int) -> dict[str, Any]:
-    """Return the inputs and outputs of a causal language model of transformers."""
-    return {
-        "inputs": {"input_ids": {"dtype": "int64", "shape": ["batch", "tokens"]}},
-        "outputs": {"logits": {"dtype": "float32", "shape": ["batch", "tokens", vocabulary]}},
-    }
+def rows_of(batch: TextBatch, width: int | None = None) -> ChatBatch:
+    """Return a batch as rows with masks; in running text every token is present and counts.
+
+    Args:
+        batch: A batch of a split.
+        width: The most tokens of a row; None: all.
+    """
+    if isinstance(batch, Tensor):
+        everywhere = torch.ones_like(batch, dtype=torch.bool)
+        batch = ChatBatch(batch, everywhere, torch.arange(batch.shape[1]).expand_as(batch))
+    parts = (batch.ids, batch.counted, batch.positions)
+    return ChatBatch(*(values[:, :width] for values in parts))

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,22 @@ from typing import Any
 from coterie.core import names
 from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused, SaveError
+from coterie.core.extras import require
 from coterie.core.files import digest_of, make_folder, write_json
 from coterie.core.version import __version__
 from coterie.export.check import Check, checked
+from coterie.export.executorch import ExecuTorch
 from coterie.export.format import ClientModel, Format, Options, Written
-from coterie.export.peft import portable
-from coterie.export.registry import chosen
+from coterie.export.gguf import Gguf
+from coterie.export.mixtral import Mixtral
+from coterie.export.onnx import Onnx
+from coterie.export.peft import Peft, portable
 from coterie.export.texts import Source
+from coterie.export.web import Web
 from coterie.models.architecture import files_of
 
+_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web(), ExecuTorch())
+FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 SUMMARY, VERSION = "export.json", 1
 # their versions are written to export.json
 LIBRARIES = ("torch", "transformers", "safetensors")
@@ -106,7 +113,7 @@ def export(
         ExportError: An export does not run, or its results differ from the model's.
         SaveError: The files could not be written.
     """
-    kind, options = chosen(format, part, precision, expert, base_precision, chat)
+    kind, options = _chosen(format, part, precision, expert, base_precision, chat)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     clients = source.load()
@@ -118,8 +125,69 @@ def export(
         make_folder(new)
         with quiet():
             exported = _write_all(kind, options, clients, new, source.everyone, say)
-        _put_in_place(new, out)
-    return [_moved(entry, new, out) for entry in exported]
+        try:
+            # it is empty, and some systems cannot rename a folder to the name of another
+            if out.exists():
+                out.rmdir()
+            os.rename(new, out)
+        except OSError as error:
+            raise SaveError(
+                f"cannot write {out}: {error.strerror}",
+                "Free some space there, or choose another --out.",
+            ) from error
+    return [replace(one, folder=out / one.folder.relative_to(new)) for one in exported]
+
+
+def _chosen(
+    name: str,
+    part: str | None,
+    precision: str | None,
+    expert: str | None,
+    base_precision: str | None,
+    chat: bool,
+) -> tuple[Format, Options]:
+    """Return a format and its options, with the format's default for each option that is None.
+
+    Raises:
+        Refused: There is no such format, a package is missing, or the format lacks a part, a
+            precision or --chat.
+    """
+    if name not in FORMATS:
+        raise Refused(
+            f"--format {name}: unknown",
+            "; ".join(f"{known}: {format.about}" for known, format in FORMATS.items()) + ".",
+        )
+    format = FORMATS[name]
+    if format.packages:
+        require(f"--format {name}", format.extra, *format.packages)
+    if expert is not None and part is None and "generalist" in format.parts:
+        part = "generalist"
+    for option, value, known in (
+        ("--part", part, format.parts),
+        ("--precision", precision, format.precisions),
+        ("--base-precision", base_precision, format.base_precisions),
+    ):
+        if value is not None and value not in known:
+            remedy = f"It has: {', '.join(known)}." if known else f"Leave {option} out."
+            raise Refused(f"--format {name} has no {option} {value}", remedy)
+    if chat and not format.chats:
+        with_chats = ", ".join(known for known, other in FORMATS.items() if other.chats)
+        raise Refused(
+            f"--format {name} has no --chat", f"Leave it out, or use --format {with_chats}."
+        )
+    options = Options(
+        part or format.parts[0],
+        precision or format.precisions[0],
+        expert,
+        base_precision or next(iter(format.base_precisions), ""),
+        chat,
+    )
+    if expert is not None and options.part != "generalist":
+        raise Refused(
+            f"--expert {expert} is for an export of one expert",
+            "Use --format peft --part generalist, or leave --expert out.",
+        )
+    return format, options
 
 
 def _write_all(
@@ -141,17 +209,8 @@ def _write_all(
         written = format.write(client, client_folder, options)
         check = checked(format, options, client, written)
         entries[client.client] = _entry(client, folder, written, check)
-        exported.append(
-            Exported(
-                client.client,
-                client_folder,
-                written.files,
-                written.shared,
-                written.notes,
-                check,
-                client.absent,
-            )
-        )
+        parts = written.files, written.shared, written.notes
+        exported.append(Exported(client.client, client_folder, *parts, check, client.absent))
     write_json(folder / SUMMARY, _summary(format, options, clients[0]) | {"clients": entries})
     write_all_sums(folder)
     return exported
@@ -161,16 +220,15 @@ def _entry(client: ClientModel, folder: Path, written: Written, check: Check) ->
     """Return the entry of one client in export.json."""
     about = asdict(client.model.about)
     del about["base"], about["client"]
+    paths = [written.folder / name for name in (*written.files, *written.shared)]
     files = {
-        (written.folder / name).relative_to(folder).as_posix(): _file(written.folder / name)
-        for name in (*written.files, *written.shared)
+        path.relative_to(folder).as_posix(): {
+            "bytes": path.stat().st_size,
+            "sha256": digest_of(path),
+        }
+        for path in paths
     }
     return {"files": files, "check": asdict(check), "model": about} | written.details
-
-
-def _file(path: Path) -> dict[str, Any]:
-    """Return the entry of a file in export.json."""
-    return {"bytes": path.stat().st_size, "sha256": digest_of(path)}
 
 
 def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
@@ -210,22 +268,3 @@ def quiet() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _put_in_place(new: Path, out: Path) -> None:
-    """Move the finished folder to `out`. Raises SaveError."""
-    try:
-        # it is empty, and some systems cannot rename a folder to the name of another
-        if out.exists():
-            out.rmdir()
-        os.rename(new, out)
-    except OSError as error:
-        raise SaveError(
-            f"cannot write {out}: {error.strerror}",
-            "Free some space there, or choose another --out.",
-        ) from error
-
-
-def _moved(exported: Exported, new: Path, out: Path) -> Exported:
-    """Return an export with its folder after the move."""
-    return Exported(**(vars(exported) | {"folder": out / exported.folder.relative_to(new)}))

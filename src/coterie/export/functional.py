@@ -149,19 +149,15 @@ class CacheShape:
         )
 
 
+@torch.no_grad()
 def cache_shapes(backbone: Backbone) -> list[CacheShape]:
     """Return the shapes of a base's cache, layer by layer."""
-    layers = _filled_cache(backbone, torch.zeros((1, 2), dtype=torch.int64)).layers
-    return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _entries(layers)]
-
-
-@torch.no_grad()
-def _filled_cache(backbone: Backbone, ids: Tensor) -> Any:
     from transformers import DynamicCache
 
     cache = DynamicCache()
+    ids = torch.zeros((1, 2), dtype=torch.int64)
     backbone.model(ids, past_key_values=cache, use_cache=True)
-    return cache
+    return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _entries(cache.layers)]
 
 
 def _entries(layers: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -300,15 +296,7 @@ def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, i
 
 
 # the sizes of the traced example: the tracer takes sizes of 0 and 1 for constants
-_EXAMPLE = {
-    "batch": 2,
-    "tokens": 3,
-    "kept": 2,
-    "past": 5,
-    "experts": 3,
-    "rank": 4,
-    "expert_rank": 6,
-}
+_SIZES = {"batch": 2, "tokens": 3, "kept": 2, "past": 5, "experts": 3, "rank": 4, "expert_rank": 6}
 
 
 @torch.no_grad()
@@ -326,7 +314,10 @@ def traced(
         fixed: The sizes of named dimensions that are fixed instead.
         most: The largest sizes of named dimensions, for programs that reserve memory.
     """
-    sizes, limits = _EXAMPLE | {**(fixed or {})}, most or {}
+    fixed, limits = fixed or {}, most or {}
+    sizes = {**_SIZES, **fixed}
+    dynamic: Any = torch.export.Dim.DYNAMIC
+    bounded = {axis: dynamic(min=1, max=size) for axis, size in limits.items()}
     examples: list[Tensor] = []
     dims: list[dict[int, Any]] = []
     for name, axes in interface.inputs.items():
@@ -334,16 +325,11 @@ def traced(
         dtype = torch.int64 if name in INTEGERS else torch.float32
         examples.append(torch.ones(shape, dtype=dtype))
         names = {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)}
-        free = {i: axis for i, axis in names.items() if axis not in (fixed or {})}
-        dims.append({i: _any_size(limits.get(axis)) for i, axis in free.items()})
+        free = {i: axis for i, axis in names.items() if axis not in fixed}
+        dims.append({i: bounded.get(axis, dynamic) for i, axis in free.items()})
     return torch.export.export(
         Functional(model.backbone, interface.routing),
         interface.arguments(examples),
         dynamic_shapes=interface.arguments(dims),
         strict=False,
     )
-
-
-def _any_size(most: int | None) -> Any:
-    dynamic: Any = torch.export.Dim.DYNAMIC
-    return dynamic if most is None else dynamic(min=1, max=most)

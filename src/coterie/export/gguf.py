@@ -18,11 +18,10 @@ from coterie.core.errors import ExportError, Refused
 from coterie.core.files import write_atomically
 from coterie.data.chats import ChatBatch
 from coterie.export import gguf_files
-from coterie.export.asking import MOST
-from coterie.export.format import ClientModel, Format, Options, Runtime, Written
+from coterie.export.check import MOST
+from coterie.export.format import ClientModel, Format, Options, Runtime, Written, rows_of
 from coterie.export.gguf_tokens import Tokens, check_serving
-from coterie.export.mixtral import OTHERS, relative_of
-from coterie.export.rows import rows_of
+from coterie.export.mixtral import refused, relative_of
 from coterie.export.serving import QUESTION, Serving
 from coterie.personal import PersonalModel
 
@@ -30,6 +29,7 @@ README = "README.md"
 QUANTIZED = ("q8_0", "q4_0")
 # the most log-probabilities that are compared: the server returns each as an entry of a JSON
 COMPARED = 100_000
+GREEDY = {"samplers": ["top_k"], "top_k": 1}
 SAMPLE = "It's 1st: 2,345 words, naïve ones too.\n\n  They're split\tas the base's tokenizer does!"
 
 
@@ -45,8 +45,8 @@ class Gguf(Format):
     def check(self, client: ClientModel, options: Options) -> None:
         relative_of(client, self.name, gguf_files.ARCHITECTURES)
         model = client.model
-        if obstacles := list(_obstacles(model)):
-            raise Refused(f"{client.client}: --format {self.name}: {obstacles[0]}", OTHERS)
+        if (obstacle := next(_obstacles(model), None)) is not None:
+            raise refused(client, obstacle, self.name)
         if options.precision in QUANTIZED and (rows := gguf_files.undividable(model)):
             raise Refused(
                 f"--precision {options.precision}: blocks of {gguf_files.BLOCK} weights have one "
@@ -142,11 +142,8 @@ class LlamaServer(Runtime):
 
     @contextmanager
     def running(self, adapters: Sequence[Path], precise: bool = False) -> Iterator[None]:
-        """Run the server within the block, with LoRAs of which each request chooses one.
-
-        Args:
-            adapters: The files of the clients.
-            precise: Whether the cache is fp32.
+        """Run the server within the block, with the files of LoRAs, of which each request chooses
+        one; with `precise` its cache is fp32.
         """
         import xllamacpp
 
@@ -191,7 +188,7 @@ class LlamaServer(Runtime):
             "n_predict": 1,
             "temperature": 0.0,
             "samplers": [],
-            "lora": [{"id": self.adapter, "scale": 1.0}],
+            "lora": self._lora,
         }
         answer = self.server.handle_completions(request | settings)
         if "choices" not in answer:
@@ -240,13 +237,8 @@ class LlamaServer(Runtime):
         return total
 
     def tokens(self, text: str, begins: bool = False, written: bool = False) -> list[int]:
-        """Return the ids of a text's tokens.
-
-        Args:
-            text: The text.
-            begins: Whether the token that begins texts is added.
-            written: Whether a chat template wrote the text, so that control tokens in it count as
-                tokens.
+        """Return the ids of a text's tokens, with the token that `begins` texts; in a text that was
+        `written` by a chat template control tokens count as tokens.
         """
         request = {"content": text, "add_special": begins, "parse_special": written}
         ids: list[int] = self._get("/tokenize", request)["tokens"]
@@ -269,14 +261,15 @@ class LlamaServer(Runtime):
 
     def _likeliest(self, prompt: Sequence[int], most: int, **settings: Any) -> dict[str, Any]:
         """Return the server's likeliest completion of a prompt, with its tokens."""
-        request = {"prompt": [*prompt], "n_predict": most, "return_tokens": True}
-        completion: dict[str, Any] = self._get("/completion", request | self._greedy | settings)
+        request = {"prompt": [*prompt], "n_predict": most, "return_tokens": True, **GREEDY}
+        completion: dict[str, Any] = self._get(
+            "/completion", request | {"lora": self._lora} | settings
+        )
         return completion
 
     @property
-    def _greedy(self) -> dict[str, Any]:
-        lora = [{"id": self.adapter, "scale": 1.0}]
-        return {"samplers": ["top_k"], "top_k": 1, "lora": lora}
+    def _lora(self) -> list[dict[str, float]]:
+        return [{"id": self.adapter, "scale": 1.0}]
 
     def check_chat(self, client: ClientModel) -> None:
         """Check that llama.cpp answers a chat alike by OpenAI's protocol and by tokens. Raises
@@ -285,7 +278,7 @@ class LlamaServer(Runtime):
         prompt = client.serving.prompt
         if not prompt or (most := min(MOST, (self.window or MOST) - len(prompt))) < 1:
             return
-        request = {"messages": [*QUESTION], "max_tokens": most} | self._greedy
+        request = {"messages": [*QUESTION], "max_tokens": most, "lora": self._lora, **GREEDY}
         completion = self._get("/v1/chat/completions", request)
         answer, ended = self.answer(prompt, most)
         usage, finish = completion["usage"], completion["choices"][0]["finish_reason"]

@@ -13,10 +13,9 @@ from torch import Tensor
 from coterie.core.errors import ExportError, ModelError
 from coterie.export.format import ClientModel
 from coterie.export.gguf_tokens import Tokens
-from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
+from coterie.export.layers import FAMILY, base_tensors, gate_of, head_width, updates
 from coterie.models.adapter import AdapterBlock
 from coterie.personal import PersonalModel
-from coterie.personal.inference.packing import experts_of
 
 Values = npt.NDArray[Any]
 ATTENTION = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
@@ -38,6 +37,7 @@ ARCHITECTURES = {
     "mistral": ("llama", "llama"),
     "qwen3": ("qwen3", "qwen3moe"),
 }
+DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
 # adjacent weights of a row that share one scale, in Q8_0 and Q4_0
 BLOCK = 32
 
@@ -130,16 +130,10 @@ def write_client(path: Path, model: PersonalModel, precision: str) -> None:
     # B already has the scale
     writer.add_float32("adapter.lora.alpha", 0.0)
     layers = layer_names(kind, experts)
-    dtype = np.float32 if precision == "f32" else np.float16
+    dtype = DTYPES.get(precision, np.float16)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
-        pairs = {
-            f"{FAMILY.attention}.{name}": pair(block.attention[name]) for name in FAMILY.linears
-        }
-        for ours, theirs in FAMILY.mlp.items():
-            A, B = experts_of(block.mlp, ours)  # (n, r, in), (n, out, r)
-            B = block.mlp.gamma * B
-            pairs[f"mlp.{theirs}"] = (A, B) if experts > 1 else (A[0], B[0])
-        for layer, (A, B) in pairs.items():
+        for layer, factors in updates(block).items():
+            A, B = (each[0] if experts == 1 and each.ndim > 2 else each for each in factors)
             name = f"blk.{i}.{layers[layer]}.weight"
             writer.add_tensor(f"{name}.lora_a", _within(name, _values(A), precision).astype(dtype))
             up = _within(name, _interleaved(_values(B), layer, model), precision)
@@ -157,7 +151,7 @@ def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
 
     config, layout = model.config, model.layout
     heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    head = head_width(config)
     writer.add_name(str(config.model_type))
     writer.add_context_length(context_length(model))
     writer.add_embedding_length(config.hidden_size)
@@ -175,7 +169,8 @@ def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
     writer.add_rope_freq_base(theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[precision]))
+    kind = "ALL_F32" if precision == "f32" else f"MOSTLY_{precision.upper()}"
+    writer.add_file_type(gguf.LlamaFileType[kind])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if layout.experts > 1:
         writer.add_expert_count(layout.experts)
@@ -183,24 +178,14 @@ def _describe(writer: Any, model: PersonalModel, precision: str) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
 
 
-_FILE_TYPES = {
-    "f32": "ALL_F32",
-    "f16": "MOSTLY_F16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q4_0": "MOSTLY_Q4_0",
-}
-
-
 def _add(writer: Any, name: str, values: Values, precision: str) -> None:
     """Add a tensor of a base: norms in fp32, matrices in the given precision."""
     import gguf
 
-    values = _within(name, values, "f32" if values.ndim == 1 else precision)
-    if values.ndim == 1 or precision == "f32":
-        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float32))
-        return
-    if precision == "f16":
-        writer.add_tensor(name, np.ascontiguousarray(values, dtype=np.float16))
+    precision = "f32" if values.ndim == 1 else precision
+    values = _within(name, values, precision)
+    if precision in DTYPES:
+        writer.add_tensor(name, np.ascontiguousarray(values, dtype=DTYPES[precision]))
         return
     # small bases use the embeddings as output layer too, which needs more precision
     whole = "Q8_0" if name in WHOLE.values() else precision.upper()
@@ -213,7 +198,7 @@ def _within(name: str, values: Values, precision: str) -> Values:
     """Return values if they are within the range of a precision; the values or scales of all but
     f32 are of half precision. Raises ExportError.
     """
-    most = np.finfo(np.float32 if precision == "f32" else np.float16).max
+    most = np.finfo(DTYPES.get(precision, np.float16)).max
     # negated, so that NaN is refused too
     if not (np.abs(values).max(initial=0) <= most):
         raise ExportError(

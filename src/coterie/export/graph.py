@@ -1,5 +1,8 @@
 """The common part of formats that write the base as one graph with a client's tensors as inputs:
 another client does not need to load the base again.
+
+A client's tensors are a safetensors file: a length of 8 bytes, a JSON of names, shapes and offsets,
+and the values. A browser can read it in a few lines, as can any language.
 """
 
 from abc import abstractmethod
@@ -12,30 +15,34 @@ import torch
 from torch import Tensor
 
 from coterie.core import names
-from coterie.core.files import read_json, write_atomically
-from coterie.export import client_files
+from coterie.core.errors import ExportError
+from coterie.core.files import load, read_json, save, write_atomically
+from coterie.core.tensors import all_finite
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.functional import Interface, client_tensors
-from coterie.export.serving import GENERATION, Serving, ids_of
+from coterie.export.serving import GENERATION, ids_of
 
 README = "README.md"
+PRECISIONS = ("f32", "f16", "int8")
+ENDING, SCALE = ".safetensors", ".scale"
 
 
 def own_file(client: ClientModel) -> str:
     """Return the name of a client's file."""
-    return names.encoded(client.client) + client_files.ENDING
+    return names.encoded(client.client) + ENDING
 
 
 class GraphRuntime(Runtime):
     """A graph of the base with cache, run by some program.
 
     Args:
+        base: The file of the graph.
         interface: The inputs and outputs of the graph.
         client: The tensors of the client.
     """
 
-    def __init__(self, interface: Interface, client: Mapping[str, Tensor]) -> None:
-        self.interface = interface
+    def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
+        self.base, self.interface = base, interface
         # tokens at which the program's users end a text
         self.stops: tuple[int, ...] = ()
         self.client = {name: client[name] for name in interface.client}
@@ -83,12 +90,16 @@ class GraphRuntime(Runtime):
 class GraphFormat(Format):
     """A base that takes what an `Interface` lists, its tokenizer, and a file for each client.
 
-    `base` is the name of the base's file; with `routing` the graph returns the experts' weights.
+    `base` is the name of the base's file, `program` what runs it, and `example` a program that
+    writes a text with the file CLIENT, see `Serving.in_program`. With `routing` the graph returns
+    the experts' weights.
     """
 
     base: ClassVar[str]
+    program: ClassVar[type[GraphRuntime]]
+    example: ClassVar[str]
     routing: ClassVar[bool] = False
-    precisions = client_files.PRECISIONS
+    precisions = PRECISIONS
     shares_base = True
 
     def check(self, client: ClientModel, options: Options) -> None:
@@ -105,30 +116,19 @@ class GraphFormat(Format):
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
         file = own_file(client)
-        client_files.write(folder / file, self.tensors(client), options.precision)
-        others = [path for path in folder.rglob("*") if path.suffix != client_files.ENDING]
+        write_tensors(folder / file, client_tensors(client.model), options.precision)
+        others = [path for path in folder.rglob("*") if path.suffix != ENDING]
         shared = [path.relative_to(folder).as_posix() for path in others if path.is_file()]
         shared.sort(key=lambda name: (name != self.base, name))
         return Written(folder, (file,), client.logits, shared=tuple(shared))
 
-    def tensors(self, client: ClientModel) -> dict[str, Tensor]:
-        """Return the tensors of a client's file."""
-        return client_tensors(client.model)
-
     def runtime(
         self, client: ClientModel, written: Written
     ) -> AbstractContextManager[GraphRuntime]:
-        tensors = client_files.read(written.folder / written.files[0])
-        interface = self.interface_of(client)
-        runtime = self.loaded(written.folder / self.base, interface, tensors)
+        tensors = read_tensors(written.folder / written.files[0])
+        runtime = self.program(written.folder / self.base, self.interface_of(client), tensors)
         runtime.stops = ids_of(read_json(written.folder / GENERATION).get("eos_token_id"))
         return nullcontext(runtime)
-
-    @abstractmethod
-    def loaded(
-        self, base: Path, interface: Interface, client: Mapping[str, Tensor]
-    ) -> GraphRuntime:
-        """Load a base with a client's tensors, in the format's own program."""
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
         return self.interface_of(client).described()
@@ -137,13 +137,10 @@ class GraphFormat(Format):
         """Return the inputs and outputs of the graph."""
         return Interface.of(client.model, self.routing)
 
-    @abstractmethod
-    def program(self, client: str, serving: Serving) -> str:
-        """Return an example program that writes a text with a client's file."""
-
     def readme(self, clients: Sequence[ClientModel]) -> str:
         """Return the text of README.md."""
         serving = clients[0].serving
+        example = serving.in_program(self.example.replace("CLIENT", own_file(clients[0])))
         files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
         return f"""# Personal models exported from coterie, as {self.name}
 
@@ -156,5 +153,48 @@ outputs in their order, and says how far each client is from the personal model.
 {files}
 
 ```python
-{self.program(own_file(clients[0]), serving)}```
+{example}```
 """
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:
+    """Write tensors in a precision. Raises SaveError, and ExportError for values beyond its range.
+
+    `int8` rounds every matrix to 8 bits: NAME (..., width) has a scale NAME.scale (..., 1), and the
+    value is their product. Integers, and vectors with `int8`, stay as they are.
+    """
+    stored: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and precision == "f16":
+            stored[name] = tensor.half()
+        elif tensor.is_floating_point() and precision == "int8" and tensor.ndim > 1:
+            stored[name], stored[name + SCALE] = _rounded(tensor)
+        else:
+            stored[name] = tensor
+    if broken := [name for name, tensor in stored.items() if not all_finite({name: tensor})]:
+        raise ExportError(
+            f"{path}: {broken[0]} has values that {precision} cannot hold",
+            "Export it in f32, or train it again.",
+        )
+    save(path, stored, {"format": "pt", "precision": precision})
+
+
+def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a matrix in 8 bits and the scale of each row."""
+    # the smallest scale keeps rows of zeros from a division by 0
+    scale = tensor.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127
+    return (tensor / scale).round().to(torch.int8), scale
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a client's tensors, named after the graph's inputs, fp32 or integers. Raises
+    CheckpointError.
+    """
+    stored, _ = load(path)
+    values: dict[str, Tensor] = {}
+    for name, tensor in stored.items():
+        if name + SCALE in stored:
+            values[name] = tensor.float() * stored[name + SCALE]
+        elif not name.endswith(SCALE):
+            values[name] = tensor.float() if tensor.is_floating_point() else tensor
+    return values

@@ -1,18 +1,31 @@
-"""The tensors of a personal model on a Llama-like base for export: the base's tensors, the factors
-of each update, and the routers.
+"""The tensors of a personal model for export: its base's, the factors of each update, the routers;
+and a fold, one update for each layer in place of several experts and a router, for programs without
+routing.
+
+The experts' hidden layers are not linear, so the update with the mean weights only approximates
+their mixture.
 """
 
-from typing import cast
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from coterie.core.errors import Refused
+from coterie.export.format import ClientModel, rows_of
 from coterie.models.adapter import AdapterBlock
 from coterie.models.families import FAMILIES
+from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of
 
 FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
+# windows in a batch
+ROWS = 16
 
 
 def base_tensors(model: PersonalModel) -> dict[str, Tensor]:
@@ -21,10 +34,25 @@ def base_tensors(model: PersonalModel) -> dict[str, Tensor]:
     return {name.replace(".base.", "."): tensor for name, tensor in state.items()}
 
 
+def head_width(config: Any) -> int:
+    """Return the width of an attention head."""
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(width)
+
+
 def pair(lora: nn.Module) -> tuple[Tensor, Tensor]:
     """Return A (r, in) and B (out, r) of an update, B multiplied by the scale."""
     update = cast(LoRA, lora)
     return update.A.detach()[0], update.gamma * update.B.detach()[0]
+
+
+def updates(block: AdapterBlock) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B of each layer by the base's names, B multiplied by the scale: (r, in) and
+    (out, r) in the attention, (n, r, in) and (n, out, r) of all experts in the MLP.
+    """
+    attention = {f"{FAMILY.attention}.{n}": pair(block.attention[n]) for n in FAMILY.linears}
+    experts = {theirs: experts_of(block.mlp, ours) for ours, theirs in FAMILY.mlp.items()}
+    return attention | {f"mlp.{n}": (A, block.mlp.gamma * B) for n, (A, B) in experts.items()}
 
 
 def gate_of(block: AdapterBlock, experts: int) -> Tensor:
@@ -34,3 +62,75 @@ def gate_of(block: AdapterBlock, experts: int) -> Tensor:
         return router.weight.detach()
     down = experts_of(block.mlp, "down")[1]
     return down.new_zeros((experts, down.shape[1]))
+
+
+def check_text(client: ClientModel) -> None:
+    """Refuse a model with a router if the client's validation text is absent."""
+    if client.model.layout.routed and client.valid is None:
+        raise Refused(
+            f"{client.client}: a fold needs the client's validation text, which is not here: "
+            f"{client.absent}",
+            "Give the client's own text by --data, or export one expert by --part generalist.",
+        )
+
+
+def mean_weights(client: ClientModel) -> Tensor:
+    """Return the mean routing weight of each expert over the client's validation text, (blocks, n)
+    fp32; without a router, 1/n.
+    """
+    model = client.model
+    blocks, experts = len(model.adapter.blocks), model.layout.experts
+    if not model.layout.routed:
+        return torch.full((blocks, experts), 1 / experts)
+    assert client.valid is not None
+    total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
+    for rows in map(rows_of, client.valid.scoring(ROWS)):
+        # inputs that have a next token
+        present = rows.positions[:, 1:] > 0
+        weights = model.routing(rows.ids[:, :-1]).cpu().double()  # (blocks, B, C, n)
+        total += weights[:, present].sum(dim=1)
+        tokens += int(present.sum())
+    return (total / tokens).float()
+
+
+def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> LanguageModel:
+    """Return a model of one expert, always in use, whose updates are sum_j w_j gamma B_j A_j.
+
+    The experts' factors are concatenated, so their ranks add up. All updates, the attention's too,
+    have one rank, and gamma = 1: other programs only multiply A and B.
+
+    Args:
+        model: The personal model.
+        weights: w, (blocks, n).
+        experts: The indices j in the sum.
+    """
+    rank = max(model.layout.rank, len(experts) * model.layout.expert_rank)
+    layout = replace(
+        model.layout,
+        generalists=1,
+        specialists=0,
+        biased=False,
+        rank=rank,
+        mlp_rank=None,
+        alpha=math.sqrt(rank),
+        balance="none",
+    )
+    fold = LanguageModel(model.backbone, layout)
+    for parameter in fold.adapter.parameters():
+        parameter.requires_grad_(False).zero_()
+    old_blocks = cast(Iterable[AdapterBlock], model.adapter.blocks)
+    new_blocks = cast(Iterable[AdapterBlock], fold.adapter.blocks)
+    for old, new, w in zip(old_blocks, new_blocks, weights, strict=True):
+        for name, lora in new.attention.items():
+            old_lora = cast(LoRA, old.attention[name])
+            _place(cast(LoRA, lora), old_lora.A[0], old_lora.gamma * old_lora.B[0])
+        for name, lora in cast(nn.ModuleDict, new.mlp.generalist).items():
+            A, B = experts_of(old.mlp, name)  # (n, r, in), (n, out, r)
+            scaled = torch.cat([w[j] * old.mlp.gamma * B[j] for j in experts], dim=1)
+            _place(cast(LoRA, lora), A[list(experts)].flatten(0, 1), scaled)
+    return fold
+
+
+def _place(lora: LoRA, A: Tensor, B: Tensor) -> None:
+    """Write (r, in) and (out, r) into an update of at least this rank; the rest stays 0."""
+    lora.A[0, : len(A)], lora.B[0, :, : len(A)] = A, B

@@ -13,19 +13,10 @@ from torch import Tensor
 
 from coterie.core.errors import Refused
 from coterie.core.files import write_atomically
-from coterie.export.format import (
-    ClientModel,
-    Format,
-    Options,
-    Runtime,
-    TorchRuntime,
-    Written,
-    interface,
-)
-from coterie.export.layers import FAMILY, base_tensors, gate_of, pair
+from coterie.export.format import ClientModel, Format, Options, Runtime, TorchRuntime, Written
+from coterie.export.layers import FAMILY, base_tensors, gate_of, head_width, updates
 from coterie.models.adapter import AdapterBlock
 from coterie.personal import PersonalModel
-from coterie.personal.inference.packing import experts_of
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 README = "README.md"
@@ -71,12 +62,7 @@ _QWEN2_MOE = replace(
     fixed=_EVERY_BLOCK | {"shared_expert_intermediate_size": 32},
     zeros=("shared_expert_gate.weight", *(f"shared_expert.{name}" for name in _SHARED)),
 )
-RELATIVES = {
-    "llama": _MIXTRAL,
-    "mistral": _MIXTRAL,
-    "qwen2": _QWEN2_MOE,
-    "qwen3": _QWEN3_MOE,
-}
+RELATIVES = {"llama": _MIXTRAL, "mistral": _MIXTRAL, "qwen2": _QWEN2_MOE, "qwen3": _QWEN3_MOE}
 
 
 class Mixtral(Format):
@@ -94,7 +80,7 @@ class Mixtral(Format):
         tensors = _tensors(model, _no_update, blank)
         for name in sorted(blank.keys() ^ tensors.keys()):
             whose = "the base has" if name in tensors else "the base lacks"
-            raise _refused(client, f"{whose} {name}, unlike the {_kind(model)}", self.name)
+            raise refused(client, f"{whose} {name}, unlike the {_kind(model)}", self.name)
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
         model, dtype = client.model, DTYPES[options.precision]
@@ -115,48 +101,38 @@ class Mixtral(Format):
     def runtime(self, client: ClientModel, written: Written) -> Iterator[Runtime]:
         from transformers import AutoModelForCausalLM
 
-        folder = str(written.folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False
+        yield TorchRuntime(
+            AutoModelForCausalLM.from_pretrained(
+                str(written.folder), dtype=torch.float32, trust_remote_code=False
+            )
         )
-        yield TorchRuntime(model)
-
-    def interface(self, client: ClientModel) -> dict[str, Any]:
-        return interface(client.model.backbone.architecture.vocabulary)
 
 
 def _kind(model: PersonalModel) -> str:
     return RELATIVES[model.config.model_type].kind
 
 
-def _refused(client: ClientModel, problem: str, format: str) -> Refused:
-    remedy = OTHERS
-    return Refused(f"{client.client}: --format {format}: {problem}", remedy)
+def refused(client: ClientModel, problem: str, format: str) -> Refused:
+    """Return the refusal of a model that a format cannot hold."""
+    return Refused(f"{client.client}: --format {format}: {problem}", OTHERS)
 
 
 def relative_of(client: ClientModel, format: str, kinds: Collection[str] = RELATIVES) -> Relative:
-    """Return the mixture of experts that can hold a personal model.
-
-    Args:
-        client: The personal model.
-        format: The name of the format.
-        kinds: The `model_type` of each base that the format supports.
-
-    Raises:
-        Refused: The base's family has no such mixture, or the mixture lacks a part of the model.
+    """Return the mixture of experts that can hold a personal model. Raises Refused if the base's
+    `model_type` is not among `kinds`, or the mixture lacks a part of the model.
     """
     model = client.model
     kind = model.config.model_type
     if kind not in kinds:
         known = ", ".join(kinds)
         problem = f"{kind} has no relative with experts whose gate is a router (have: {known})"
-        raise _refused(client, problem, format)
+        raise refused(client, problem, format)
     if any(router.bias is not None for router in model.adapter.routers()):
         problem = "its routers have biases, from a gate's choice, and gates of such models none"
-        raise _refused(client, problem, format)
+        raise refused(client, problem, format)
     for name, plain in RELATIVES[kind].plain.items():
         if getattr(model.config, name, plain) != plain:
-            raise _refused(client, f"{name} of the base is not {plain}", format)
+            raise refused(client, f"{name} of the base is not {plain}", format)
     return RELATIVES[kind]
 
 
@@ -166,16 +142,14 @@ def _blank(model: PersonalModel) -> Any:
 
     relative, layout = RELATIVES[model.config.model_type], model.layout
     kind: Any = CONFIG_MAPPING[relative.kind]
-    base = model.config.to_dict()
-    base["head_dim"] = getattr(model.config, "head_dim", None)
-    settings = {name: value for name, value in base.items() if name in kind().to_dict()}
-    for name in ("model_type", "architectures", "transformers_version", "dtype"):
-        settings.pop(name, None)
+    config, others = model.config, ("model_type", "architectures", "transformers_version", "dtype")
+    known = kind().to_dict().keys() - {*others}
+    settings = {name: value for name, value in config.to_dict().items() if name in known}
     settings |= {
         **relative.fixed,
-        "head_dim": base["head_dim"] or base["hidden_size"] // base["num_attention_heads"],
+        "head_dim": head_width(config),
         relative.experts: layout.experts,
-        relative.width: model.config.intermediate_size,
+        relative.width: config.intermediate_size,
         "num_experts_per_tok": layout.active,
     }
     return AutoModelForCausalLM.from_config(kind(**settings), trust_remote_code=False)
@@ -192,29 +166,22 @@ def _updated(weight: Tensor, lora: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _tensors(model: PersonalModel, updated: Any, blank: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name: the base's, with experts in place of each MLP.
-
-    Args:
-        model: The personal model.
-        updated: The function that updates a weight: `_updated` or `_no_update`.
-        blank: The checkpoint's tensors by name; only their shapes are used.
+    """Return the checkpoint's tensors by name: the base's, with experts in place of each MLP, each
+    weight through `updated`. Of the tensors in `blank` only the shapes are used.
     """
     tensors = base_tensors(model)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         path = f"{FAMILY.blocks}.{i}"
-        for name in FAMILY.linears:
-            key = f"{path}.{FAMILY.attention}.{name}.weight"
-            tensors[key] = updated(tensors[key], pair(block.attention[name]))
-        stacks = {}
-        for ours, theirs in FAMILY.mlp.items():
-            A, B = experts_of(block.mlp, ours)
-            weight = tensors.pop(f"{path}.mlp.{theirs}.weight")
-            stacks[ours] = updated(weight, (A, block.mlp.gamma * B))  # (n, out, in)
-        tensors[f"{path}.mlp.experts.gate_up_proj"] = torch.cat(
-            [stacks["gate"], stacks["up"]], dim=1
-        )
-        tensors[f"{path}.mlp.experts.down_proj"] = stacks["down"]
+        new = {
+            name: updated(tensors.pop(f"{path}.{name}.weight"), update)
+            for name, update in updates(block).items()
+        }
+        # (n, out, in)
+        first, up, down = (new.pop(f"mlp.{FAMILY.mlp[name]}") for name in ("gate", "up", "down"))
+        tensors |= {f"{path}.{name}.weight": weight for name, weight in new.items()}
         gate = gate_of(block, model.layout.experts)
+        tensors[f"{path}.mlp.experts.gate_up_proj"] = torch.cat([first, up], dim=1)
+        tensors[f"{path}.mlp.experts.down_proj"] = down
         tensors[f"{path}.mlp.gate.weight"] = gate
         for name in RELATIVES[model.config.model_type].zeros:
             key = f"{path}.mlp.{name}"

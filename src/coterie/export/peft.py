@@ -14,21 +14,12 @@ from torch import Tensor, nn
 
 from coterie.core.errors import Refused
 from coterie.core.files import save, write_atomically
-from coterie.export.fold import check_text, folded, mean_weights
-from coterie.export.format import (
-    ClientModel,
-    Format,
-    Options,
-    Runtime,
-    TorchRuntime,
-    Written,
-    interface,
-)
+from coterie.export.format import ClientModel, Format, Options, Runtime, TorchRuntime, Written
+from coterie.export.layers import check_text, folded, mean_weights, pair
 from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import EMBEDDED, locate, trusted
 from coterie.models.families import Family, is_transposed
 from coterie.models.language import LanguageModel
-from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 
 # PEFT's prefix of every module of the base
@@ -62,28 +53,29 @@ class Peft(Format):
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
         model, family = client.model, client.model.backbone.family
         if options.part == "generalist":
-            index = _expert(model, options.expert)
+            index, likeness = _expert(model, options.expert), "the expert in coterie"
             weights = torch.zeros(len(model.adapter.blocks), model.layout.experts)
             weights[:, index], used = 1, [index]
             kept = f"expert {model.experts[index]} of every MLP and the attention's updates"
             left_out = _left_out(model, index)
         else:
-            weights, used = mean_weights(client), [*range(model.layout.experts)]
+            weights, likeness = mean_weights(client), "the fold in coterie"
+            used = [*range(model.layout.experts)]
             kept = "all experts of every MLP with fixed weights, and the attention's updates"
             left_out = _folded_away(model)
-        whole = folded(model, weights, used)
-        save(folder / WEIGHTS, tensors_of(whole, family, options.precision), {"format": "pt"})
-        config(model, family, rank := rank_of(whole, family)).save_pretrained(str(folder))
-        readme = _readme(client, kept, left_out)
-        write_atomically(folder / README, readme.encode())
+        # if gate and up are one layer, its update holds both
+        whole, ranks = folded(model, weights, used), 2 if family.fused else 1
+        rank = whole.layout.rank * ranks
+        save(folder / WEIGHTS, tensors_of(whole, rank, options.precision), {"format": "pt"})
+        config(model, family, rank).save_pretrained(str(folder))
+        write_atomically(folder / README, _readme(client, kept, left_out).encode())
         if client.chats:
             client.serving.save(folder)
-        expected = f"the {'fold' if options.part == 'fold' else 'expert'} in coterie"
         return Written(
             folder,
             tuple(sorted(path.name for path in folder.iterdir())),
             torch.no_grad()(whole.forward),
-            expected if left_out else "the personal model",
+            likeness if left_out else "the personal model",
             tuple(left_out),
             {"rank": rank, "weights": weights.tolist(), "experts": model.experts},
         )
@@ -103,9 +95,6 @@ class Peft(Format):
             base.generation_config = GenerationConfig.from_pretrained(str(written.folder))
         yield TorchRuntime(PeftModel.from_pretrained(base, str(written.folder)))
 
-    def interface(self, client: ClientModel) -> dict[str, Any]:
-        return interface(client.model.backbone.architecture.vocabulary)
-
 
 def _expert(model: PersonalModel, name: str | None) -> int:
     """Return the index of the expert with a name; of None, the first generalist or the only expert.
@@ -120,47 +109,34 @@ def _expert(model: PersonalModel, name: str | None) -> int:
     raise Refused(problem, f"Name one by --expert: {', '.join(model.experts)}.")
 
 
-def tensors_of(model: LanguageModel, family: Family, precision: str) -> dict[str, Tensor]:
-    """Return the tensors of a model of one expert by PEFT's names, all of rank `rank_of`."""
+def tensors_of(model: LanguageModel, rank: int, precision: str) -> dict[str, Tensor]:
+    """Return the tensors of a model of one expert by PEFT's names, filled up with 0 to one rank."""
     tensors: dict[str, Tensor] = {}
-    rank = rank_of(model, family)
+    family = model.backbone.family
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
-        for name, factors in _factors(block, family).items():
-            A, B = _padded(*factors, rank)
-            for matrix, value in (("A", A), ("B", B)):
+        for name, (A, B) in _factors(block, family).items():
+            more = rank - len(A)
+            padded = {
+                "A": nn.functional.pad(A, (0, 0, 0, more)),
+                "B": nn.functional.pad(B, (0, more)),
+            }
+            for matrix, value in padded.items():
                 path = f"{PREFIX}{family.blocks}.{i}.{name}.lora_{matrix}.weight"
                 tensors[path] = value.to(DTYPES[precision]).contiguous()
     return tensors
-
-
-def rank_of(model: LanguageModel, family: Family) -> int:
-    """Return the rank of the adapter: twice the model's if gate and up are one layer, whose update
-    holds both.
-    """
-    return model.layout.rank * (2 if family.fused else 1)
 
 
 def _factors(block: AdapterBlock, family: Family) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A (r, in) and B (out, r) of each layer of a block by the family's names."""
     attention = {f"{family.attention}.{name}": block.attention[name] for name in family.linears}
     experts = cast(nn.ModuleDict, block.mlp.generalist)
-    factors = {name: _of(lora) for name, lora in attention.items()}
-    factors |= {family.within(theirs): _of(experts[ours]) for ours, theirs in family.mlp.items()}
+    factors = {name: pair(lora) for name, lora in attention.items()}
+    factors |= {family.within(theirs): pair(experts[ours]) for ours, theirs in family.mlp.items()}
     if family.fused:
-        (A1, B1), (A2, B2) = _of(experts["gate"]), _of(experts["up"])
+        (A1, B1), (A2, B2) = pair(experts["gate"]), pair(experts["up"])
         both = torch.cat([A1, A2]), torch.block_diag(B1, B2)  # type: ignore[no-untyped-call]
         factors[family.within(family.fused)] = both
     return factors
-
-
-def _of(lora: nn.Module) -> tuple[Tensor, Tensor]:
-    return cast(LoRA, lora).A.detach()[0], cast(LoRA, lora).B.detach()[0]
-
-
-def _padded(A: Tensor, B: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return factors of a higher rank with the same product."""
-    more = rank - len(A)
-    return nn.functional.pad(A, (0, 0, 0, more)), nn.functional.pad(B, (0, more))
 
 
 def config(model: PersonalModel, family: Family, rank: int) -> Any:
@@ -184,15 +160,13 @@ def _folded_away(model: PersonalModel) -> list[str]:
     """Return sentences on what a fold cannot hold."""
     if model.layout.experts == 1:
         return []
-    routed = model.layout.routed
-    how = (
-        "their mean routing weights over the client's validation text, in each block"
-        if routed
-        else f"1/{model.layout.experts} each"
-    )
+    how = f"1/{model.layout.experts} each."
+    if model.layout.routed:
+        how = "their mean routing weights over the client's validation text, in each block; the "
+        how += "router is left out."
     return [
         f"The experts ({', '.join(model.experts)}) are folded into one update for each layer, "
-        f"weighted by {how}" + ("; the router is left out." if routed else "."),
+        f"weighted by {how}",
         "An activation lies between the layers, so the fold is not the mixture: see its "
         "perplexity.",
     ]
@@ -200,44 +174,34 @@ def _folded_away(model: PersonalModel) -> list[str]:
 
 def _left_out(model: PersonalModel, index: int) -> list[str]:
     """Return sentences on what an export of one expert leaves out."""
-    layout = model.layout
+    n = model.layout.experts
     others = [name for j, name in enumerate(model.experts) if j != index]
     if not others:
         return []
-    sentences = [
+    return [
         f"The other experts ({', '.join(others)}) are left out: a PEFT adapter holds one update "
-        f"for each layer, always in use."
+        f"for each layer, always in use.",
+        "The router is left out: every token uses the exported expert with weight 1."
+        if model.layout.routed
+        else f"The model gives each of its {n} experts the weight 1/{n}; the mean of their outputs "
+        f"is no single update, because an activation lies between the layers.",
+        "So the exported model is not the personal model: see its perplexity.",
     ]
-    if layout.routed:
-        sentences.append(
-            "The router is left out: every token uses the exported expert with weight 1."
-        )
-    else:
-        sentences.append(
-            f"The model gives each of its {layout.experts} experts the weight "
-            f"1/{layout.experts}; the mean of their outputs is no single "
-            "update, because an activation lies between the layers."
-        )
-    sentences.append("So the exported model is not the personal model: see its perplexity.")
-    return sentences
 
 
 def portable(base: str) -> str:
     """Return the name of a base for other machines: "embedded", a Hub id, or the last part of a
     local folder.
     """
-    return (
-        Path(base).expanduser().name if base != EMBEDDED and Path(locate(base)).is_dir() else base
-    )
+    local = base != EMBEDDED and Path(locate(base)).is_dir()
+    return Path(base).expanduser().name if local else base
 
 
 def _location(base: str) -> tuple[str, str]:
     """Return Python code for the base's location, and the import that it needs."""
     if base == EMBEDDED:
-        return (
-            'locate("embedded")',
-            "\nfrom coterie.models.architecture import locate  # the base comes with coterie",
-        )
+        imported = "\nfrom coterie.models.architecture import locate  # the base comes with coterie"
+        return 'locate("embedded")', imported
     if portable(base) != base:
         return f'"path/to/{portable(base)}"', ""
     return repr(base), ""
@@ -245,10 +209,7 @@ def _location(base: str) -> tuple[str, str]:
 
 def _readme(client: ClientModel, kept: str, left_out: list[str]) -> str:
     about, serving = client.model.about, client.serving
-    missing = (
-        "\n".join(f"- {sentence}" for sentence in left_out)
-        or "Nothing: this is the whole personal model."
-    )
+    missing = "\n".join(f"- {sentence}" for sentence in left_out)
     where, imported = _location(about.base)
     settings, loading = "", f"tokenizer = AutoTokenizer.from_pretrained({where})"
     if client.chats:
@@ -281,5 +242,5 @@ model = PeftModel.from_pretrained(base, "this folder")
 
 ## What is not in it
 
-{missing}
+{missing or "Nothing: this is the whole personal model."}
 """

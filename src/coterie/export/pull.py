@@ -12,9 +12,9 @@ from typing import Any
 from coterie.adapt.shared_part import SHARED
 from coterie.core.checksums import SUMS, check_sums, read_sums, write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
-from coterie.core.files import load, make_folder, read_json
+from coterie.core.files import load, make_folder
 from coterie.core.tensors import all_finite
-from coterie.export.push import CARD, hub_error
+from coterie.export.push import CARD, base_of, hub_error
 from coterie.methods import METHODS
 from coterie.models.artifact import (
     ABOUT,
@@ -91,7 +91,8 @@ def pull(
         info = api.model_info(repo, revision=revision, files_metadata=True)
         if not info.sha:
             raise Refused(f"{repo} has no commit", "Push a model to it first.")
-        sizes = _checked_listing(repo, info.siblings or [], most_bytes)
+        siblings: Any = info.siblings or []
+        sizes = _checked_listing(repo, siblings, most_bytes)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
             new = Path(beside) / "model"
             new.mkdir()
@@ -101,7 +102,8 @@ def pull(
                 if fetched.is_symlink() or not fetched.is_file() or fetched.stat().st_size != size:
                     raise CheckpointError(f"{repo}: {name} is not what the repository lists")
                 os.rename(fetched, new / name)
-            _verify(repo, new, _hashes(info.siblings or []))
+            large = [file for file in siblings if file.lfs and file.rfilename in TENSORS]
+            _verify(repo, new, {file.rfilename: file.lfs.sha256 for file in large})
             os.rename(new, out)
     except HFValidationError as error:
         raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
@@ -114,8 +116,7 @@ def pull(
             raise SaveError(f"cannot write {out}: {error.strerror}", "Free some space.") from error
         raise hub_error(f"the Hub does not give {repo}", error) from error
     about = read_about_json(out)
-    base = about.get("base") or about.get("network", {}).get("base")
-    return Pulled(out, str(about["client"]), base, str(about["method"]), info.sha)
+    return Pulled(out, str(about["client"]), base_of(about), str(about["method"]), info.sha)
 
 
 def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int]:
@@ -155,31 +156,16 @@ def _unsafe(repo: str, what: str) -> Refused:
     )
 
 
-def _hashes(siblings: Any) -> dict[str, str]:
-    """Return the SHA-256 of large files as the Hub states them."""
-    return {
-        file.rfilename: file.lfs.sha256
-        for file in siblings
-        if file.lfs is not None and file.rfilename in TENSORS
-    }
-
-
 def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
-    """Check that the files are as they were pushed and make up a model.
-
-    Raises:
-        Refused: The recipe names a method that is not shipped.
-        CheckpointError: The files are damaged or do not fit together.
+    """Check that the files are as they were pushed, with the SHA-256 that the Hub states of large
+    ones, and make up a model. Raises Refused and CheckpointError.
     """
     try:
         sums = read_sums(folder)
         check_sums(folder, sorted({p.name for p in folder.iterdir()} - {SUMS}), sums)
         check_sums(folder, stated, stated)
         kind = read_about_json(folder).get("kind")
-        if kind == CLASSIFIER:
-            read_classifier(folder)
-        else:
-            read_about(folder)
+        (read_classifier if kind == CLASSIFIER else read_about)(folder)
         for name in TENSORS:
             if (folder / name).is_file() and not all_finite(load(folder / name)[0]):
                 raise CheckpointError(f"{name} holds values that are not finite")
@@ -214,4 +200,3 @@ def _verify_recipe(folder: Path) -> None:
     if not isinstance(data, Mapping) or data.get("kind") != "folders" or data.get("path"):
         raise Refused(f"{RECIPE}: data must name nothing of this machine", "")
     resolve(folder)
-    read_json(folder / ABOUT)

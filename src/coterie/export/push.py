@@ -12,18 +12,36 @@ from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, read_json, write_json
 from coterie.core.foreign import opened
-from coterie.core.metrics import PERPLEXITY
-from coterie.core.result import RESULT, Result
+from coterie.core.metrics import PERPLEXITY, direction
+from coterie.core.result import RESULT, MetricInfo, PrivacySpent, Result
+from coterie.core.version import __version__
 from coterie.data.section import Section
-from coterie.export.card import Facts, card
 from coterie.export.peft import portable
-from coterie.models.architecture import tokenizer
+from coterie.methods import METHODS
+from coterie.models.architecture import EMBEDDED, tokenizer
 from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
 from coterie.personal import folder_of
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import Recipe, resolve
 
 CARD = "README.md"
+# what the model is, on whose data it was scored, and what it may reveal of its training data
+_SHARED = (
+    "The shared part of a run",
+    "the mean over the clients",
+    "No specialist or router of a client is in it. What its clients' texts had in common can be "
+    "read out of it: `coterie audit` measures how much of a text it gives away.",
+)
+_PERSONAL = (
+    "One client's personal model",
+    "this client's own",
+    "It was published by its owner's choice: its own experts were trained on the owner's data "
+    "alone, and parts of these may be read out of it.",
+)
+_TEMPLATE = """
+It was trained on conversations, and answers messages by the chat template of that training, which
+`client.json` holds where it is not the base's own.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,38 @@ class Pushed:
     url: str
     files: Mapping[str, int]
     private: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that a card states; None if a fact is not known.
+
+    Args:
+        about: The content of the model's client.json.
+        shared: Whether it is the shared part of a run.
+        base: The public name of the base: `embedded`, a Hub id, or the last part of a path.
+        clients: Number of clients that trained together.
+        size: The training data in words, e.g. "12,000 tokens".
+        metric: The metric of the two scores, which are on the same test data.
+        before: The score of the base without any training.
+        after: The score of the published model.
+        privacy: The privacy spent; None if no noise was added.
+    """
+
+    about: Mapping[str, Any]
+    shared: bool
+    base: str | None
+    clients: int | None
+    size: str | None
+    metric: MetricInfo
+    before: float | None
+    after: float | None
+    privacy: PrivacySpent | None
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model was trained on conversations."""
+        return self.about.get("content") == "chats"
 
 
 def push(
@@ -84,7 +134,8 @@ def push(
         (folder / CARD).write_text(card(facts, repo), encoding="utf-8")
         names = sorted(path.name for path in folder.iterdir())
         write_all_sums(folder)
-        say(f"{', '.join(names)}: {sum((folder / n).stat().st_size for n in names):,} bytes ...")
+        size = sum((folder / name).stat().st_size for name in names)
+        say(f"{', '.join(names)}: {size:,} bytes ...")
         return _upload(folder, repo, public)
 
 
@@ -95,19 +146,16 @@ def _shared(run: Path, folder: Path) -> Facts:
     recipe = resolve(run)
     base = portable(getattr(recipe.model, "base", ""))
     part: SharedPart = write_shared(run, folder, base)
-    about = read_json(folder / ABOUT)
     return Facts(
-        client=None,
+        about=read_json(folder / ABOUT),
+        shared=True,
         base=base,
-        method=recipe.method["name"],
-        rounds=about["round"],
         clients=part.clients,
         size=f"{part.tokens:,} tokens of all clients together",
         metric=PERPLEXITY.about,
         before=part.before,
         after=part.after,
-        privacy=_result(run).privacy if (run / RESULT).is_file() else None,
-        chats=about.get("content") == "chats",
+        privacy=Result.read(run).privacy if (run / RESULT).is_file() else None,
     )
 
 
@@ -116,52 +164,44 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     source = folder_of(run, client)
     verify(source)
     about = read_json(source / ABOUT)
-    classifies = about.get("kind") == CLASSIFIER
-    weights = CLASSIFIER_WEIGHTS if classifies else WEIGHTS
+    weights = CLASSIFIER_WEIGHTS if about.get("kind") == CLASSIFIER else WEIGHTS
     # refuses damaged weights
     load(source / weights)
     write_json(folder / ABOUT, _with_portable_bases(about))
     with opened(source / weights) as file:
         (folder / weights).write_bytes(file.read())
     whole = run if (run / RECIPE).is_file() else source.parent.parent
-    result = _result(whole) if (whole / RESULT).is_file() else None
+    result = Result.read(whole) if (whole / RESULT).is_file() else None
     before, after = _scores(whole, result, about["client"]) if result else (None, None)
     size = _size(whole, about["client"])
     if (source / TRAINED).is_file():
         trained = read_json(source / TRAINED)
         before, after = trained["base"], trained["after" if trained["helped"] else "before"]
         size = f"{trained['tokens']['train']:,} tokens"
+    base = base_of(about)
     return Facts(
-        client=about["client"],
-        base=_base(about),
-        method=about["method"],
-        rounds=about["round"],
+        about=about,
+        shared=False,
+        base=base and portable(base),
         clients=len(result.training or result.clients) if result else None,
         size=size,
         metric=result.metric if result else PERPLEXITY.about,
         before=before,
         after=after,
         privacy=result.privacy if result else None,
-        language=not classifies,
-        chats=about.get("content") == "chats",
     )
-
-
-def _result(run: Path) -> Result:
-    return Result.read(run)
 
 
 def _scores(run: Path, result: Result, client: str) -> tuple[float | None, float | None]:
     """Return a client's test metric without training and at the end; None if not measured."""
-    before = None
-    untrained = run / "baselines" / "pretrained"
+    untrained, first = run / "baselines" / "pretrained", result.evaluations[:1]
+    before: Mapping[str, Any] = {}
     if (untrained / RESULT).is_file():
-        known = _result(untrained).clients.get(client)
-        before = known.test if known else None
-    elif result.evaluations and result.evaluations[0].round == 0:
-        first = result.evaluations[0].clients or {}
-        before = first[client].test if client in first else None
-    return before, result.clients[client].test if client in result.clients else None
+        before = Result.read(untrained).clients
+    elif first and first[0].round == 0:
+        before = first[0].clients or {}
+    base, end = before.get(client), result.clients.get(client)
+    return base and base.test, None if end is None else end.test
 
 
 def _size(run: Path, client: str) -> str | None:
@@ -177,10 +217,10 @@ def _size(run: Path, client: str) -> str | None:
         return None
 
 
-def _base(about: Mapping[str, Any]) -> str | None:
+def base_of(about: Mapping[str, Any]) -> str | None:
     """Return the base in a client.json, for any kind of model."""
-    base = about.get("base") or about.get("network", {}).get("base")
-    return None if base is None else portable(base)
+    base: str | None = about.get("base") or about.get("network", {}).get("base")
+    return base
 
 
 def _with_portable_bases(value: Any) -> Any:
@@ -199,7 +239,7 @@ def _upload(folder: Path, repo: str, public: bool) -> Pushed:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api = HfApi(library_name="coterie")
-    files = sorted(path for path in folder.iterdir() if path.is_file())
+    files = sorted(folder.iterdir())
     try:
         created = api.create_repo(repo, private=not public, exist_ok=True)
         private = bool(api.model_info(created.repo_id).private)
@@ -225,3 +265,76 @@ def hub_error(problem: str, error: Exception) -> CoterieError:
         "Check the name and the network, and that this machine is logged in with a token that may "
         "do that: hf auth login.",
     )
+
+
+def card(facts: Facts, repo: str) -> str:
+    """Return the text of README.md, with the front matter that the Hub reads."""
+    method, rounds = facts.about["method"], facts.about["round"]
+    entry = METHODS[method]
+    what, scored, note = _SHARED if facts.shared else _PERSONAL
+    name = repo.rpartition("/")[2]
+    rows = {
+        "base": f"`{facts.base}`" if facts.base else "none: the whole network is here",
+        "method": f"{entry.title} (`{method}`), {rounds} rounds; {entry.paper}",
+        "clients that trained together": _number(facts.clients),
+        "training data": facts.size or "not recorded",
+        f"{facts.metric} before, without training": _number(facts.before, ".2f"),
+        f"{facts.metric} after": _number(facts.after, ".2f"),
+        "privacy spent": _spent(facts.privacy),
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""{_front_matter(facts)}
+# {name}
+
+{what}, trained with [coterie](https://pypi.org/project/coterie/) {__version__}
+without the clients' data leaving them.
+
+| | |
+| --- | --- |
+{table}
+
+Scores are on test data, {direction(facts.metric)}; {scored}. {note}
+
+```
+coterie pull {repo} --out {name}
+{_commands(facts, name)}
+```
+{_TEMPLATE if facts.chats else ""}
+The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
+code.
+"""
+
+
+def _front_matter(facts: Facts) -> str:
+    """Return the metadata of a card, with the base if it is on the Hub."""
+    lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
+    if facts.base and facts.base != EMBEDDED and "/" in facts.base:
+        lines += [f"base_model: {facts.base}"]
+    if facts.about.get("kind") != CLASSIFIER:
+        lines += ["pipeline_tag: text-generation"]
+    return "\n".join(["---", *lines, "---"])
+
+
+def _commands(facts: Facts, name: str) -> str:
+    """Return the commands that use the model."""
+    if facts.about.get("kind") == CLASSIFIER:
+        return f"coterie predict {name} --data FILES"
+    options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
+    lines = [f"coterie generate {name} {options}"]
+    if facts.shared:
+        lines += [f"coterie adapt {name} --data MY_TEXTS --train --out mine"]
+    return "\n".join(lines)
+
+
+def _spent(privacy: PrivacySpent | None) -> str:
+    """Return the privacy that a model's training has spent, in words."""
+    if privacy is None:
+        return "no noise was added: the training gives no formal guarantee of privacy"
+    epsilon = "infinite" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"
+    known = ", with noise from a known seed, which protects nobody" if privacy.experiment else ""
+    return f"epsilon {epsilon} at delta {privacy.delta:g} ({privacy.where} noise{known})"
+
+
+def _number(value: float | None, form: str = ",") -> str:
+    """Return a formatted number, or "not recorded" for None."""
+    return "not recorded" if value is None else format(value, form)

@@ -51,19 +51,13 @@ class Serving:
         begin = tuple(TextEncoder(tokenizer).begin)
         if not chats:
             return cls(tokenizer, generation, False, begin, ids_of(generation.eos_token_id))
-        generation.eos_token_id = [*model.chats.stops] or None
-        if model.chats.template is None:
-            return cls(tokenizer, generation, True, begin, model.chats.stops)
-        tokenizer.chat_template = model.chats.template
-        return cls(
-            tokenizer,
-            generation,
-            True,
-            begin,
-            model.chats.stops,
-            tuple(model.chats.prompt(QUESTION)),
-            model.chats.render(QUESTION, prompt=True),
-        )
+        chat = model.chats
+        generation.eos_token_id = [*chat.stops] or None
+        if chat.template is None:
+            return cls(tokenizer, generation, True, begin, chat.stops)
+        tokenizer.chat_template = chat.template
+        prompt = tuple(chat.prompt(QUESTION)), chat.render(QUESTION, prompt=True)
+        return cls(tokenizer, generation, True, begin, chat.stops, *prompt)
 
     @property
     def described(self) -> dict[str, Any]:

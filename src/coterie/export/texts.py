@@ -7,7 +7,6 @@ from pathlib import Path
 from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.protocol import ClientId
-from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.federation import ClientData
 from coterie.data.folders import Folders
@@ -49,20 +48,23 @@ class Source:
             Refused: There is no such client, its files are damaged or of a classifier, or the base
                 or the given text cannot be used.
         """
-        self._check()
+        if self.everyone and self.client is not None:
+            raise Refused("--all and --client exclude each other", "Give one of them.")
+        if self.everyone and self.data is not None:
+            raise Refused("--data is the text of one client", "Give --client instead of --all.")
         ids: list[ClientId | None] = [*clients_of(self.run)] if self.everyone else [self.client]
         folders = [folder_of(self.run, id) for id in ids]
-        bases = {self.base or read_about(folder).base for folder in folders}
-        bits = {read_about(folder).quantise for folder in folders}
-        if len({read_about(folder).chat_template for folder in folders}) > 1:
+        abouts = [read_about(folder) for folder in folders]
+        bases = {self.base or about.base for about in abouts}
+        bits = {about.quantise for about in abouts}
+        problem = ""
+        if len({about.chat_template for about in abouts}) > 1:
+            problem = "different chat templates"
+        elif len(bases) > 1 or len(bits) > 1:
+            problem = f"different bases ({', '.join(sorted(bases))})"
+        if problem:
             raise Refused(
-                "--all: the clients have different chat templates",
-                "Export them one by one, with --client.",
-            )
-        if len(bases) > 1 or len(bits) > 1:
-            raise Refused(
-                f"--all: the clients have different bases ({', '.join(sorted(bases))})",
-                "Export them one by one, with --client.",
+                f"--all: the clients have {problem}", "Export them one by one, with --client."
             )
         backbone = Backbone.load(bases.pop(), quantised=bits.pop(), plain=True)
         models = [PersonalModel.load(folder, backbone=backbone) for folder in folders]
@@ -70,13 +72,7 @@ class Source:
             model.about = replace(model.about, base=self.base or model.about.base)
         recipe, absent = self._recipe(folders[0])
         data, absent = self._texts(models[0], recipe, absent)
-        return [_with_text(model, data, absent, _chats(model, recipe)) for model in models]
-
-    def _check(self) -> None:
-        if self.everyone and self.client is not None:
-            raise Refused("--all and --client exclude each other", "Give one of them.")
-        if self.everyone and self.data is not None:
-            raise Refused("--data is the text of one client", "Give --client instead of --all.")
+        return [_with_text(model, data, absent) for model in models]
 
     def _recipe(self, folder: Path) -> tuple[Recipe | None, str]:
         """Return the recipe of the run, or None and the reason why there is none."""
@@ -116,30 +112,18 @@ def _section(model: PersonalModel, recipe: Recipe | None) -> Folders:
     """Return the settings to read a client's own files: those of the run."""
     if recipe is not None:
         return section_of(recipe.data)
-    if not _chats(model, recipe):
+    if model.about.content != "chats":
         return Folders()
     return Folders(content="chats", chat_template=model.about.chat_template)
 
 
-def _chats(model: PersonalModel, recipe: Recipe | None) -> bool:
-    """Return whether a model was trained on conversations. Models of earlier versions do not say
-    so: then the recipe decides, or without a recipe whether there is a chat template.
-    """
-    if model.about.content is not None:
-        return model.about.content == "chats"
-    if recipe is not None:
-        return isinstance(recipe.data, ChatFields) and recipe.data.content == "chats"
-    return model.chats.template is not None
-
-
 def _with_text(
-    model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str, chats: bool
+    model: PersonalModel, data: Mapping[ClientId, ClientData], absent: str
 ) -> ClientModel:
     client_data = data.get(names.normal(model.about.client))
     if client_data is None:
-        absent = absent or "it is no client of the recipe"
-        return ClientModel(model, absent=absent, chats=chats)
-    return ClientModel(model, _apart(client_data.valid), _apart(client_data.test), chats=chats)
+        return ClientModel(model, absent=absent or "it is no client of the recipe")
+    return ClientModel(model, _apart(client_data.valid), _apart(client_data.test))
 
 
 def _apart(split: Split) -> Split:

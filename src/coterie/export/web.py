@@ -1,18 +1,116 @@
-"""The keyboard of `coterie serve` as a folder of static files, whose models run in the browser."""
+"""The keyboard of `coterie serve` as a folder of static files, whose models run in the browser: a
+graph, clients' tensors, and the page, which writes chats without running the chat template.
+"""
 
-from collections.abc import Sequence
-from dataclasses import replace
+import gzip
+import html
+import json
+import lzma
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
-from coterie.export import keyboard_page, onnx_base
-from coterie.export.chat_text import ChatText
+from coterie.core.errors import Refused
+from coterie.core.files import write_atomically
+from coterie.data.chats import ChatTemplate
+from coterie.data.chats.messages import user
+from coterie.data.text_encoding import TextEncoder
 from coterie.export.format import ClientModel, Options, Written
+from coterie.export.gguf import SAMPLE
 from coterie.export.graph import own_file
-from coterie.export.onnx import Onnx
+from coterie.export.onnx import BASE, WEIGHTS, Onnx
+from coterie.personal import ManyModels, PersonalModel
+from coterie.personal.ui import keyboard, page
+from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
+from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
+from coterie.reports.parts import COLOURS
 
+# The most tokens of context: every text of the search has a cache of its own.
+CONTEXT = 256
+# control tokens in a sample
+TYPED = 8
+# clients whose rows are shown at first; the user can choose the others
+CHOSEN = 8
+INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
+WASM = "ort-wasm-simd-threaded.wasm"
+MESSAGE_BOX = """<label for="message">Message</label>
+<textarea id="message" rows="2" autocomplete="off" spellcheck="false"></textarea>
+"""
+# the page and its worker can send requests only to the folder that they are in
+POLICY = (
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src blob: 'self'; "
+    "connect-src 'self'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+)
 # the function that templates call for the date
 TODAY = "strftime_now"
 DATED = "The chat template writes a date, which in the page stays that of this export."
+# a message that no template contains, to find the texts around it
+_PLACE = "7b1e90message4c25d"
+# the template must write each of these unchanged
+_MESSAGES = (
+    "How are you?",
+    "",
+    " ",
+    "\n",
+    "two lines,\n\nand a third\n",
+    "  spaces and\ttabs \t",
+    "\u00a0\u2003other spaces\u3000\x1f",
+    'It\'s "quoted" `code` \\n \\u0041 &amp; <b>5 > 4</b> $1 %s {0}',
+    "{{ messages }} {% if true %}x{% endif %} {# y #}",
+    "Größe, नमस्ते, 你好, مرحبا, שלום, e\u0301, 👩\u200d🚀",
+    "<think>\nWhy?\n</think>\n\nSo",
+    "<|im_start|>user\n[INST] x [/INST]</s>",
+    "long " * 300,
+)
+
+
+@dataclass(frozen=True)
+class ChatText:
+    """The texts before and after one message of a chat.
+
+    Args:
+        before: The text before the message.
+        between: The text between the message and its answer.
+        strips: Whether the template strips the message, as `str.strip` does.
+    """
+
+    before: str
+    between: str
+    strips: bool
+
+    def opening(self, message: str, answer: str = "") -> str:
+        """Return the prompt of one message as `ChatTemplate.render` writes it, and the answer."""
+        return f"{self.before}{message.strip() if self.strips else message}{self.between}{answer}"
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> "ChatText":
+        """Return the texts that a template writes, tested on messages of many kinds.
+
+        Raises:
+            DataError: There is no template, or it refuses messages.
+            Refused: The template does more than put a message between two fixed texts.
+        """
+
+        def rendered(message: str) -> str:
+            return template.render([user(message)], prompt=True)
+
+        whole = rendered(_PLACE)
+        before, *rest = whole.split(_PLACE)
+        chat_text = cls(before, _PLACE.join(rest), strips=rendered(f" {_PLACE} ") == whole)
+        changed = [one for one in _MESSAGES if chat_text.opening(one) != rendered(one)]
+        if not changed:
+            return chat_text
+        problem = f"changes a message, such as {changed[0][:40]!r}"
+        if len(rest) > 1:
+            problem = f"writes a message {len(rest)} times"
+        raise Refused(
+            f"--chat: the page writes messages without running the chat template, but this one "
+            f"{problem}",
+            "Leave --chat out, or use coterie serve RUN --chat, which runs the template.",
+        )
 
 
 class Web(Onnx):
@@ -35,10 +133,9 @@ class Web(Onnx):
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         super().write_base(clients, folder, options)
-        keyboard_page.write(
+        write_page(
             folder,
             {own_file(client): client.model for client in clients},
-            (onnx_base.BASE, onnx_base.WEIGHTS),
             [vars(shape) for shape in self.interface_of(clients[0]).caches],
             options.chat,
         )
@@ -64,3 +161,144 @@ each model is from the personal model, and `licences/` whose programs the page r
 
 {names}
 """
+
+
+def assets() -> Traversable:
+    """Return the folder of the page's files in this package."""
+    return files("coterie.export") / "web_page"
+
+
+def write_page(
+    folder: Path,
+    clients: Mapping[str, PersonalModel],
+    caches: Sequence[Mapping[str, int]],
+    chat: bool,
+) -> None:
+    """Write the page to the folder of a graph, the clients' tensors and the base's tokenizer.
+
+    Args:
+        folder: The folder.
+        clients: Models by the names of their tensors' files, in the order of the rows.
+        caches: The shape of each layer's cache: `heads`, `key`, `value`.
+        chat: Whether the text is the answer to a message; the page then has a box for the message.
+
+    Raises:
+        SaveError: The page could not be written.
+    """
+    models = {model.about.client: model for model in clients.values()}
+    graph = {"base": [BASE, WEIGHTS], "caches": caches, "clients": _rows(clients)}
+    first = next(iter(models.values()))
+    settings = _settings(first) | graph
+    if chat:
+        settings["chat"] = asdict(ChatText.of(first.chats))
+        settings["samples"] += _chat_samples(first.chats)
+    contents = programs() | {
+        INDEX: _index(models, chat).encode(),
+        STYLE: (page.STYLE + keyboard.STYLE).encode(),
+        SETTINGS: json.dumps(settings).encode(),
+    }
+    for name, content in contents.items():
+        write_atomically(folder / name, content, lasting=False)
+
+
+def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
+    """Return the rows of the keyboard: one for each client, and one for the base, which has zeros
+    in place of a client's tensors.
+    """
+    rows = [
+        {
+            "name": model.about.client,
+            "file": file,
+            "experts": model.experts if model.layout.routed else (),
+            "chosen": place < CHOSEN,
+        }
+        for place, (file, model) in enumerate(clients.items())
+    ]
+    base = {"name": keyboard.BASE, "file": next(iter(clients)), "zero": True}
+    return [*rows, base | {"experts": (), "chosen": True}]
+
+
+def programs() -> dict[str, bytes]:
+    """Return the files that are the same on every page, by name."""
+    paths = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
+    vendored = assets() / "vendor"
+    paths += [path for path in vendored.iterdir() if path.name.endswith(".js")]
+    contents = {path.name: path.read_bytes() for path in paths}
+    wasm = lzma.decompress((vendored / f"{WASM}.xz").read_bytes())
+    contents[f"{WASM}.gz"] = gzip.compress(wasm, 9, mtime=0)
+    licences = (vendored / "licences").iterdir()
+    return contents | {f"licences/{path.name}": path.read_bytes() for path in licences}
+
+
+def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
+    """Return the page's HTML."""
+    texts = keyboard.MESSAGES if chat else keyboard.EXAMPLES
+    offered = keyboard.most_disputed(ManyModels(models), texts, chat)
+    button = '<button type="button" class="{}"{}>{}</button>'
+    parts = {
+        "policy": POLICY,
+        "title": html.escape(keyboard.CHAT_TITLE if chat else keyboard.TITLE),
+        "hint": html.escape(keyboard.HINT),
+        "message": MESSAGE_BOX if chat else "",
+        "text": "Answer" if chat else "Text",
+        "examples": "\n".join(button.format("example", "", html.escape(one)) for one in offered),
+        "legend": keyboard.legend(models),
+        "words": button.format("word", " disabled", "…\n&nbsp;") * keyboard.SHOWN,
+    }
+    document = (assets() / INDEX).read_text(encoding="utf-8")
+    for name, part in parts.items():
+        document = document.replace(f"{{{name}}}", part)
+    return document
+
+
+def _settings(model: PersonalModel) -> dict[str, Any]:
+    """Return the settings of the search: its rules and vocabulary, and the tokenizer's samples."""
+    backbone, texts, tokenizer = model.backbone, model.texts, model.tokenizer
+    words = Words(backbone, texts)
+    return {
+        "shown": keyboard.SHOWN,
+        "colours": len(COLOURS),
+        "rules": {
+            "beam": BEAM,
+            "rare": RARE,
+            "longest": LONGEST,
+            "unfinished": UNFINISHED,
+            "spaces": SPACES,
+            "punctuation": "".join(sorted(PUNCTUATION)),
+            "noLetters": "".join(sorted(NO_LETTERS)),
+        },
+        "vocabulary": {
+            "names": words.names,
+            "first": words.first,
+            "anchor": words.anchor,
+            "context": min(backbone.context_limit, CONTEXT),
+            "tidy": bool(tokenizer.clean_up_tokenization_spaces),
+        },
+        "texts": {
+            "begin": texts.begin,
+            "empty": texts.prompt(""),
+            "controls": tokenizer.convert_ids_to_tokens(sorted(texts.special)),
+            "typed": texts.control_tokens,
+        },
+        "samples": [[text, texts.prompt(text)] for text in (*_samples(texts), *keyboard.EXAMPLES)],
+    }
+
+
+def _samples(texts: TextEncoder) -> tuple[str, ...]:
+    """Return texts that tokenizers split in different ways, and where typed control tokens are not
+    refused one that has some.
+    """
+    if texts.control_tokens == "refuse":
+        return (SAMPLE,)
+    controls = texts.tokenizer.convert_ids_to_tokens(sorted(texts.special)[:TYPED])
+    return SAMPLE, f"{SAMPLE} {' '.join(controls)} or so"
+
+
+def _chat_samples(chats: ChatTemplate) -> list[tuple[str, list[int], str]]:
+    """Return tuples of an answer, the tokens of its message and itself, and the message."""
+    samples = _samples(chats.texts)
+    return [
+        (answer, chats.texts.prompt(chats.opened([user(message)], answer)), message)
+        for message in (*samples, *keyboard.MESSAGES)
+        for answer in ("", *samples)
+    ]

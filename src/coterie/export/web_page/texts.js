@@ -2,7 +2,7 @@
 // text, since texts are encoded by a tokenizer that knows control tokens by other names, which
 // nobody can type: they are random.
 
-import { said } from "./chat.js";
+import { strip } from "./search.js";
 
 const PRIVATE = 0xf0000; // the first of 65,534 characters for private use
 
@@ -59,3 +59,13 @@ function renamed(tokens, names) {
     model: { ...tokens.model, vocab: pairs, unk_token: unknown && other(unknown) },
   };
 }
+
+// The text that a model goes on with, as export/web.py has it from the base's chat template. chat: of
+// page.json; text: what was written so far, in a chat the answer to a message.
+export function opening(chat, text, message) {
+  if (message === undefined) return text;
+  return chat.before + said(chat, message) + chat.between + text;
+}
+
+// A message as the template writes it.
+const said = (chat, message) => (chat.strips ? strip(message) : message);

@@ -5,12 +5,11 @@
 // here, all} in bytes, {kind: "words", id, client, words}, {kind: "done", id} and {kind: "failed",
 // problem}.
 
-import { opening } from "./chat.js";
 import { Folder } from "./files.js";
 import { Model } from "./model.js";
 import * as ort from "./ort.wasm.bundle.min.js";
 import { strip } from "./search.js";
-import { Texts } from "./texts.js";
+import { Texts, opening } from "./texts.js";
 import { Tokenizer } from "./tokenizers.min.js";
 import { Words } from "./words.js";
 
