@@ -6,9 +6,8 @@ from coterie.core.protocol import Ask
 from coterie.methods import Method
 from coterie.runs.recipes.recipe import Recipe
 from coterie.testing import CHECKS, NotApplicable, Run, World
-from coterie.testing.contract import Check, require_same
-from coterie.testing.devices import devices_are_alike
-from coterie.testing.training import batch_is_as_one_by_one, clients_come_and_go
+from coterie.testing.run import Check, require_same
+from coterie.testing.training import batch_is_as_one_by_one, clients_come_and_go, devices_are_alike
 
 from .cases import PICTURES, method_of
 

@@ -20,7 +20,7 @@ from coterie.engines.states import States
 from coterie.methods.fedavg import FedAvg
 from coterie.models.backbone import Backbone
 from coterie.testing import Run, World, worlds
-from coterie.testing.contract import require_same_run
+from coterie.testing.run import require_same_run
 
 # one or more of every family: plain, routed, pools, several layouts, pairs, several models a client
 LANGUAGE = (

@@ -9,8 +9,7 @@ Each of `CHECKS` is a function of a method and a `World` that raises AssertionEr
 pytest.
 """
 
-from coterie.testing.contract import NotApplicable
-from coterie.testing.run import Run
+from coterie.testing.run import NotApplicable, Run
 from coterie.testing.suite import CHECKS, Checked, check_method
 from coterie.testing.worlds import World
 

@@ -1,6 +1,8 @@
 """Checks of messages: what clients reply, and what leaves a device that protects its owner."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 
@@ -10,12 +12,12 @@ from coterie.core.errors import Refused
 from coterie.core.protocol import Ask, ClientId, Replies, Sends, declared, drive, find_task, trains
 from coterie.core.tensors import Named, Tensors
 from coterie.methods import Method
-from coterie.testing.contract import clause, require
-from coterie.testing.run import Run
+from coterie.testing.run import Run, clause, require
 from coterie.testing.worlds import World
 
 # With what was sent, as it was before a client may have used its memory.
 Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]
+T = TypeVar("T")
 # Task, client, what was sent, what a device that protects nothing sends back.
 Spoken = tuple[str, ClientId, Tensors, Tensors]
 NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
@@ -41,34 +43,21 @@ def _copied(ask: Ask) -> dict[ClientId, Tensors]:
     return {i: {name: t.clone() for name, t in sent.items()} for i, sent in ask.to.items()}
 
 
-def _seen(method: Method, world: World) -> Exchanges:
-    """Return the exchanges of a method, which several checks look at, computed once."""
-    key = ("exchanges", type(method), repr(method))
+def _once(compute: Callable[[Method, World], T], method: Method, world: World) -> T:
+    """Return what several checks look at, computed once for each method and world."""
+    key = (compute, type(method), repr(method))
     if key not in world.memo:
-        world.memo[key] = exchanges(method, world)
-    seen: Exchanges = world.memo[key]
-    return seen
+        world.memo[key] = compute(method, world)
+    return cast(T, world.memo[key])
 
 
 def spoken(method: Method, world: World) -> list[Spoken]:
-    """Return all replies of clients.
-
-    In a run, in an adaptation, when they are scored, and when they keep their models.
+    """Return all replies of clients: in a run, in an adaptation, when they are scored, and when
+    they keep their models.
     """
-    key = ("spoken", type(method), repr(method))
-    if key not in world.memo:
-        world.memo[key] = [*_in_exchanges(method, world), *_at_the_end(method, world)]
-    replies: list[Spoken] = world.memo[key]
-    return replies
-
-
-def _in_exchanges(method: Method, world: World) -> list[Spoken]:
-    seen = _seen(method, world)
-    return [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in seen for i in replies]
-
-
-def _at_the_end(method: Method, world: World) -> list[Spoken]:
-    run, replies_at_end = Run(method, world).rounds(method.rounds), []
+    seen = _once(exchanges, method, world)
+    spoken = [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in seen for i in replies]
+    run = Run(method, world).rounds(method.rounds)
     tasks = method.score_and_keep, method.recall, method.score, method.score_test, method.keep
     for function in tasks:
         synced = function.__name__ == "score_test" and not method.stateless
@@ -76,14 +65,14 @@ def _at_the_end(method: Method, world: World) -> list[Spoken]:
         ask = Ask(function, {i: models[i] for i in run.clients})
         sent = _copied(ask)
         replies = run.engine.answer(Ask(function, sent), method.rounds, -1)
-        replies_at_end += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
-    return replies_at_end
+        spoken += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
+    return spoken
 
 
 @clause("`Ask.reply_spec` says which tensors a client sends back, and it sends those")
 def replies_have_the_form_asked_for(method: Method, world: World) -> None:
     """Check names, shapes, dtypes and values of all replies of honest clients."""
-    for ask, replies, _ in _seen(method, world):
+    for ask, replies, _ in _once(exchanges, method, world):
         for i, reply in replies.items():
             ask.check(i, reply)
 
@@ -97,7 +86,7 @@ def training_tasks_say_so(method: Method, world: World) -> None:
     Changes of a state beside the model (`change/...`) are exempt, and tensors that have the names
     of clients: they belong to a comparison of those clients, not to a model.
     """
-    for ask, replies, before in _seen(method, world):
+    for ask, replies, before in _once(exchanges, method, world):
         for i, reply in replies.items():
             numbers = {name for name, t in reply.items() if t.is_floating_point()}
             same = (numbers & before[i].keys()) - world.federation.clients.keys()
@@ -136,7 +125,7 @@ def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
 @clause("a device with local privacy sends only values with noise, and a few scores")
 def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
     """Check what a device that adds noise sends of each reply."""
-    for message in spoken(method, world):
+    for message in _once(spoken, method, world):
         name, _, sent, reply = message
         out = leaves(NOISY, method, message)
         if out is None:
@@ -158,7 +147,7 @@ def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
 @clause("a device with secure aggregation sends nothing in the clear except a few scores")
 def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
     """Check what a device with secure aggregation sends unmasked of each reply."""
-    for message in spoken(method, world):
+    for message in _once(spoken, method, world):
         out = leaves(SECURE, method, message)
         if out is None:
             continue
@@ -172,7 +161,7 @@ def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
 @clause("masked replies are updates: tensors of the shapes that were sent")
 def masked_replies_are_updates(method: Method, world: World) -> None:
     """Check the shapes of what a device sends under the masks of secure aggregation."""
-    for message in spoken(method, world):
+    for message in _once(spoken, method, world):
         name, _, sent, _ = message
         out = leaves(replace(SECURE, masked=True), method, message)
         if out is not None and not few(out):

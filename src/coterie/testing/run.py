@@ -1,6 +1,9 @@
-"""A method on a federation, round by round, without files."""
+"""A method on a federation, round by round, without files; and checks: functions of a method and a
+world, with the clause of the contract that each checks.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 
 import torch
 
@@ -8,13 +11,14 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.site import Site
-from coterie.core.protocol import Ask, ClientId, Replies, drive
-from coterie.core.tensors import Tensors
+from coterie.core.protocol import Ask, ClientId, Replies, State, drive
+from coterie.core.tensors import Named, Tensors
 from coterie.data.federation import CENTRALIZED
 from coterie.engines import ENGINES, Engine
 from coterie.methods import Method
 from coterie.testing.worlds import BASE, World
 
+Check = Callable[[Method, World], None]
 Answer = Callable[[Ask, int], Replies]
 Draw = Callable[[Sequence[ClientId], int], Sequence[ClientId]]
 
@@ -114,3 +118,58 @@ class Run:
             return {i: {} for i in self.clients}
         adaptation = self.method.adapt(self.server, self.clients)
         return drive(adaptation, lambda ask, phase: self.engine.answer(ask, self.round, phase))
+
+
+class NotApplicable(Exception):
+    """Raised by a check that does not apply to a method, with the reason."""
+
+
+def clause(text: str) -> Callable[[Check], Check]:
+    """Turn a function that tests one clause of the contract into a check.
+
+    The check raises AssertionError with what is wrong and the clause, whatever the method's own
+    code raised (that is chained), and NotApplicable where there is nothing to check.
+    """
+
+    def mark(function: Check) -> Check:
+        @wraps(function)
+        def check(method: Method, world: World) -> None:
+            try:
+                function(method, world)
+            except NotApplicable:
+                raise
+            except Exception as error:
+                required = isinstance(error, AssertionError)
+                problem = str(error) if required else f"{type(error).__name__}: {error}"
+                where = f"{type(method).__name__}, {world.name}, {function.__name__}"
+                raise AssertionError(f"{where}: {problem}\n  The contract: {text}") from error
+
+        return check
+
+    return mark
+
+
+def require(holds: bool, problem: str) -> None:
+    """Raise AssertionError with the problem, unless something holds; under -O, too."""
+    if not holds:
+        raise AssertionError(problem)
+
+
+def require_same(a: Named, b: Named, what: str) -> None:
+    """Raise AssertionError unless two dicts of tensors are equal to the bit."""
+    require(a.keys() == b.keys(), f"{what}: only one has {sorted(a.keys() ^ b.keys())}")
+    differing = [name for name in a if not torch.equal(a[name], b[name])]
+    require(not differing, f"{what}: {differing[:5]} differ")
+
+
+def require_same_states(a: Mapping[str, State], b: Mapping[str, State], what: str) -> None:
+    """Raise AssertionError unless the clients' states are equal to the bit."""
+    require(a.keys() == b.keys(), f"{what}: only one has a state of {sorted(a.keys() ^ b.keys())}")
+    for i, state in a.items():
+        require_same(state, b[i], f"{what}, state of client {i!r}")
+
+
+def require_same_run(a: Run, b: Run, what: str) -> None:
+    """Raise AssertionError unless two runs have equal results, to the bit."""
+    require_same(a.server, b.server, f"{what}, server's state")
+    require_same_states(a.engine.states(), b.engine.states(), what)

@@ -11,8 +11,8 @@ from coterie.core.errors import Refused
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
 from coterie.runs.recipes.method_section import build_method
-from coterie.testing import devices, leaving, training, worlds
-from coterie.testing.contract import Check, NotApplicable
+from coterie.testing import leaving, training, worlds
+from coterie.testing.run import Check, NotApplicable
 
 # From the most specific checks to those that many mistakes break.
 CHECKS: tuple[Check, ...] = (
@@ -29,7 +29,7 @@ CHECKS: tuple[Check, ...] = (
     training.resumed_run_ends_the_same,
     training.some_clients_a_round,
     training.clients_come_and_go,
-    devices.devices_are_alike,
+    training.devices_are_alike,
     training.schedules_run_over_the_rounds,
     training.order_changes_nothing,
     training.one_client_alone,

@@ -1,33 +1,46 @@
-"""Checks of whole runs: states, engines, resumption, and clients that are missing."""
+"""Checks of whole runs: states, engines, devices, resumption, and clients that are missing."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from coterie.client.client import Client
 from coterie.client.state import OWNED
+from coterie.core import names
+from coterie.core.files import load
 from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.roles import GATE
 from coterie.core.tensors import Tensors, all_finite
 from coterie.data.federation import CENTRALIZED
 from coterie.data.splits import SPLITS
 from coterie.engines import ENGINES
+from coterie.engines.messages import Request
 from coterie.methods import Method
+from coterie.runs.device.device import Device
+from coterie.runs.device.states import Memory
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
-from coterie.testing.contract import (
+from coterie.runs.problems.prepare import Prepared
+from coterie.testing.run import (
+    Answer,
+    Draw,
     NotApplicable,
+    Run,
     clause,
-    forms,
+    coming_and_going,
+    everybody,
     require,
     require_same,
     require_same_run,
     require_same_states,
+    some,
 )
-from coterie.testing.run import Answer, Draw, Run, coming_and_going, everybody, some
-from coterie.testing.worlds import World
+from coterie.testing.worlds import BASE, World
 
 _COUNTERS = {"cursor/train", "cursor/train-expert/0", "cursor/train-expert/1", "iteration", "began"}
 _STATELESS = _COUNTERS | {f"embeddings/{split}" for split in SPLITS}
@@ -44,11 +57,13 @@ def longer(method: Method) -> Method:
 def state_keeps_its_form(method: Method, world: World) -> None:
     """Check names, shapes and dtypes of the server's state after a run."""
     run = Run(method, world).rounds(method.rounds)
-    before, after = forms(run.initial), forms(run.server)
+    before, after = (
+        {name: (t.shape, t.dtype) for name, t in state.items()}
+        for state in (run.initial, run.server)
+    )
     changed = sorted(n for n in before.keys() | after.keys() if before.get(n) != after.get(n))
-    problem = "the server's state has a different form than at the start: "
     shown = ", ".join(f"{n!r} was {before.get(n)}, is {after.get(n)}" for n in changed[:3])
-    require(not changed, problem + shown)
+    require(not changed, f"the server's state has a different form than at the start: {shown}")
     require(all_finite(run.server), "the server's state has values that are not finite")
     for i, state in run.engine.states().items():
         require(all_finite(state), f"the state of client {i!r} has values that are not finite")
@@ -167,29 +182,26 @@ def failing_clients_are_left_out(method: Method, world: World) -> None:
     require(all_finite(run.server), "without all clients' replies the state is not finite")
 
 
-def resumed(
-    method: Method, world: World, folder: Path, draw: Draw = everybody, there: Draw = everybody
-) -> Run:
+def resumed(method: Method, world: World, draw: Draw = everybody, there: Draw = everybody) -> Run:
     """Return a run that is resumed from a checkpoint after its first round, to its end."""
     first = Run(method, world).rounds(min(1, method.rounds), draw=draw, there=there)
     saved = Checkpoint(first.round, first.server, first.engine.states(), {})
-    Checkpoints(folder, {}).save(saved)
-    loaded = Checkpoints(folder, {}).latest()
-    require(loaded is not None, "there is no checkpoint after the first round")
-    assert loaded is not None
-    second = Run(method, world)
-    second.server, second.round = loaded.server, loaded.round
-    second.engine.restore(loaded.clients)
-    return second.rounds(method.rounds - loaded.round, draw=draw, there=there)
+    with TemporaryDirectory() as folder:
+        Checkpoints(Path(folder), {}).save(saved)
+        loaded = Checkpoints(Path(folder), {}).latest()
+        require(loaded is not None, "there is no checkpoint after the first round")
+        assert loaded is not None
+        second = Run(method, world)
+        second.server, second.round = loaded.server, loaded.round
+        second.engine.restore(loaded.clients)
+        return second.rounds(method.rounds - loaded.round, draw=draw, there=there)
 
 
 @clause("a run can be resumed from a checkpoint of its states alone")
 def resumed_run_ends_the_same(method: Method, world: World) -> None:
     """Check that a run that was resumed after its first round ends the same, to the bit."""
     whole = Run(method, world).rounds(method.rounds)
-    with TemporaryDirectory() as folder:
-        later = resumed(method, world, Path(folder))
-    require_same_run(whole, later, "a run and the same one resumed after a round")
+    require_same_run(whole, resumed(method, world), "a run and the same one resumed after a round")
 
 
 @clause("a client that is not drawn keeps its state, and its part of the server's state")
@@ -217,12 +229,18 @@ def absent_client_keeps_everything(method: Method, world: World) -> None:
 def some_clients_a_round(method: Method, world: World) -> None:
     """Check a run in which not all clients take part, on all engines, and resumed."""
     method, world = longer(method), world.one_by_one
-    whole, other = (Run(method, world, e).rounds(method.rounds, draw=some) for e in ENGINES)
-    require_same_run(whole, other, f"some clients a round, on {' and '.join(ENGINES)}")
-    require(all_finite(whole.server), "with some clients a round the state is not finite")
-    with TemporaryDirectory() as folder:
-        later = resumed(method, world, Path(folder), some)
-    require_same_run(whole, later, "some clients a round, and the same resumed")
+    one, other = (Run(method, world, e).rounds(method.rounds, draw=some) for e in ENGINES)
+    _require_same_when_resumed(one, other, world, "some clients a round", draw=some)
+
+
+def _require_same_when_resumed(
+    one: Run, other: Run, world: World, what: str, draw: Draw = everybody, there: Draw = everybody
+) -> None:
+    """Require that a run is finite, and the same on another engine and resumed."""
+    require_same_run(one, other, f"{what}, on {' and '.join(ENGINES)}")
+    require(all_finite(one.server), f"with {what} the state is not finite")
+    later = resumed(one.method, world, draw, there)
+    require_same_run(one, later, f"{what}, and the same resumed")
 
 
 @clause("where clients join and leave, `round` does with those that are there, on every engine")
@@ -237,11 +255,8 @@ def clients_come_and_go(method: Method, world: World) -> None:
     for run in (one, other):
         for _ in range(method.rounds):
             _round_of_those_there(run)
-    require_same_run(one, other, f"clients that come and go, on {' and '.join(ENGINES)}")
-    require(all_finite(one.server), "with clients that come and go the state is not finite")
-    with TemporaryDirectory() as folder:
-        later = resumed(method, world, Path(folder), there=coming_and_going)
-    require_same_run(one, later, "clients that come and go, and the same resumed")
+    what = "clients that come and go"
+    _require_same_when_resumed(one, other, world, what, there=coming_and_going)
 
 
 def _round_of_those_there(run: Run) -> None:
@@ -323,3 +338,48 @@ def _require_same_updates(client: Client, down: Tensors, trained: Tensors) -> No
         expected = trained[f"{module}.B"] @ trained[f"{module}.A"]
         close = torch.allclose(product, expected, rtol=1e-5, atol=1e-5)
         require(close, f"the update of {module} that one client downloads is not its own")
+
+
+@dataclass(frozen=True)
+class _Simulated(Device):
+    """A device of a simulation whose run is made in code rather than named by a recipe."""
+
+    of: Any = None
+
+    def _prepared(self, request: Request) -> Prepared:
+        prepared: Prepared = replace(self.of, site=replace(self.of.site))
+        return prepared
+
+
+@clause("a run on devices, each with its own state, equals that of one process to the bit")
+def devices_are_alike(method: Method, world: World) -> None:
+    """Check a run with partial participation over Flower's messages, without Flower's runtime."""
+    if find_spec("flwr") is None:
+        raise NotApplicable("Flower is not installed: pip install 'coterie[flower]'")
+    from coterie.engines.flower.engine import Flower
+    from coterie.engines.flower.localgrid import LocalGrid, LocalNode
+
+    method, world = longer(method), world.one_by_one
+    one = Run(method, world).rounds(method.rounds, draw=some)
+    other = Run(method, world)
+    recipe: Any = SimpleNamespace(secure=False)
+    problem: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
+    prepared = Prepared(recipe, method, problem, replace(other.site, models={}), other.clients)
+
+    def handle(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
+        return _Simulated(Path(), index=int(node["partition-id"]), of=prepared).answer(text, body)
+
+    grid, count = LocalGrid(), len(other.site.data)
+    for k in range(count):
+        grid.put(LocalNode({"partition-id": k, "num-partitions": count}, handle))
+    with TemporaryDirectory() as folder:
+        other.engine = Flower(grid, "run", {}, deadline=60, folder=folder)
+        joined = {member.client for member in other.engine.members()}
+        require(joined == set(other.site.data), f"only {sorted(joined)} said who they are")
+        other.rounds(method.rounds, draw=some)
+        require_same(one.server, other.server, "one process and devices, server's state")
+        require(all_finite(other.server), "on devices the server's state is not finite")
+        for client, state in one.engine.states().items():
+            turns = Memory(Path(folder) / "states" / names.encoded(client)).turns()
+            stored, _ = load(max(turns.items())[1])
+            require_same(dict(state), stored, f"one process and devices, state of {client!r}")
