@@ -33,7 +33,7 @@ def convergence(seed: int) -> Experiment:
     of its step size.
     """
     rng = np.random.default_rng(seed)
-    found, recovery_panel = _recovery(rng)
+    recovered, recovery_panel = _recovery(rng)
     runs = [run for horizon in HORIZONS for run in measure(SETTINGS, horizon, rng)]
     exact, noisy = (
         [run for run in runs if np.isinf(run.setting.batch) == kind] for kind in (True, False)
@@ -44,7 +44,7 @@ def convergence(seed: int) -> Experiment:
         f"Example 2",
         claims=(
             *_assumption_claims(rng),
-            *found,
+            *recovered,
             *_theorem_claims(exact),
             *_noise_claims(exact, noisy),
             *_step_claims(rng),

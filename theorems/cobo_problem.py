@@ -86,17 +86,19 @@ class CoBo:
             rng: Of the noise; without it there is none.
         """
         n, d = X.shape[-2:]
-        at_midpoints, own = f.midpoint_gradients(X), f.gradients(X)
+        at_midpoints, at_clients = f.midpoint_gradients(X), f.gradients(X)
         if rng is not None:
             spread = self.sigma / np.sqrt(np.asarray(self.batch) * d)
             at_midpoints = at_midpoints + spread[..., None, None, None] * rng.standard_normal(
                 at_midpoints.shape
             )
-            own = own + self.sigma / np.sqrt(d) * rng.standard_normal(own.shape)
+            at_clients = at_clients + self.sigma / np.sqrt(d) * rng.standard_normal(
+                at_clients.shape
+            )
         W = np.clip(W + self.gamma * _agreement(at_midpoints), 0, 1) * (1 - np.eye(n))
         pull = X * W.sum(-1, keepdims=True) - W @ X
         eta, rho = (np.asarray(value)[..., None, None] for value in (self.eta, self.rho))
-        return X - eta * (own + rho * pull), W
+        return X - eta * (at_clients + rho * pull), W
 
     def run(
         self,

@@ -31,7 +31,7 @@ class Search:
     wrong: list[float]  # mean |w_ij - w*_ij| over pairs, at the start and after every round
 
     @property
-    def found(self) -> int | None:
+    def first_correct(self) -> int | None:
         """The first round from which on W = W*; None: it is not at the end."""
         last = max((k for k, error in enumerate(self.wrong) if error > 0), default=-1)
         return None if self.wrong[-1] > 0 else last + 1
@@ -79,9 +79,9 @@ def _recovery(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
     claims = [
         Claim(
             "Without noise, $W*$ is found exactly after finitely many rounds, and stays",
-            all(run.found for run in near),
+            all(run.first_correct for run in near),
             f"{len(near)} federations, 2 to 5 clusters around the start, $gamma = 0.1$: in "
-            f"{_span(run.found for run in near)} of 400 rounds",
+            f"{_span(run.first_correct for run in near)} of 400 rounds",
         ),
         Claim(
             "It must be if all start at an $x_0$ with $<x_0 - mu_k, x_0 - mu_l> < 0$ for any two "
@@ -89,18 +89,18 @@ def _recovery(rng: np.random.Generator) -> tuple[list[Claim], Panel]:
             "takes those $w$ to 0 at once, "
             "and $eta (a_i + rho c) <= 1$: models stay between $x_0$ and their centre, and their "
             "midpoints stay inside the ball",
-            all(run.found == 1 for run in at_once),
+            all(run.first_correct == 1 for run in at_once),
             f"{len(at_once)} federations with the smallest such $gamma$: $W*$ from round "
-            f"{_span(run.found for run in at_once)} on",
+            f"{_span(run.first_correct for run in at_once)} on",
             beside=True,
         ),
         Claim(
             "Point A of figure 1: from far away all clients collaborate at first; two clusters "
             "still find $W*$",
-            all(run.found and run.held > 1 for run in far),
+            all(run.first_correct and run.held > 1 for run in far),
             f"{len(far)} starts at a distance of 100: every $w = 1$ for "
             f"{_span(run.held for run in far)} rounds, $W*$ after "
-            f"{_span(run.found for run in far)}",
+            f"{_span(run.first_correct for run in far)}",
             beside=True,
         ),
         _hexagon_claim(stuck),

@@ -199,16 +199,16 @@ def _joint_claims(sizes: list[Size]) -> Iterator[Claim]:
         + " starts; after one pass from none",
         beside=True,
     )
-    found = {
+    smallest = {
         name: sum(int((size.joint[name] < 0.1).sum()) for size in sizes) for name in sizes[0].joint
     }
     yield Claim(
         "What is minimised jointly matters: blended outputs hide experts that do not specialise, "
         "and top-1 routing brings them to light",
-        found["blended"] < found["expected"] <= found["likelihood"],
-        f"loss below 0.1, of {DRAWS * len(sizes)}: annealed likelihood {found['likelihood']} "
+        smallest["blended"] < smallest["expected"] <= smallest["likelihood"],
+        f"loss below 0.1, of {DRAWS * len(sizes)}: annealed likelihood {smallest['likelihood']} "
         f"(best of two starts), the objective of (2) "
-        f"{found['expected']}, blended outputs {found['blended']}",
+        f"{smallest['expected']}, blended outputs {smallest['blended']}",
         beside=True,
     )
 

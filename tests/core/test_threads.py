@@ -109,14 +109,14 @@ def test_the_choice(
 
 
 def test_a_lack_of_cores_is_that_others_have_them() -> None:
-    assert Usage(own=0.5, others=1.5, cores=2).lacking(2) == 2
-    assert Usage(own=0.5, others=1.5, cores=2).lacking(1) == 2
-    assert Usage(own=1.0, others=1.0, cores=2).lacking(1) == 0  # it wants one, and has it
-    assert Usage(own=1.1, others=0.9, cores=2).lacking(2) == 1
-    assert Usage(own=0.4, others=0.1, cores=2).lacking(2) == 0  # it waits for a disk
-    assert Usage(own=0.9, others=0.8, cores=16).lacking(2) == 0  # there is room
-    assert Usage(own=0.2).lacking(1) == 1  # where the system does not tell of others
-    assert Usage(own=0.9).lacking(1) == 0
+    assert Usage(own=0.5, others=1.5, cores=2).cores_of_others(2) == 2
+    assert Usage(own=0.5, others=1.5, cores=2).cores_of_others(1) == 2
+    assert Usage(own=1.0, others=1.0, cores=2).cores_of_others(1) == 0  # it wants one, and has it
+    assert Usage(own=1.1, others=0.9, cores=2).cores_of_others(2) == 1
+    assert Usage(own=0.4, others=0.1, cores=2).cores_of_others(2) == 0  # it waits for a disk
+    assert Usage(own=0.9, others=0.8, cores=16).cores_of_others(2) == 0  # there is room
+    assert Usage(own=0.2).cores_of_others(1) == 1  # where the system does not tell of others
+    assert Usage(own=0.9).cores_of_others(1) == 0
 
 
 def spin(seconds: float) -> None:
@@ -180,7 +180,7 @@ class Stopping(Callback):
     """Stops a run behind a round."""
 
     def __init__(self, after: int | None = None) -> None:
-        self.after, self.seen, self.lacking = after, set[int](), list[int]()
+        self.after, self.seen, self.cores_of_others = after, set[int](), list[int]()
 
     def round(self, done: int) -> None:
         self.seen.add(torch.get_num_threads())
@@ -188,7 +188,7 @@ class Stopping(Callback):
             raise Stop
 
     def cores(self, others: int) -> None:
-        self.lacking.append(others)
+        self.cores_of_others.append(others)
 
 
 def result(folder: Path) -> dict:
@@ -229,7 +229,7 @@ def test_rows_of_a_command_compute_alike_and_a_loaded_machine_is_told_of(
     )
     assert made == [2]
     assert [row["machine"]["threads"] for row in found] == [1, 1, 1]
-    assert reporter.lacking[0] == 3
+    assert reporter.cores_of_others[0] == 3
 
 
 @pytest.mark.usefixtures("several")

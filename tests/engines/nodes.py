@@ -80,7 +80,7 @@ class Nodes(LocalGrid):
     def get_node_ids(self) -> Iterable[int]:
         return [id for id, node in self.nodes.items() if node.alive]
 
-    def asked(self, message: Message, node: Node) -> None:
+    def on_message(self, message: Message, node: Node) -> None:
         assert message.metadata.ttl > 0
         arrived = delivered(message)
         assert message_to_proto(arrived).content == message_to_proto(message).content

@@ -18,10 +18,10 @@ from coterie.runs.tuning.search import (
     LOST,
     Effort,
     Field,
-    Found,
     Judged,
     Score,
     Search,
+    SearchResult,
     Trial,
     densified,
     halving,
@@ -35,7 +35,7 @@ LR, RHO = "training.experts.lr", "method.rho"
 GRID = Field(LR, (0.25, 0.5, 1.0, 2.0))
 
 
-def alone(search: Search, objective: Callable[[Trial], float]) -> Found:
+def alone(search: Search, objective: Callable[[Trial], float]) -> SearchResult:
     return together({0: search}, lambda batch: [(objective(trial),) for _, trial in batch])[0]
 
 
@@ -255,7 +255,7 @@ def test_a_plain_sweep_goes_key_after_key(scores: dict[tuple[int, int], int]) ->
     assert found.chosen is not None
     assert found.chosen.trial.candidate == {"a": a, "b": b}
     assert len(found.judged) == 5
-    assert alone(sweep({}), lambda t: 0.0) == Found(None)
+    assert alone(sweep({}), lambda t: 0.0) == SearchResult(None)
 
 
 @given(

@@ -90,7 +90,7 @@ def reproduce(
             return
         from coterie.papers import reproduce as reproduction
         from coterie.papers.job import Job
-        from coterie.papers.page import notes, said, terminal
+        from coterie.papers.page import notes, statements_of, terminal
         from coterie.reports.progress import SearchTerminal, Terminal
         from coterie.reports.tables import verdicts
 
@@ -117,7 +117,7 @@ def reproduce(
             console.print(table)
         if result.statements:
             console.print("what the paper says", style="italic")
-            verdicts(console, said(result))
+            verdicts(console, statements_of(result))
         for note in notes(result):
             _line(console, f"- {note}")
         print(f"Everything is in {folder}: open {job.stem}.html, or read {job.stem}.md.")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # if one of these is set, the user has chosen the number of threads
-SAID = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # GNU's runtime, which PyTorch's wheels for Linux bring: turns of a loop before a thread sleeps,
 # instead of 300,000. LLVM's: milliseconds.
@@ -80,7 +80,7 @@ class Usage:
     others: float | None = None
     cores: int = os.cpu_count() or 1
 
-    def lacking(self, threads: int) -> int:
+    def cores_of_others(self, threads: int) -> int:
         """Return how many cores others kept busy where so many threads did not get the cores that
         they wanted; 0 where they did.
         """
@@ -106,7 +106,11 @@ class Watch:
         self._begin()
 
     def _begin(self) -> None:
-        self._then, self._own, self._busy = time.monotonic(), time.process_time(), _busy_seconds()
+        self._then, self._cpu_seconds, self._busy = (
+            time.monotonic(),
+            time.process_time(),
+            _busy_seconds(),
+        )
 
     @property
     def seconds(self) -> float:
@@ -115,11 +119,11 @@ class Watch:
     def look(self) -> Usage:
         """Return what was used since the last look."""
         seconds, before = max(self.seconds, 1e-6), self._busy
-        own = time.process_time() - self._own
+        used = time.process_time() - self._cpu_seconds
         self._begin()
         if self._busy is None or before is None:
-            return Usage(own / seconds)
-        return Usage(own / seconds, max(self._busy - before - own, 0.0) / seconds)
+            return Usage(used / seconds)
+        return Usage(used / seconds, max(self._busy - before - used, 0.0) / seconds)
 
 
 def _busy_seconds() -> float | None:

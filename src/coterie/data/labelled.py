@@ -95,7 +95,7 @@ class LabelledTexts(Partitioner, ABC):
 
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
         """Return the encoded texts of the cache; encoded first if they are missing."""
-        fingerprint, read = self._found()
+        fingerprint, read = self._source()
         fields = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
         key = key_of(tokenizer, "labelled", FORMAT, fields, drawn, length, fingerprint)
@@ -110,7 +110,7 @@ class LabelledTexts(Partitioner, ABC):
             test["labels"].astype(np.int64),
         )
 
-    def _found(self) -> tuple[Any, Callable[[], list[Rows]]]:
+    def _source(self) -> tuple[Any, Callable[[], list[Rows]]]:
         """Return a fingerprint of the texts and a function that reads them. Raises DataError."""
         if paths := located(self.root, [f"{self.folder}/{name}.jsonl.gz" for name in _FILES]):
             return stamps(paths), lambda: [read_rows(path, self.columns) for path in paths]

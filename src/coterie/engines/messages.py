@@ -31,7 +31,7 @@ MOST_MEASURED = 1000  # names of measurements in a reply; each is kept, and show
 Id = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$")]
 # as large as other programs read numbers of JSON without loss
 Count = Annotated[int, Field(ge=0, le=1 << 53)]
-Measured = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
+Metric = Count | FiniteFloat | list[FiniteFloat] | list[list[FiniteFloat]]
 _DAMAGED = "It was damaged, or did not come from coterie."
 _MEASURED = re.compile(r"[A-Za-z0-9_.+/-]+")
 _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.jsonl says itself
@@ -49,7 +49,7 @@ def _named(client: str) -> str:
 Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 
-def _is_matrix(value: Measured) -> bool:
+def _is_matrix(value: Metric) -> bool:
     """Whether a measurement is a list of lists that are equally long and not empty."""
     lengths = (
         {len(row) if isinstance(row, list) else 0 for row in value}
@@ -157,7 +157,7 @@ class Reply(BaseMessage):
     number: Count = 0
     member: Member | None = None
     metrics: Annotated[
-        dict[Annotated[str, Field(max_length=200)], Measured], Field(max_length=MOST_MEASURED)
+        dict[Annotated[str, Field(max_length=200)], Metric], Field(max_length=MOST_MEASURED)
     ] = {}
     state_bytes: Count = 0
     note: Annotated[str, Field(max_length=2000)] = ""
@@ -166,7 +166,7 @@ class Reply(BaseMessage):
 
     @field_validator("metrics")
     @classmethod
-    def _check_metrics(cls, metrics: dict[str, Measured]) -> dict[str, Measured]:
+    def _check_metrics(cls, metrics: dict[str, Metric]) -> dict[str, Metric]:
         """Refuse measurements that a server could not add up, and names that lines of metrics
         use for themselves, such as the round.
         """

@@ -30,7 +30,7 @@ MOST = 32
 
 
 @dataclass(frozen=True)
-class Asked:
+class ChatAnswer:
     """A question to a chat model and its program's answer.
 
     Args:
@@ -80,7 +80,7 @@ class Check:
     tokens: int = 0
     perplexity: float | None = None
     original: float | None = None
-    chat: Asked | None = None
+    chat: ChatAnswer | None = None
 
     @property
     def sentences(self) -> list[str]:
@@ -195,7 +195,7 @@ def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
     return torch.randint(vocabulary, (rows, tokens), generator=generator)
 
 
-def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -> Asked:
+def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -> ChatAnswer:
     """Ask an exported model a question in its own program, and check the answer. `limit` is as in
     LIMITS; infinite for quantised weights.
 
@@ -212,7 +212,7 @@ def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -
         raise _error(client, f"does not end an answer at {tokens}")
     window = min(client.model.backbone.context_limit, runtime.window or len(prompt) + MOST)
     if (most := min(MOST, window - len(prompt))) < 1:
-        return Asked(question)
+        return ChatAnswer(question)
     answer, ended = runtime.answer(prompt, most)
     ends = [token in serving.stops for token in answer]
     if any(ends[:-1]) or ends[-1] != ended:
@@ -220,7 +220,7 @@ def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -
     if _regret(prompt, answer, written) > 2 * limit:
         raise _error(client, "answers a chat otherwise than coterie")
     text = client.model.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    return Asked(question, text, len(answer), ended)
+    return ChatAnswer(question, text, len(answer), ended)
 
 
 def _regret(prompt: list[int], answer: list[int], written: Written) -> float:

@@ -126,7 +126,7 @@ def family_of(model: nn.Module) -> Family:
         raise ModelError(f"{type(model).__name__} has neither {paths}", REMEDY)
     for family in known:
         first = next(_blocks(model, family), None)
-        if first is not None and not lacking(family, first):
+        if first is not None and not misfit(family, first):
             return family
     blocks = list(_blocks(model, known[0]))
     if not blocks:
@@ -149,7 +149,7 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
     """Return the shapes of a model's blocks. Raises ModelError where one lacks a layer."""
     shapes = []
     for index, block in enumerate(_blocks(model, family)):
-        if lacking(family, block):
+        if misfit(family, block):
             raise ModelError(_problem(family, block, index), REMEDY)
         attention = tuple(
             _linear(find(block, f"{family.attention}.{name}"), name) for name in family.linears
@@ -166,7 +166,7 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
     return tuple(shapes)
 
 
-def lacking(family: Family, block: nn.Module) -> tuple[str, str] | None:
+def misfit(family: Family, block: nn.Module) -> tuple[str, str] | None:
     """Return the first layer that a block lacks for a family, and what it has there; else None."""
     paths = [f"{family.attention}.{name}" for name in family.linears]
     paths += [family.within(name) for name in family.mlp.values()]
@@ -186,7 +186,7 @@ def is_transposed(layer: nn.Module | None) -> bool:
 
 def _problem(family: Family, block: nn.Module, index: int) -> str:
     """Say what a block lacks."""
-    path, instead = cast(tuple[str, str], lacking(family, block))
+    path, instead = cast(tuple[str, str], misfit(family, block))
     where = f"block {index} ({family.blocks}.{index})"
     if instead:
         return f"{where} has at {path} a {instead}, not a linear layer"

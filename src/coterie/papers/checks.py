@@ -143,7 +143,7 @@ class Judgement:
 
 
 Cells = Mapping[str, Cell]  # of a column, by row
-Found = tuple[Judgement, str]  # and the measured numbers in words
+Measured = tuple[Judgement, str]  # and the measured numbers in words
 
 
 def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
@@ -166,7 +166,7 @@ def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
         )
 
 
-def _judged(statement: Statement, cells: Cells) -> Found | None:
+def _judged(statement: Statement, cells: Cells) -> Measured | None:
     """Judge a statement on the rows of a column; None where not all that it needs is known."""
     if not {*spoken_of(statement)} <= cells.keys():
         return None
@@ -199,7 +199,7 @@ def _values(cell: Cell, statement: Compared) -> list[float]:
     return [of(seed) for seed in cell.seeds]
 
 
-def _told(statement: Compared, cells: Cells, *sides: Sequence[str]) -> str:
+def _in_words(statement: Compared, cells: Cells, *sides: Sequence[str]) -> str:
     def value(row: str) -> str:
         return f"{cells[row].title} {metrics.mean(_values(cells[row], statement)):.2f}"
 
@@ -235,22 +235,22 @@ def _ordered(
     good: Sequence[str],
     bad: Sequence[str],
     lower_is_better: bool,
-) -> Found:
+) -> Measured:
     conditions = [_gains(statement, cells[a], cells[b], lower_is_better) for a in good for b in bad]
-    return Judgement(conditions), _told(statement, cells, good, bad)
+    return Judgement(conditions), _in_words(statement, cells, good, bad)
 
 
-def _lower(statement: Lower, cells: Cells) -> Found:
+def _lower(statement: Lower, cells: Cells) -> Measured:
     return _ordered(statement, cells, statement.lower, statement.than, lower_is_better=True)
 
 
-def _better(statement: Better, cells: Cells) -> Found:
+def _better(statement: Better, cells: Cells) -> Measured:
     lower_is_better = _metric(cells).lower_is_better
     judgement, text = _ordered(statement, cells, statement.better, statement.than, lower_is_better)
     return judgement, text + (f" (by at least {statement.by:g})" if statement.by else "")
 
 
-def _near(statement: Near, cells: Cells) -> Found:
+def _near(statement: Near, cells: Cells) -> Measured:
     metric = _metric(cells)
     values = {r: _values(cells[r], statement) for r in (statement.row, *statement.best_of)}
     means = {r: metrics.mean(of_row) for r, of_row in values.items()}
@@ -282,7 +282,7 @@ def _metric(cells: Cells) -> MetricInfo:
     return next(iter(cells.values())).metric
 
 
-def _one(statement: Weights | Improved | Gate, cells: Cells) -> Found | None:
+def _one(statement: Weights | Improved | Gate, cells: Cells) -> Measured | None:
     """Judge a figure of a single row; None where a seed does not have it."""
     seeds = cells[statement.row].seeds
     if isinstance(statement, Weights):
@@ -302,7 +302,7 @@ def _one(statement: Weights | Improved | Gate, cells: Cells) -> Found | None:
     return Judgement([condition]), f"{name} {condition.mean:.{digits}f} ({limit})"
 
 
-def _routers(statement: Routers, cells: Cells) -> Found | None:
+def _routers(statement: Routers, cells: Cells) -> Measured | None:
     generalists = [seed.generalist for seed in cells[statement.row].seeds]
     known = [pair for pair in generalists if pair is not None]
     if len(known) < len(generalists):
@@ -318,7 +318,7 @@ def _routers(statement: Routers, cells: Cells) -> Found | None:
     )
 
 
-def _favours(statement: Favours, cells: Cells) -> Found | None:
+def _favours(statement: Favours, cells: Cells) -> Measured | None:
     cell, one, most = cells[statement.row], statement.client, statement.most
     known = [seed.weights[one] for seed in cell.seeds if seed.weights]
     if len(known) < len(cell.seeds):
@@ -336,7 +336,7 @@ def _favours(statement: Favours, cells: Cells) -> Found | None:
     return Judgement(conditions), f"mean weights of {one}: {text}"
 
 
-_CHECKS: Mapping[type, Callable[..., Found | None]] = {
+_CHECKS: Mapping[type, Callable[..., Measured | None]] = {
     Lower: _lower,
     Better: _better,
     Near: _near,

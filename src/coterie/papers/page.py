@@ -47,7 +47,7 @@ def notes(reproduced: Reproduced) -> list[str]:
     return [*reproduced.notes, *([f"{count} {what} of was run."] if count else [])]
 
 
-def said(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
+def statements_of(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
     """Return the paper's statements: whether each holds, or None if that is open; the statement
     with its place in the paper; and the measured numbers.
     """
@@ -250,7 +250,9 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
     if reproduced.statements:
         intervals = f"<p class=note>{escape(INTERVALS)}</p>"
         parts.append(
-            section("statements", "What the paper says", intervals, verdicts(said(reproduced)))
+            section(
+                "statements", "What the paper says", intervals, verdicts(statements_of(reproduced))
+            )
         )
     noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(reproduced))
     about = escape(_about(reproduced).replace("`", ""))

@@ -10,7 +10,7 @@ from coterie.core.result import rows as comparison
 from coterie.core.result.tuning import name_of
 from coterie.papers.job import Job
 from coterie.papers.reproduced import Cell
-from coterie.runs.tuning.search import Effort, Found
+from coterie.runs.tuning.search import Effort, SearchResult
 from coterie.runs.tuning.tune import stated
 
 
@@ -35,7 +35,7 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
     return orders_of
 
 
-def effort(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+def effort(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
     """Say how many settings each row tried of those that its table names, columns that are alike
     together, and which rows went beyond them.
 
@@ -75,7 +75,7 @@ def effort(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
     ]
 
 
-def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
     """Describe what each row's search tried, to show whether the rows had the same effort.
 
     Args:
@@ -97,7 +97,7 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], Found]) -
     ]
 
 
-def _edges(job: Job, searched: Mapping[tuple[str, str], Found]) -> list[str]:
+def _edges(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
     """Name the fields in which a row's best lies at the end of all that was tried."""
     return [
         f"{_cell_title(job, cell)}: the best lies at the end of its range in "

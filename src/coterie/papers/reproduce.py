@@ -27,12 +27,12 @@ from coterie.papers.reproduced import Cell, Reproduced, seed_figures, spoken_of_
 from coterie.papers.tables import Figure, Settings
 from coterie.runs.folder.candidates import UNFIT, confirm
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.tuning.search import Found
+from coterie.runs.tuning.search import SearchResult
 from coterie.runs.tuning.trials import RunAt, TrialRuns, execute_missing
 
 CellId = tuple[str, str]  # a row and a column
 _GATE_ERROR = MetricInfo("gate error", "%", True)
-_OWN = "each client's model right after its last local iteration"
+_AFTER_LOCAL = "each client's model right after its last local iteration"
 _UNSEEN = "of clients never trained with, the model that each got without labels"
 
 
@@ -75,7 +75,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         ]
         + ([] if job.effort is None else [f"--tune --trials {job.effort.trials}"]),
         shows=reproduction.shows,
-        scored="; ".join(dict.fromkeys(_UNSEEN if cell.groups else _OWN for cell in cells)),
+        scored="; ".join(dict.fromkeys(_UNSEEN if cell.groups else _AFTER_LOCAL for cell in cells)),
         columns={c: reproduction.columns[c].title for _, c in job.cells},
         metrics={cell.column: cell.metric for cell in cells},
         rows={r: reproduction.rows[r].title for r, _ in job.cells},
@@ -98,7 +98,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
 
 def _hours(
     trial_runs: TrialRuns[CellId],
-    searched: Mapping[CellId, Found],
+    searched: Mapping[CellId, SearchResult],
     runs: Mapping[CellId, Sequence[RunAt]],
 ) -> float:
     """Return how many hours all runs of a table took, those of searches too."""
@@ -110,12 +110,12 @@ def _hours(
     return sum(Result.read(path).wall_s for path in done) / 3600
 
 
-def _effort(job: Job, searched: Mapping[CellId, Found]) -> list[str]:
+def _effort(job: Job, searched: Mapping[CellId, SearchResult]) -> list[str]:
     """Say what each row tried."""
     return effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
 
 
-def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, Found]]:
+def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, SearchResult]]:
     """Return the result of each cell's search, at the first seed: of a plain sweep, or where the
     job says so of successive halving. Runs that are done are not done again.
     """

@@ -50,7 +50,7 @@ class Beginning:
 
 
 @dataclass
-class Found:
+class Match:
     """A complete word that the search has reached: the experts' weights of its first spelling, see
     `Word`, and the probability of each text to append for it.
     """
@@ -80,7 +80,7 @@ class Search:
         self.level = [Beginning(left=end)]
         # the probability of all sequences that begin with the end of the text
         self.mass = 0.0 if end else 1.0
-        self.found: dict[tuple[str, bool], Found] = {}
+        self.matches: dict[tuple[str, bool], Match] = {}
 
     @property
     def within(self) -> bool:
@@ -91,7 +91,7 @@ class Search:
         """Keep the beginnings that may still be among the best words, or that contribute to the
         probability of the text's end. Return their number.
         """
-        best = sorted((candidate.p for candidate in self.found.values()), reverse=True)
+        best = sorted((candidate.p for candidate in self.matches.values()), reverse=True)
         least = best[self.k - 1] if len(best) >= self.k else 0.0
         level = sorted((b for b in self.level if len(b.ids) < self.depth), key=lambda b: -b.p)
         # several spellings of one word may be among the best by their sum
@@ -122,13 +122,13 @@ class Search:
         insert = " " + word if insert[0].isspace() and not blank else word
         shown = word if new else last_word(self.text) + word
         experts = () if b.experts is None else tuple((b.experts / b.tokens).tolist())
-        inserts = self.found.setdefault((shown, new), Found(experts)).inserts
+        inserts = self.matches.setdefault((shown, new), Match(experts)).inserts
         inserts[insert] = inserts.get(insert, 0.0) + p
 
     def best(self) -> list[Word]:
         """Return the best words, each text only once."""
         words: dict[str, Word] = {}
-        for (shown, _), candidate in sorted(self.found.items(), key=lambda item: -item[1].p):
+        for (shown, _), candidate in sorted(self.matches.items(), key=lambda item: -item[1].p):
             insert = max(candidate.inserts, key=candidate.inserts.__getitem__)
             words.setdefault(shown, Word(shown, insert, candidate.p / self.mass, candidate.experts))
         return list(words.values())[: self.k]

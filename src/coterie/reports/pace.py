@@ -57,14 +57,14 @@ class RoundTimer:
         # the time of the first reply, and the rounds done by then
         self._warm: tuple[float, float] | None = None
         self._first, self._usual = done, 0
-        self._replies = self._expected = self.asked = self.got = 0
+        self._replies = self._expected = self.clients = self.got = 0
         # the time of the estimate, and the seconds left then
         self._estimate: tuple[float, float] | None = None
         self._exchange = self.started
 
     def ask(self, clients: int, training: bool) -> None:
         """Note the start of an exchange, in a round or outside of one."""
-        self.asked, self.got, self._exchange = clients, 0, time.monotonic()
+        self.clients, self.got, self._exchange = clients, 0, time.monotonic()
         if training:
             self._expected = max(self._usual, self._replies + clients)
 
@@ -79,11 +79,14 @@ class RoundTimer:
         self.got += 1
         if self.rounds_done >= self.rounds:  # only this exchange is left
             now = time.monotonic()
-            self._estimate = now, (now - self._exchange) / self.got * max(self.asked - self.got, 0)
+            self._estimate = (
+                now,
+                (now - self._exchange) / self.got * max(self.clients - self.got, 0),
+            )
 
     def round(self, done: int) -> None:
         self.done, self._usual = done, self._replies
-        self._replies = self._expected = self.asked = self.got = 0
+        self._replies = self._expected = self.clients = self.got = 0
         self._guess()
 
     @property

@@ -107,7 +107,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         stretch = self.stretch
         training = self.stage == "training"
         where = f"round {stretch.done + 1} of {stretch.rounds}" if training else self.stage
-        clients = f": {stretch.got} of {stretch.asked} clients" if stretch.asked else ""
+        clients = f": {stretch.got} of {stretch.clients} clients" if stretch.clients else ""
         parts = (f"  {where}{clients}", self._figures() if training else "", self._left())
         self._line("  ".join(part for part in parts if part))
 
@@ -236,7 +236,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         if not self.live or self.task is None:
             return
         stretch = self.stretch
-        clients = f"{stretch.got}/{stretch.asked} clients" if stretch.asked else ""
+        clients = f"{stretch.got}/{stretch.clients} clients" if stretch.clients else ""
         status = self._figures() if self.stage == "training" else self.stage
         status = f"{status}  {clients}"
         where = f"round {stretch.done}/{stretch.rounds}"

@@ -18,7 +18,7 @@ from coterie.core.devices import free_memory, peak_memory
 from coterie.core.errors import CheckpointError, CoterieError
 from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
-from coterie.core.threads import SAID, ThreadChoice, choose
+from coterie.core.threads import THREAD_VARIABLES, ThreadChoice, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
@@ -117,7 +117,7 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
         problem.threads
         or most == 1
         or problem.device.type != "cpu"
-        or any(name in os.environ for name in SAID)
+        or any(name in os.environ for name in THREAD_VARIABLES)
     ):
         return ThreadChoice(problem.threads or most)
     if (at_once := clients_at_once(prepared)) > 1:

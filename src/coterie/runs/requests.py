@@ -132,4 +132,4 @@ class Requests(Listener):
         if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
             return
         if self._watch.seconds >= WATCHED_S:
-            self.reporter.cores(self._watch.look().lacking(self.threads))
+            self.reporter.cores(self._watch.look().cores_of_others(self.threads))

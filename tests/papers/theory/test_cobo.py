@@ -198,8 +198,8 @@ def test_w_star_is_found_in_one_round_under_the_sufficient_condition(seed: int) 
     products = [float(f.a[i] * f.a[j] * f.mu[i] @ f.mu[j]) for i, j in pairs]
     assert max(products) < 0
     enough = -1 / max(products)
-    assert search(f, 2, enough * 1.001, np.zeros(4)).found == 1
-    late = search(f, 2, enough * 0.5, np.zeros(4)).found
+    assert search(f, 2, enough * 1.001, np.zeros(4)).first_correct == 1
+    late = search(f, 2, enough * 0.5, np.zeros(4)).first_correct
     assert late is not None
     assert late > 1
 
@@ -217,7 +217,7 @@ def test_a_polygon_of_clusters_holds_together_from_six_corners_on(
     pull = np.sqrt(3) * (2 - 2 * np.cos(angle))
     assert ((1 - 1 / (1 + pull)) * np.cos(angle / 2) > np.sin(angle / 2)) is np.bool_(not found)
     assert (
-        search(polygon(corners, 2), 2, 0.1, np.array([0.3, 0.1]), 2000).found is not None
+        search(polygon(corners, 2), 2, 0.1, np.array([0.3, 0.1]), 2000).first_correct is not None
     ) is found
 
 

@@ -22,7 +22,7 @@ from coterie.data.text_streams import SplitTexts
 Arrays = Mapping[str, Tokens]
 
 _NOTES = "notes"
-_SAID = {  # of what is counted, by its name in the notes
+_COUNTED = {  # of what is counted, by its name in the notes
     "cut": "of them without their oldest turns or tokens, to fit a window or the template",
     "without_tools": "of them have tools, which the chat template does not describe",
     "controls": "control tokens in their texts, see data.control_tokens",
@@ -135,7 +135,7 @@ class Encoder:
         sentences = [f"{count:,} conversations"]
         if self.loss == "answers":
             sentences.append(f"loss on the answers, found by {self.template.way}")
-        for name, text in _SAID.items():
+        for name, text in _COUNTED.items():
             if count := sum(note.get(name, 0) for note in notes):
                 sentences.append(f"{count:,} {text}")
         if left := [where for note in notes for where in note["unanswered"]]:
@@ -163,7 +163,7 @@ def merged_notes(notes: Sequence[Tokens]) -> Tokens:
     """Return the notes of several clients as those of one."""
     parsed = [_read(note) for note in notes]
     unanswered = [where for note in parsed for where in note["unanswered"]]
-    counts = {name: sum(note.get(name, 0) for note in parsed) for name in _SAID}
+    counts = {name: sum(note.get(name, 0) for note in parsed) for name in _COUNTED}
     return _written({**counts, "unanswered": unanswered})
 
 

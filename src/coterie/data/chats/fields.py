@@ -17,7 +17,7 @@ from coterie.data.splitting import Document, conversation_content
 from coterie.data.store import Tokenizer
 from coterie.data.text_streams import StreamEncoder
 
-_OWN = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
+_FIELDS_OF_CHATS = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
 
 
 def template_text(value: str) -> str:
@@ -87,7 +87,7 @@ class ChatFields(Section):
     @model_validator(mode="after")
     def _only_of_chats(self) -> Self:
         fields = type(self).model_fields
-        given = [name for name in _OWN if getattr(self, name) != fields[name].default]
+        given = [name for name in _FIELDS_OF_CHATS if getattr(self, name) != fields[name].default]
         if self.content == "text" and given:
             raise ValueError(f"{given[0]}: for conversations only; set content: chats")
         return self
@@ -121,5 +121,5 @@ class ChatFields(Section):
 
     def about(self) -> dict[str, Any]:
         fields = super().about()
-        ignored = ("content", *_OWN) if self.content == "text" else ("packing",)
+        ignored = ("content", *_FIELDS_OF_CHATS) if self.content == "text" else ("packing",)
         return {key: value for key, value in fields.items() if key not in ignored}

@@ -143,7 +143,7 @@ class ChatTemplate:
             DataError: They are not messages, or the template refuses them or leaves out a part.
             TooLong: They have more than `most` tokens.
         """
-        renders, text = self._asked(messages, tools, most)
+        renders, text = self._rendered(messages, tools, most)
         ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()
         return ids
 
@@ -151,7 +151,7 @@ class ChatTemplate:
         """Return the text of `prompt` and of an answer so far, marked, which `TextEncoder.prompt`
         encodes as they are. Raises DataError.
         """
-        return self.texts.begun(self._asked(messages)[1] + answer)
+        return self.texts.begun(self._rendered(messages)[1] + answer)
 
     def encode(
         self, conversation: Conversation, loss: Loss = "answers", room: int | None = None
@@ -281,7 +281,7 @@ class ChatTemplate:
         prompt = self._writer.text(messages, prompt=True)
         return prompt.removeprefix(self._writer.text(messages))
 
-    def _asked(
+    def _rendered(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None = None,

@@ -18,7 +18,7 @@ from coterie.core.printing import printable
 from coterie.core.protocol import Ask, ClientId, Replies, State, trains
 from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
 from coterie.engines.engine import Engine, Listener, Write
-from coterie.engines.flower.nodes import Nodes, told
+from coterie.engines.flower.nodes import Nodes, described
 from coterie.engines.flower.secagg_suspects import Suspects
 from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, bodies_of, read_reply
 from coterie.engines.messages import Member, Reply, Request, check_answers
@@ -89,12 +89,12 @@ class Flower(Engine):
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         if self.secure and trains(ask.task):
             return self._summed(ask, round, phase)
-        return self._asked("task", ask, round, phase)
+        return self._answers("task", ask, round, phase)
 
     def keep(self, ask: Ask, round: int, write: Write) -> None:
-        self._asked("keep", ask, round, -1)
+        self._answers("keep", ask, round, -1)
 
-    def _asked(self, action: Any, ask: Ask, round: int, phase: int) -> Replies:
+    def _answers(self, action: Any, ask: Ask, round: int, phase: int) -> Replies:
         clients, nodes = self._reachable(ask, round, phase), self._nodes.by_client
         requests = {i: self._request(action, ask.name, i, round, phase) for i in clients}
         sent = self._transport.send(
@@ -106,7 +106,7 @@ class Flower(Engine):
             try:
                 reply, replies[i] = self._believed(ask, i, requests[i], answered.get(nodes[i]))
             except TensorError as error:
-                self.listener.lost(i, ask.name, told(error))
+                self.listener.lost(i, ask.name, described(error))
                 continue
             self._heard(i, reply, round)
         return replies

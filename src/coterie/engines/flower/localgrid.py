@@ -96,14 +96,14 @@ class LocalGrid(Grid):
             if node is None:
                 continue  # as the SuperLink: no id
             message_ids.append(message.metadata.message_id)
-            self.asked(message, node)
+            self.on_message(message, node)
             reply = node.reply(delivered(message))
             if reply is not None:
                 reply.metadata.__dict__["_message_id"] = f"reply-{self.sent}"
                 self.waiting[message.metadata.message_id] = delivered(reply)
         return message_ids
 
-    def asked(self, message: Message, node: Any) -> None:
+    def on_message(self, message: Message, node: Any) -> None:
         """See a message on its way to a node; for subclasses."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:

@@ -101,7 +101,7 @@ class Nodes:
         try:
             member = self._introduced(node, answered, alive)
         except TensorError as error:
-            problem, before = told(error), self._strangers.get(node)
+            problem, before = described(error), self._strangers.get(node)
             self._strangers[node] = _RejectedNode(
                 problem,
                 time.monotonic() + HELLO_S,
@@ -164,7 +164,7 @@ class _NameTaken(TensorError):
         )
 
 
-def told(error: TensorError) -> str:
+def described(error: TensorError) -> str:
     """Return an error as printable text, since a device may have written most of it."""
     problem, remedy = printable(error.problem), printable(error.remedy)
     return f"{problem}\n  {remedy}" if remedy else problem

@@ -40,7 +40,7 @@ from coterie.engines.flower.secagg_common import (
 )
 from coterie.engines.flower.secagg_replies import (
     FOREIGN,
-    Gone,
+    NoAnswer,
     check_lengths,
     configs_of,
     content_of,
@@ -101,7 +101,7 @@ class Participants:
             )
             for node in self.nodes
         }
-        keys = self.asked(Stage.SETUP, contents, self._keys)
+        keys = self.exchange(Stage.SETUP, contents, self._keys)
         often = Counter(key for pair in keys.values() for key in pair)
         for node, pair in keys.items():
             if any(often[key] > 1 for key in pair):
@@ -127,7 +127,7 @@ class Participants:
     def _share_secrets(self) -> None:
         keys = {str(node): list(pair) for node, pair in self.keys.items()}
         contents = {node: content_with(configs_of(Stage.SHARE_KEYS, **keys)) for node in self.keys}
-        dealt = self.asked(Stage.SHARE_KEYS, contents, self._shares_of)
+        dealt = self.exchange(Stage.SHARE_KEYS, contents, self._shares_of)
         self.proofs = {node: proofs for node, (proofs, _) in dealt.items()}
         self.ciphertexts = {node: ciphertexts for node, (_, ciphertexts) in dealt.items()}
         self.suffice(self.proofs)
@@ -157,7 +157,7 @@ class Participants:
             lists = self.forwarded(node)
             lists[CHECKS] = [self._checks(other, node) for other in lists[Key.SOURCE_LIST]]
             contents[node] = content_with(configs_of(CHECK_SHARES, **lists))
-        complaints = self.asked(CHECK_SHARES, contents, self._complaints)
+        complaints = self.exchange(CHECK_SHARES, contents, self._complaints)
         self._keep(complaints)
         self._leave_out_liars(complaints)
         opened = self._opened(complaints)
@@ -220,7 +220,7 @@ class Participants:
         def read(source: int, content: RecordDict) -> bytes:
             return self._shown(source, pairs[source], content)
 
-        shown = self.asked(OPEN_SHARE, contents, read) if contents else {}
+        shown = self.exchange(OPEN_SHARE, contents, read) if contents else {}
         self._keep(self.proofs.keys() - pairs.keys() | shown.keys())
         return {pairs[source]: (source, plain) for source, plain in shown.items()}
 
@@ -244,7 +244,7 @@ class Participants:
         """Leave out all others."""
         self.proofs = {node: dealt for node, dealt in self.proofs.items() if node in nodes}
 
-    def asked(
+    def exchange(
         self,
         stage: str,
         contents: Mapping[int, RecordDict],
@@ -266,7 +266,7 @@ class Participants:
         for node in contents:
             try:
                 fitting[node] = read(node, content_of(node, stage, answered.get(node)))
-            except Gone as error:
+            except NoAnswer as error:
                 left = self.left if stage == Stage.UNMASK else self.problems
                 left[node] = error.problem
             except CoterieError as error:

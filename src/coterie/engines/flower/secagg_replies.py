@@ -25,16 +25,16 @@ FOREIGN = "It did not come from coterie, or was changed on its way."
 _REPLY = {f"{FITRES}.metrics", f"{FITRES}.status", RECORD_KEY_CONFIGS}
 
 
-class Gone(TensorError):
+class NoAnswer(TensorError):
     """The error of a node that does not answer."""
 
 
 def content_of(node: int, stage: str, answered: Message | None) -> RecordDict:
     """Return what a node answered. Raises TensorError: nothing, an error, or in another's place."""
     if answered is None:
-        raise Gone(f"no reply in time ({stage})")
+        raise NoAnswer(f"no reply in time ({stage})")
     if answered.has_error():
-        raise Gone(answered.error.reason or f"no reason (code {answered.error.code})")
+        raise NoAnswer(answered.error.reason or f"no reason (code {answered.error.code})")
     if answered.metadata.src_node_id != node:
         raise TensorError(f"node {answered.metadata.src_node_id} answered in its place")
     return answered.content

@@ -153,7 +153,7 @@ class _Exchange:
                     {OPENED: source, SHARE_OPENED: plain}
                 )
             contents[node] = content
-        sent = self.cohort.asked(Stage.COLLECT_MASKED_VECTORS, contents, self._masked)
+        sent = self.cohort.exchange(Stage.COLLECT_MASKED_VECTORS, contents, self._masked)
         self.result.replies = {node: reply for node, (reply, _) in sent.items()}
         self.cohort.suffice(sent)
         return cast(np.ndarray, sum(vector for _, vector in sent.values()))
@@ -219,7 +219,7 @@ class _Exchange:
         def read(node: int, content: RecordDict) -> dict[int, Share]:
             return self._given(node, content, active, dead)
 
-        given = self.cohort.asked(Stage.UNMASK, contents, read)
+        given = self.cohort.exchange(Stage.UNMASK, contents, read)
         self.cohort.suffice(given)
         enough = list(given.values())[: self.cohort.threshold]
         return {owner: [shares[owner] for shares in enough] for owner in (*active, *dead)}

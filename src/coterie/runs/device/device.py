@@ -31,8 +31,8 @@ from coterie.runs.problems.prepare import Prepared, outbound, prepare
 from coterie.runs.recipes import recipe as recipes
 
 # files of a device that are no runs
-_OWN = {"data", "flwr", "secret", "secret.lock", "secret.new", "supernode.log"}
-_OWN |= {"resident.key", "resident.log", "resident.sock"}
+_NO_RUNS = {"data", "flwr", "secret", "secret.lock", "secret.new", "supernode.log"}
+_NO_RUNS |= {"resident.key", "resident.log", "resident.sock"}
 
 
 @lru_cache(maxsize=2)
@@ -43,7 +43,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     values = json_of(section, finite=False)
     if not alone:
         return prepare(recipes.validate(values, "of the server"))
-    recipe = recipes.validate(_own(values, data, base), "of the server")
+    recipe = recipes.validate(_with_own_paths(values, data, base), "of the server")
     method = recipe.build_method()
     if method.centralized:
         raise Refused(
@@ -70,7 +70,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     return Prepared(recipe, method, problem, site, tuple(problem.federation.clients))
 
 
-def _own(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
+def _with_own_paths(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
     """Return a server's recipe with the device's own paths instead of the server's."""
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     template = places.get("chat_template")
@@ -222,7 +222,7 @@ class Device:
         if self.index is not None and request.folder:
             return Path(request.folder)
         folder = self.home / request.run
-        if request.run in _OWN or (folder.exists() and not (folder / "states").is_dir()):
+        if request.run in _NO_RUNS or (folder.exists() and not (folder / "states").is_dir()):
             raise Refused(
                 f"the name {request.run!r} cannot be used for a run: {folder} exists and is "
                 f"not a run",

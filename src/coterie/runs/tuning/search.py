@@ -137,7 +137,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search: the best trial (None: there was nothing to choose), all trials in
     order, and the fields in which the best lies at the edge of what was tried.
     """
@@ -147,19 +147,19 @@ class Found:
     at_edge: tuple[str, ...] = ()
 
 
-Search = Generator[Sequence[Trial], Sequence[Score], Found]
+Search = Generator[Sequence[Trial], Sequence[Score], SearchResult]
 
 
 def together(
     searches: Mapping[K, Search],
     evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]],
-) -> dict[K, Found]:
+) -> dict[K, SearchResult]:
     """Run searches side by side: what all of them ask for next is evaluated in one call.
 
     `evaluate` scores trials of these keys in their order. The results are in the order of the
     searches.
     """
-    results: dict[K, Found] = {}
+    results: dict[K, SearchResult] = {}
     pending: dict[K, Sequence[Trial]] = {}
 
     def advance(key: K, scores: Sequence[Score] | None) -> None:
@@ -210,7 +210,7 @@ def sweep(
             at_edge.append(key)
         judged += judged_here
         choice = dict(chosen.trial.candidate) if chosen else choice
-    return Found(chosen, tuple(judged), tuple(at_edge))
+    return SearchResult(chosen, tuple(judged), tuple(at_edge))
 
 
 def halving(
@@ -253,7 +253,7 @@ def halving(
         trial = next(iter(steps.values()))
         [score] = yield [trial]
         judged.append(Judged(trial, score, None))
-    return Found(edges.best(judged), tuple(judged), tuple(edges.steps(judged)))
+    return SearchResult(edges.best(judged), tuple(judged), tuple(edges.steps(judged)))
 
 
 def _past_edge(field: Field, best: Judged, judged: Sequence[Judged]) -> Trial | None:

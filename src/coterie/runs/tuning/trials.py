@@ -20,7 +20,16 @@ from coterie.runs.folder.candidates import UNFIT, confirm, has_ended, lighten, m
 from coterie.runs.folder.inputs import RecordedInputs
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
-from coterie.runs.tuning.search import LOST, Found, Judged, Score, Search, Trial, part_of, together
+from coterie.runs.tuning.search import (
+    LOST,
+    Judged,
+    Score,
+    Search,
+    SearchResult,
+    Trial,
+    part_of,
+    together,
+)
 from coterie.runs.tuning.spaces import has, value_of
 
 SURE = 2.0  # standard errors
@@ -114,7 +123,7 @@ class TrialRuns(Generic[K]):
     deciding: int | None = None
     _leading: dict[tuple[K, bool], "_Leading"] = field(default_factory=dict, init=False)
 
-    def search(self, searches: Mapping[K, Search]) -> dict[K, Found]:
+    def search(self, searches: Mapping[K, Search]) -> dict[K, SearchResult]:
         """Carry searches out, see `search.together`. What each has chosen keeps its models."""
         results = together(searches, self.evaluate)
         ends = {key: result.chosen.trial for key, result in results.items() if result.chosen}

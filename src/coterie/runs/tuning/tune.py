@@ -19,7 +19,7 @@ from coterie.runs.folder.candidates import folder_of
 from coterie.runs.folder.lock import alone
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.tuning.search import Effort, Found, Search, halving, part_of
+from coterie.runs.tuning.search import Effort, Search, SearchResult, halving, part_of
 from coterie.runs.tuning.spaces import Grid, checked, fields_of, own_values, trains
 from coterie.runs.tuning.trials import RunAt, Settings, TrialRuns
 
@@ -37,25 +37,25 @@ class Plan:
     effort: Effort
 
     @cached_property
-    def own(self) -> dict[str, Recipe]:
+    def recipes(self) -> dict[str, Recipe]:
         """The recipe of each method before anything is chosen. Raises RecipeError."""
         return {name: self.recipe.with_method(name) for name in self.methods}
 
     @cached_property
     def trained(self) -> list[str]:
         """The methods that train something."""
-        return [name for name, recipe in self.own.items() if trains(recipe)]
+        return [name for name, recipe in self.recipes.items() if trains(recipe)]
 
     @cached_property
     def rounds(self) -> int:
         """Of a whole run; where rounds are a field of the search, the fewest."""
         if ROUNDS in self.given:
             return int(min(self.given[ROUNDS]))
-        return self.own[self.trained[0]].build_method().rounds
+        return self.recipes[self.trained[0]].build_method().rounds
 
     def search(self, method: str, trials: TrialRuns[str]) -> Search:
         """Return the search for a method."""
-        recipe = self.own[method]
+        recipe = self.recipes[method]
         fields = fields_of(recipe, self.given)
         return halving(
             fields,
@@ -68,7 +68,7 @@ class Plan:
 
     def chosen(self, method: str, settings: Settings) -> Recipe:
         """Return the recipe of a method with other settings."""
-        return recipes.changed(self.own[method], settings) if settings else self.own[method]
+        return recipes.changed(self.recipes[method], settings) if settings else self.recipes[method]
 
     def to_json(self) -> dict[str, Any]:
         """Return what tells this search from others, as JSON."""
@@ -100,7 +100,7 @@ def tune(
     _claim(folder, plan, resume or changed)
     reporter.preparing()
     for name in plan.trained:
-        backend.prepare(plan.own[name])  # what is wrong is refused before anything starts
+        backend.prepare(plan.recipes[name])  # what is wrong is refused before anything starts
     with alone(folder):
         write_json(folder / SEARCH, plan.to_json())
         seeds = [recipe.seed + k for k in range(plan.effort.seeds)]
@@ -125,7 +125,7 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
             f"there is nothing to tune: {', '.join(plan.methods)} train nothing",
             "Name a method that trains: see `coterie methods`.",
         )
-    rows = [plan.own[name] for name in plan.trained]
+    rows = [plan.recipes[name] for name in plan.trained]
     return replace(plan, given=checked(rows, fields))
 
 
@@ -151,13 +151,13 @@ def _claim(folder: Path, plan: Plan, resume: bool) -> None:
 
 
 def _write(
-    folder: Path, plan: Plan, trial_runs: TrialRuns[str], searched: Mapping[str, Found]
+    folder: Path, plan: Plan, trial_runs: TrialRuns[str], searched: Mapping[str, SearchResult]
 ) -> Tuning:
     """Write what was found, and return it."""
     rows = []
     for name in plan.methods:
-        row, recipe = _row(plan, name, trial_runs, searched.get(name, Found(None)))
-        about = f"# {METHODS[name].title}: {_said(row)}\n"
+        row, recipe = _row(plan, name, trial_runs, searched.get(name, SearchResult(None)))
+        about = f"# {METHODS[name].title}: {_note_of(row)}\n"
         write_atomically(folder / row.recipe, (about + recipes.dump(recipe)).encode())
         rows.append(row)
     name, search = next(iter(searched.items()))
@@ -178,7 +178,7 @@ def _write(
     return tuning
 
 
-def _results(trial_runs: TrialRuns[str], name: str, searched: Found) -> list[Result]:
+def _results(trial_runs: TrialRuns[str], name: str, searched: SearchResult) -> list[Result]:
     """Return the results of what was chosen for a method. Raises CoterieError: none finished."""
     assert searched.chosen is not None
     results = trial_runs.results(name, searched.chosen.trial)
@@ -193,12 +193,12 @@ def _results(trial_runs: TrialRuns[str], name: str, searched: Found) -> list[Res
 
 
 def _row(
-    plan: Plan, name: str, trial_runs: TrialRuns[str], searched: Found
+    plan: Plan, name: str, trial_runs: TrialRuns[str], searched: SearchResult
 ) -> tuple[TunedRow, Recipe]:
     """Return what was found for a method, and its recipe."""
     path, chosen = f"{CHOSEN}/{encoded(name)}.yaml", searched.chosen
     if chosen is None:
-        recipe = plan.own[name]
+        recipe = plan.recipes[name]
         rounds = recipe.build_method().rounds
         return TunedRow(method=name, recipe=path, chosen={}, rounds=rounds), recipe
     _results(trial_runs, name, searched)
@@ -226,7 +226,7 @@ def _row(
     return row, recipe
 
 
-def _said(row: TunedRow) -> str:
+def _note_of(row: TunedRow) -> str:
     if row.valid is None:
         return "trains nothing, so that nothing was chosen"
     values = written({key: value for key, value in row.chosen.items() if key != ROUNDS})
