@@ -37,9 +37,7 @@ class Callback:
     shows_estimate = False
 
     def expects(self, seconds: Sequence[float]) -> None:
-        """Receive the estimated time of each method, before the first begins; 0 for a finished
-        one.
-        """
+        """Receive each method's estimated seconds before the first starts; 0 if it is finished."""
 
     def chosen(self, text: str) -> None:
         """Receive, in one line, the values that a run has chosen for fields that were `auto`."""
@@ -51,20 +49,16 @@ class Callback:
         """Handle the start of loading the base and data, and of training the common start."""
 
     def known(self, title: str) -> None:
-        """Handle a method whose result exists from before."""
+        """Handle a method whose result exists already."""
 
     def searching(self, runs: int, rounds: Sequence[int]) -> None:
-        """Handle the start of a search for settings: the number of runs, and their numbers of
-        rounds.
-        """
+        """Handle the start of a search for settings; `rounds` are the lengths of its runs."""
 
     def unfit(self, title: str, problem: str) -> None:
         """Handle a run of a search without a result: it diverged, or its settings are refused."""
 
     def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        """Receive the folder of a method's run, and its recipe as in recipe.yaml, before it begins
-        or goes on.
-        """
+        """Receive a method's folder and recipe, as in recipe.yaml, before it starts or resumes."""
 
     def begin(
         self,
@@ -74,14 +68,10 @@ class Callback:
         clients: Sequence[str],
         metric: MetricInfo | None = None,
     ) -> None:
-        """Handle the start of a method; `done` of its `rounds` were done before. `metric` is that
-        of its result, by default perplexity.
-        """
+        """Handle the start of a method with `done` rounds done; `metric` defaults to perplexity."""
 
     def asking(self, task: str, clients: int) -> None:
-        """Handle the start of an exchange, in a round or outside; `clients` is the number of
-        clients asked.
-        """
+        """Handle the start of an exchange with so many clients, in a round or outside."""
 
     def answered(self, client: str) -> None:
         """Handle the end of a client's task that trains nothing, such as an evaluation."""
@@ -90,9 +80,7 @@ class Callback:
         """Handle the end of a client's training task in the current round."""
 
     def recorded(self, kind: str, round: int, client: str, values: Mapping[str, Any]) -> None:
-        """Receive a line of metrics.jsonl. Its texts (of kinds `lost` and `note`) are messages; all
-        its figures are numbers.
-        """
+        """Receive a line of metrics.jsonl; lines of kinds `lost` and `note` hold text."""
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         """Receive the privacy spent so far."""
@@ -101,9 +89,7 @@ class Callback:
         """Receive a warning about a client whose reply is missing or invalid; the run continues."""
 
     def cores(self, others: int) -> None:
-        """Receive the number of cores that other processes keep busy if the machine is short of
-        cores; otherwise 0.
-        """
+        """Receive how many cores other processes use; 0 unless the machine is short of cores."""
 
     def evaluating(self, round: int) -> None:
         """Handle the start of an evaluation."""
@@ -112,9 +98,7 @@ class Callback:
         """Receive the mean of the metric over clients, by split."""
 
     def point(self, round: int, test: float, windows: int) -> None:
-        """Receive the mean of the metric over clients on `windows` windows of each client's test
-        set, after a round.
-        """
+        """Receive the mean metric on `windows` windows of each client's test set, after a round."""
 
     def round(self, done: int) -> None:
         """Handle the end of a round, which is saved."""
@@ -127,11 +111,7 @@ class Callback:
 
 
 class Callbacks(Callback):
-    """Several callbacks, called in order.
-
-    Args:
-        callbacks: The user's callbacks. An exception in one of them stops the run, see `Callback`.
-    """
+    """Several callbacks, called in order. The first exception stops the run, see `Callback`."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self.callbacks = tuple(callbacks)

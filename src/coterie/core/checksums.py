@@ -1,5 +1,5 @@
-"""Checksums of the files in a folder, in a file beside them, in the form of `sha256sum`: against
-bits that flip and files that are lost, not against whoever also writes new ones.
+"""SHA-256 checksums of a folder's files, in a file of the form of `sha256sum`. They detect flipped
+bits and lost files, not someone who also writes new checksums.
 """
 
 import os
@@ -20,16 +20,14 @@ _MOST = 2**24  # bytes of the file of checksums
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the SHA-256 of files in a folder, by their paths in it; `sha256sum -c` reads that
-    too. Raises SaveError.
-    """
+    """Write SHA-256 checksums by relative path, in the form of `sha256sum`. Raises SaveError."""
     write_atomically(
         folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in digests.items()).encode()
     )
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return what `write_sums` wrote. Raises CheckpointError: it is missing or damaged."""
+    """Return what `write_sums` wrote. Raises CheckpointError if it is missing or damaged."""
     path = folder / SUMS
     try:
         *lines, rest = read_bytes(path, _MOST).decode().split("\n")
@@ -46,9 +44,7 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> None:
-    """Refuse files in a folder that have changed since their checksums were written. Raises
-    CheckpointError that names the first that is missing, has no checksum, or another one.
-    """
+    """Raise CheckpointError for the first file that is missing, changed, or has no checksum."""
     computed = {name: digest_later(folder / name) for name in names}
     for name, digest in computed.items():
         try:
@@ -73,9 +69,8 @@ def write_all_sums(folder: Path) -> None:
 
 
 def check_all_sums(folder: Path) -> None:
-    """Refuse a folder whose files are not those that were written. Folders below it, and hidden
-    files, are not checked. Raises CheckpointError that names the first file that has changed, is
-    missing, or is one more.
+    """Raise CheckpointError for the first file that has changed, is missing, or was added.
+    Subfolders and hidden files are not checked.
     """
     try:
         sums, present = read_sums(folder), _files(folder)
@@ -93,9 +88,8 @@ def check_all_sums(folder: Path) -> None:
 
 @contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
-    """Replace files of a folder, together with their checksums. The block gets another folder to
-    write them to; they take their places when all of them are on the disk. Raises SaveError: they
-    could not be written; what was there before is unchanged.
+    """Replace files of a folder and their checksums together: the block writes them to a temporary
+    folder, and they are moved once all are on the disk. On a SaveError the old files are unchanged.
     """
     new = folder / ".new"
     try:

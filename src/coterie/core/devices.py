@@ -1,5 +1,5 @@
-"""Devices that models compute on: the CPU, or any accelerator that PyTorch has (`cuda`, also of
-AMD, `mps`, `xpu`, `npu` ...); and the memory of devices and of this machine.
+"""Devices to compute on, the CPU or any accelerator of PyTorch (`cuda`, also AMD's, `mps`, `xpu`,
+`npu` ...), and the memory of devices and of this machine.
 """
 
 import os
@@ -23,7 +23,7 @@ def accelerator() -> str | None:
 
 
 def is_known(device: str) -> bool:
-    """Return whether PyTorch has a type of device of this name, be there one here or not."""
+    """Return whether PyTorch has a type of device of this name, whether or not one is present."""
     try:
         torch.device(device)
     except RuntimeError:
@@ -59,16 +59,12 @@ def here() -> list[str]:
 
 
 def suits_bf16(device: str | torch.device) -> bool:
-    """Return whether bf16 is the precision for a device. On a CPU without native support it would
-    be many times slower.
-    """
+    """Return whether to compute in bf16: not on CPUs without it, where it is many times slower."""
     return torch.device(device).type != "cpu" and has_bf16(device)
 
 
 def has_bf16(device: str | torch.device) -> bool:
-    """Return whether a device itself computes in bf16, rather than by other types (CUDA before
-    Ampere).
-    """
+    """Return whether a device computes in bf16 natively, unlike CUDA devices before Ampere."""
     module = _module(torch.device(device))
     if (supported := getattr(module, "is_bf16_supported", None)) is None:
         return _computes(torch.device(device), torch.bfloat16)
@@ -79,15 +75,13 @@ def has_bf16(device: str | torch.device) -> bool:
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64: on its device, or on the CPU where that has no float64 (Apple's
-    GPUs, some of Intel's).
-    """
+    """Return a tensor in float64, on the CPU if its device has none (Apple's GPUs, some Intel)."""
     return (tensor if _computes(tensor.device, torch.float64) else tensor.cpu()).double()
 
 
 def seed(value: int, device: torch.device) -> None:
-    """Seed the CPU's generator and that of one device: for others, which may still come,
-    `torch.manual_seed` would note at length where it was called.
+    """Seed the generators of the CPU and of one device. `torch.manual_seed` would also record where
+    it was called, for devices that are not initialised.
     """
     torch.default_generator.manual_seed(value)
     if device.type not in ("cpu", "meta") and (module := _module(device)) is not None:
@@ -97,9 +91,7 @@ def seed(value: int, device: torch.device) -> None:
 
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
-    """Within the block random generators, the CPU's and a device's, can be used freely: afterwards
-    they are as before.
-    """
+    """Restore the random generators of the CPU and of a device after the block."""
     if device.type in ("cpu", "meta"):
         with torch.random.fork_rng(devices=[]):
             yield
@@ -115,9 +107,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def memory(device: torch.device) -> float | None:
-    """Return the bytes of memory of an accelerator; None if it shares the machine's, or does not
-    report it.
-    """
+    """Return an accelerator's memory in bytes; None if it is the machine's own or not reported."""
     module = None if device.type == "cpu" else _module(device)
     read = getattr(module, "get_device_properties", None)
     total = getattr(read(device), "total_memory", None) if read is not None else None
@@ -125,7 +115,7 @@ def memory(device: torch.device) -> float | None:
 
 
 def memory_here() -> float | None:
-    """Return the bytes of memory of this machine; None on a platform that does not tell."""
+    """Return this machine's memory in bytes; None if the platform does not report it."""
     try:
         return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, ValueError, OSError):
@@ -133,9 +123,7 @@ def memory_here() -> float | None:
 
 
 def peak_memory() -> int | None:
-    """Return the peak resident memory of this process in bytes; None if the system does not report
-    it (Windows).
-    """
+    """Return this process's peak resident memory in bytes; None if not reported (Windows)."""
     try:
         import resource
     except ImportError:
@@ -145,9 +133,7 @@ def peak_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Return the bytes of memory that could be used; None where the system does not say (only Linux
-    does).
-    """
+    """Return the available memory in bytes; None if not reported (all systems but Linux)."""
     source = Path("/proc/meminfo")
     if not source.exists():
         return None
@@ -156,9 +142,7 @@ def free_memory() -> int | None:
 
 
 def _module(device: torch.device) -> Any:
-    """Return PyTorch's module for a type of device (`torch.cuda`); None where this PyTorch has
-    none.
-    """
+    """Return PyTorch's module for a type of device (`torch.cuda`), or None."""
     try:
         return torch.get_device_module(device)
     except RuntimeError:
@@ -167,7 +151,7 @@ def _module(device: torch.device) -> Any:
 
 @lru_cache
 def _computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device has a type of numbers, by trying."""
+    """Return whether a device supports a dtype, by trying."""
     try:
         one = torch.ones(2, 2, device=device, dtype=dtype)
         return float((one @ one).sum()) == 8.0

@@ -91,9 +91,7 @@ class TensorError(CoterieError):
 
 
 class ClientError(CoterieError):
-    """A client's task failed; the message names the client and the task, and `__cause__` is the
-    original error.
-    """
+    """A client's task failed; the message names both, and `__cause__` is the original error."""
 
 
 class SpoiltSum(ClientError):
@@ -109,9 +107,7 @@ class SaveError(CoterieError):
 
 
 class ExportError(CoterieError):
-    """What was written for another program does not run there, or not as the model does. Nothing of
-    it is kept.
-    """
+    """An exported model does not run as it should in the other program; its files are removed."""
 
 
 class CallbackError(CoterieError):

@@ -44,16 +44,7 @@ def missing(name: str) -> list[str]:
 
 
 def require(what: str, name: str, *modules: str) -> None:
-    """Refuse what needs packages that are not installed.
-
-    Args:
-        what: Begins the message, e.g. `data.kind: hub`.
-        name: The extra that brings them.
-        modules: Those that are needed; default: all of the extra.
-
-    Raises:
-        Refused: One is missing.
-    """
+    """Raise Refused unless an extra's modules (default: all) are installed; `what` needs them."""
     absent = [module for module in modules if not available(module)] if modules else missing(name)
     if absent:
         are = "is" if len(absent) == 1 else "are"

@@ -20,25 +20,15 @@ from coterie.core.tensors import MOST_HEADER, Named, Tensors, _dense, _owned, ch
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
-    """Write a file atomically: after a crash or on a full disk the file has the old or the new
-    content, never a part of it.
-
-    Args:
-        path: The file; missing parent folders are created.
-        data: Its content.
-        lasting: Whether the file must survive a power cut: the call then waits until it is on the
-            disk. Otherwise it only survives the process.
-
-    Raises:
-        SaveError: It could not be written; a former file of that name is unchanged.
+    """Write a file atomically: after a crash or on a full disk it has the old or the new content.
+    Missing parent folders are created; with `lasting`, the call waits until the file is on the disk
+    and survives a power cut. Raises SaveError; a former file is then unchanged.
     """
     _replace(path, lambda new: new.write_bytes(data), lasting)
 
 
 def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None:
-    """Let `write` make a file of another name, and rename it to `path`. Raises
-    SaveError, see `write_atomically`.
-    """
+    """Let `write` make a temporary file, and rename it to `path`. Raises SaveError."""
     new = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +43,7 @@ def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None
 
 
 def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:
-    """Return the error to raise if a file could not be written, and nothing was lost."""
+    """Return the error to raise if a file could not be written and nothing was lost."""
     reason = error.strerror if isinstance(error, OSError) else str(error)
     full = isinstance(error, SafetensorError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
     remedy = "Free some space and resume." if full else "Check the folder's permissions."
@@ -63,9 +53,7 @@ def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:
 def save(
     path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True
 ) -> None:
-    """Write a safetensors file atomically, without a second copy in memory. Raises SaveError,
-    see `write_atomically`.
-    """
+    """Write a safetensors file atomically, without a copy in memory. Raises SaveError."""
     _replace(
         path,
         lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None),
@@ -74,14 +62,9 @@ def save(
 
 
 def load(path: Path, most_header: int = MOST_HEADER) -> tuple[Tensors, dict[str, str]]:
-    """Load the tensors and metadata of a safetensors file. The tensors own their memory.
-
-    Args:
-        path: The file.
-        most_header: Bytes of the names, shapes and dtypes.
-
-    Raises:
-        CheckpointError: The file is missing, truncated, not safetensors, or larger than memory.
+    """Load tensors, which own their memory, and metadata from a safetensors file with at most
+    `most_header` bytes of header. Raises CheckpointError: it is missing, damaged or larger than
+    memory.
     """
     with _opened(path, most_header) as file:
         return {name: _owned(file.get_tensor(name)) for name in file.keys()}, dict(  # noqa: SIM118
@@ -151,7 +134,7 @@ def make_folder(path: Path) -> None:
 
 
 def read_json(path: Path, finite: bool = True) -> Any:
-    """Read JSON, see `foreign.json_of`. Raises CheckpointError: the file is missing or damaged."""
+    """Read JSON, see `foreign.json_of`. Raises CheckpointError if it is missing or damaged."""
     try:
         return foreign.json_of(foreign.read_bytes(path), finite)
     except FileNotFoundError:

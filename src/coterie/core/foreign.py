@@ -1,7 +1,6 @@
-"""Strict readers of files and texts that others may have written: regular files only, their size
-first, no key twice, no endless nesting, no number without end.
-
-Nothing here needs torch: whoever starts a device has its files checked at once.
+"""Strict readers of files and texts from outside: only regular files of limited size, no duplicate
+keys, no endless nesting, no endless numbers. Nothing here needs torch, so that a device's files are
+checked at once when it starts.
 """
 
 import errno
@@ -33,8 +32,8 @@ _OPENING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """Open a regular file: to open a pipe would wait for whoever writes into it, and a device may
-    have no end. Raises OSError: it cannot be read, or is none.
+    """Open a regular file. Raises OSError for any other: opening a pipe would wait for its writer,
+    and a device file may be endless.
     """
     return open(path, "rb", opener=_open_regular)
 
@@ -51,20 +50,15 @@ def _open_regular(path: str, flags: int) -> int:
 
 
 def path_of(file: io.BufferedReader, path: Path) -> str:
-    """Return a name under which another library opens the very file that is open here, whatever
-    lies at its path by now; where the system has none, the path.
+    """Return a path to the very file that is open here, even if `path` now leads to another; where
+    the system has no such path, `path`.
     """
     name = f"/dev/fd/{file.fileno()}"
     return name if os.path.exists(name) else str(path)
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: As `opened`.
-        ValueError: It has more than `most` bytes.
-    """
+    """Return the content of a regular file. Raises OSError, or ValueError beyond `most` bytes."""
     with opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -73,24 +67,15 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most: int = MOST_YAML) -> str:
-    r"""Return the text of a regular file in UTF-8, with \n line ends.
-
-    Raises:
-        OSError: As `opened`.
-        ValueError: It has more than `most` bytes, or is not UTF-8.
+    r"""Return the UTF-8 text of a regular file, with \n line ends. Raises OSError, or ValueError:
+    it has more than `most` bytes, or is not UTF-8.
     """
     return io.TextIOWrapper(io.BytesIO(read_bytes(path, most)), "utf-8").read()
 
 
 @contextmanager
 def refusing(kind: type[CoterieError], what: str, remedy: str) -> Iterator[None]:
-    """Raise what goes wrong in the block, OSError or ValueError, as a CoterieError.
-
-    Args:
-        kind: Its class.
-        what: What is read, with its path.
-        remedy: What to do about it.
-    """
+    """Raise an OSError or ValueError of the block as a `kind` that names `what` was read."""
     try:
         yield
     except OSError as error:
@@ -100,16 +85,13 @@ def refusing(kind: type[CoterieError], what: str, remedy: str) -> Iterator[None]
 
 
 def json_of(text: str | bytes, finite: bool = True) -> Any:
-    """Return the value of a JSON text.
-
-    Args:
-        text: The text; as bytes in UTF-8, or by its mark in UTF-16 or UTF-32.
-        finite: Whether NaN, infinite numbers and whole ones of more than 40 digits are refused;
-            otherwise whoever checks the value names the field.
+    """Return the value of a JSON text, as str, or as bytes in UTF-8, or UTF-16 or UTF-32 with a
+    mark. Without `finite`, NaN, infinite numbers and integers of more than 40 digits are allowed,
+    so that the caller can check the values and name the field.
 
     Raises:
-        ValueError: It is no JSON; an object has a key twice; it is nested more than `DEEPEST` deep;
-            a number has no end; a text holds half of a surrogate pair.
+        ValueError: It is not JSON, has a duplicate key, an endless number or half of a surrogate
+            pair, or is nested more than `DEEPEST` deep.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
@@ -130,7 +112,7 @@ class _KeyTwice(ValueError):
 
 
 def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, none of whose values hides another. Raises ValueError."""
+    """Return a JSON object. Raises ValueError for a duplicate key."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
         raise _KeyTwice(_first_duplicate(_Pairs(pairs)))
@@ -138,13 +120,13 @@ def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Pairs(tuple[tuple[str, Any], ...]):
-    """An object with all of its keys, also those that it has twice."""
+    """The keys and values of an object, duplicates included."""
 
     __slots__ = ()
 
 
 def _first_duplicate(value: Any, place: str = "") -> str:
-    """Return the first key that an object within a value has twice, in words; "": there is none."""
+    """Return a description of the first duplicate key within a value, or ""."""
     counts = Counter(name for name, _ in value) if isinstance(value, _Pairs) else {}
     if twice := next((name for name, count in counts.items() if count > 1), None):
         return f"{place}key {twice!r} occurs twice in one object"
@@ -172,9 +154,7 @@ _FINITE = json.JSONDecoder(
 
 
 def _check(value: Any, depth: int = 0) -> None:
-    """Refuse what is nested too deep, and halves of surrogate pairs, which no file or page takes.
-    Raises ValueError and RecursionError.
-    """
+    """Check for deep nesting and halves of surrogate pairs. Raises ValueError, RecursionError."""
     if isinstance(value, str) and _HALF.search(value):
         raise ValueError("half of a surrogate pair")
     if isinstance(value, dict | list):
@@ -185,8 +165,8 @@ def _check(value: Any, depth: int = 0) -> None:
 
 
 def yaml_of(text: str) -> Any:
-    """Return the value of a text in YAML. Raises ValueError: it is not YAML; has a key twice, or a
-    value that is none (a month 99, a number of 5,000 digits); or is too large, or nested too deep.
+    """Return the value of a YAML text. Raises ValueError: it is not YAML, is too large or too deep,
+    or has a duplicate key or an impossible value (a month 99, a number of 5,000 digits).
     """
     if len(text) > MOST_YAML:
         raise ValueError(f"{len(text):,} characters, at most {MOST_YAML:,} are read")
@@ -210,8 +190,8 @@ def yaml_of(text: str) -> Any:
 
 
 def _measure(loader: yaml.SafeLoader, node: yaml.Node, known: dict[int, int], depth: int) -> int:
-    """Return how many values a node stands for. Raises ValueError for too many, and for a key that
-    occurs twice; RecursionError for one within itself.
+    """Return how many values a node stands for. Raises ValueError for too many and for duplicate
+    keys, RecursionError for a node within itself.
     """
     if depth > DEEPEST:
         raise RecursionError
@@ -229,7 +209,7 @@ def _measure(loader: yaml.SafeLoader, node: yaml.Node, known: dict[int, int], de
 
 
 def _check_keys(loader: yaml.SafeLoader, node: yaml.MappingNode) -> None:
-    """Refuse a mapping that has a key twice, however it is written. Raises ValueError."""
+    """Check that a mapping has no duplicate key, however it is written. Raises ValueError."""
     seen = set[Any]()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):

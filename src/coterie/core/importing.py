@@ -10,11 +10,9 @@ AT_START = 1000
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Keep the garbage collector from running within the block, or within a function that this
-    decorates.
-
-    Imports of torch and transformers make hundreds of thousands of objects that stay. The collector
-    would look through them again and again: a fifth of the time until a first training step.
+    """Disable the garbage collector in a block or a decorated function that imports large
+    libraries. It would search their many lasting objects again and again: a fifth of the time to a
+    first training step.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -13,18 +13,14 @@ from coterie.core.result import Choices, MetricInfo
 
 
 def perplexity(score: Tensor) -> float:
-    """Return exp(mean token NLL) of a client's score, (2,): total NLL in nats and the number of
-    tokens. It is infinite beyond float range.
-    """
+    """Return exp(mean NLL) of a score, (2,): total NLL in nats, tokens. It may be infinite."""
     nll, tokens = score.tolist()
     mean = nll / tokens
     return math.exp(mean) if mean < 700 else math.inf
 
 
 def accuracy(score: Tensor) -> float:
-    """Return the percentage of a client's examples that were classified correctly, from its score,
-    (3,): total NLL, number of examples, number of correct ones.
-    """
+    """Return the percentage correct of a score, (3,): total NLL, examples, correct ones."""
     _, examples, right = score.tolist()
     return float(100 * right / examples)
 
@@ -37,21 +33,13 @@ def loss(score: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of a kind of model, as tables show it.
-
-    Args:
-        name: As in tables.
-        unit: For people.
-        lower_is_better: Whether lower values are better.
-        of: Computes it from a client's score.
-        totals: Numbers in a score.
-    """
+    """A metric of one kind of model, as tables show it."""
 
     name: str
     unit: str
     lower_is_better: bool
-    of: Callable[[Tensor], float]
-    totals: int
+    of: Callable[[Tensor], float]  # computes it from a client's score
+    totals: int  # numbers in a score
 
     @property
     def about(self) -> MetricInfo:
@@ -59,9 +47,7 @@ class Metric:
         return MetricInfo(f"test {self.name}", self.unit, self.lower_is_better)
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return the metric and the loss of each split that was scored: `valid`, `test`,
-        `valid_loss`, `test_loss`.
-        """
+        """Return each scored split's metric and loss: `valid`, `test`, `valid_loss`, `test_loss`."""
         splits = {split: score[split] for split in ("valid", "test") if split in score}
         return {split: self.of(sums) for split, sums in splits.items()} | {
             f"{split}_loss": loss(sums) for split, sums in splits.items()
@@ -72,14 +58,8 @@ MOST = 1 << 53  # what can be counted without loss
 
 
 def check_scores(score: Mapping[str, Tensor]) -> None:
-    """Refuse impossible scores of a client.
-
-    Args:
-        score: By split (2,) or (3,), see `Metric`; `choices`, see `choices`. Finite.
-
-    Raises:
-        TensorError: No predictions, more correct ones than predictions, a loss below zero, or a
-            fractional number of predictions.
+    """Raise TensorError for impossible scores, (2,) or (3,) by split, or `choices`: no predictions,
+    more correct than all, a negative loss, or a fractional number.
     """
     for split in score.keys() & {"valid", "test"}:
         nll, predictions, *right = score[split].tolist()
@@ -118,15 +98,13 @@ def metric_of(score: Tensor) -> Metric:
 
 
 def choices(counts: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
-    """Count the samples that a gate sent to each expert of a pool (DDOME, Table 5 and Figure 7).
+    """Return how many samples gates sent to each expert of a pool, over clients (DDOME, Table 5,
+    Fig. 7).
 
     Args:
-        counts: Of each client (2, classes, M): samples of each class that each expert got, and how
-            many of them it got right.
-        anchored: The classes of each expert's anchor; empty where there are none.
-
-    Returns:
-        Sums over the clients.
+        counts: (2, classes, M) for each client: samples of each class sent to each expert, and how
+            many of these it classified correctly.
+        anchored: The classes of each expert's anchor; empty without anchors.
     """
     given, right = (total.long() for total in torch.stack(list(counts)).sum(dim=0))
     gate = None
@@ -157,19 +135,17 @@ def better(a: float, b: float, metric: MetricInfo) -> bool:
 
 
 def best(values: Iterable[float], metric: MetricInfo) -> float:
-    """Return the best of some values by the metric of a result."""
+    """Return the best value by the metric of a result."""
     return min(values, key=lambda value: sort_key(value, metric))
 
 
 def worst(values: Iterable[float], metric: MetricInfo) -> float:
-    """Return the worst of some values by the metric of a result."""
+    """Return the worst value by the metric of a result."""
     return max(values, key=lambda value: sort_key(value, metric))
 
 
 def change(value: float, reference: float, metric: MetricInfo) -> tuple[float, str]:
-    """Return the signed difference of two values and its unit: points for percentages, otherwise
-    percent.
-    """
+    """Return a difference and its unit: points if the metric is a percentage, otherwise percent."""
     return (
         (value - reference, "points")
         if metric.unit == "%"
@@ -187,8 +163,8 @@ def deviation(values: list[float]) -> float:
 
 
 def surely_less(losses: Tensor, others: Tensor) -> bool:
-    """Return whether the mean of losses, (n,), is less than that of others by more than two
-    standard errors of their paired differences; it is not where n is 1.
+    """Return whether the mean of losses, (n,), is below that of others by more than two standard
+    errors of their paired differences; False if n is 1.
     """
     gain = others - losses
     return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))

@@ -1,9 +1,9 @@
 """Valid client names, and their encoding as file names.
 
-A name is text that people read: letters of any alphabet. A file's name must be the same on every
-disk, in every archive and in every locale: macOS may decompose letters, Windows forbids some signs,
-and disks that do not tell capitals apart are common. So names are percent-encoded for the disk (RFC
-3986, section 2.1, with escapes for all but plain letters, digits and `._-`).
+Names may have letters of any alphabet, but a file's name must be the same on every disk, in every
+archive and locale: macOS may decompose letters, Windows forbids some characters, and many disks
+ignore case. So names are percent-encoded (RFC 3986, section 2.1), all but plain letters, digits and
+`._-`.
 """
 
 import unicodedata
@@ -42,18 +42,15 @@ _DIGEST = 32  # hexadecimal digits: 128 bits
 
 
 def normal(name: str) -> str:
-    """Return a name in Unicode's normal form C, as typed on one machine and stored on another:
-    `e` and an accent become `é`.
-    """
+    """Return a name in Unicode's normal form C, which composes `e` and an accent into `é`."""
     return unicodedata.normalize("NFC", name)
 
 
 def mistake(name: str) -> str:
     """Return why a name is invalid, in a few words; "" if it is valid.
 
-    A name has letters, marks and digits of any alphabet, single spaces between them, and `SIGNS`.
-    It begins with a letter, a digit, `-` or `_`, has at most `LONGEST` characters, and is in normal
-    form C.
+    A name has at most `LONGEST` letters, marks and digits of any alphabet, `SIGNS`, and single
+    spaces between them; it begins with a letter, a digit, `-` or `_`, and is in normal form C.
     """
     return next(_mistakes(name), "")
 
@@ -85,7 +82,7 @@ def _begins(character: str) -> bool:
 
 
 def _allowed(name: str, place: int) -> bool:
-    """Return whether a character may stand where it does."""
+    """Return whether the character at a place may stand there."""
     character = name[place]
     if character in _JOINERS:
         return _joins(name[place - 1 : place], name[place + 1 : place + 2])
@@ -96,8 +93,8 @@ def _allowed(name: str, place: int) -> bool:
 
 
 def _joins(before: str, after: str) -> bool:
-    """Return whether a joiner changes how letters are written here: behind a virama, or between
-    Arabic letters (RFC 5892, appendix A).
+    """Return whether a joiner changes how letters are written: behind a virama, or between Arabic
+    letters (RFC 5892, appendix A).
     """
     if not before or not after:
         return False
@@ -116,9 +113,7 @@ def _named(character: str) -> str:
 
 
 def nearest(text: str) -> str:
-    """Return a valid name for some text: invalid characters are replaced by `-`, and long names are
-    cut.
-    """
+    """Return a valid name for a text: invalid characters become `-`, and long names are cut."""
     name = normal(" ".join(text.split()))
     kept = "".join(c if _allowed(name, place) else "-" for place, c in enumerate(name))
     start = next((place for place, c in enumerate(kept) if _begins(c)), len(kept))
@@ -126,17 +121,13 @@ def nearest(text: str) -> str:
 
 
 def folded(name: str) -> str:
-    """Return a key that is equal for names that a disk or a reader may confuse: case and joiners
-    are ignored.
-    """
+    """Return a key that is equal for names that differ only in case or joiners."""
     plain = normal(name).casefold()
     return normal("".join(c for c in plain if c not in _JOINERS))
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the pairs of different names that are equal when `folded`, each with the first such
-    name.
-    """
+    """Return the pairs of different names with equal `folded` keys, each with the first of them."""
     first: dict[str, str] = {}
     return [
         (other, name) for name in names if (other := first.setdefault(folded(name), name)) != name
@@ -144,12 +135,11 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def encoded(name: str) -> str:
-    """Return the name of a file or folder for a client's name: ASCII, never hidden, no path, and no
-    device of Windows. Raises ValueError for an empty one.
+    """Return the name of a file for a client's name: ASCII, never hidden, no path, no device of
+    Windows. Raises ValueError for an empty one.
 
-    Different names have different ones, also where they are cut: those of more than `LONGEST_FILE`
-    bytes end in a digest. Plain ASCII names stay as they are, but for those that Windows or a shell
-    would take for something else.
+    Different names have different files: a name that is cut, beyond `LONGEST_FILE` bytes, ends in a
+    digest. Plain ASCII names are kept, except those with a meaning to Windows or a shell.
     """
     if not name:
         raise ValueError("an empty name cannot name a file")
@@ -176,13 +166,11 @@ def _percent(character: str) -> str:
 
 
 def is_cut(file: str) -> bool:
-    """Return whether a file's name has only the beginning of a client's."""
+    """Return whether a file's name has only the beginning of a client's name."""
     return _CUT in file
 
 
 def decoded(file: str) -> str:
-    """Return the client's name that `encoded` made a file's name of; of one that `is_cut` the
-    beginning, and `…`.
-    """
+    """Return the client's name of a file's name; of one that `is_cut`, the beginning and `…`."""
     beginning, cut, _ = file.partition(_CUT)
     return unquote_to_bytes(beginning).decode("utf-8", "replace") + "…" * bool(cut)

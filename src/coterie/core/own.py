@@ -1,6 +1,4 @@
-"""Extensions: classes named by their module, `my_package.my_file:MyClass`, and entry points of
-installed packages.
-"""
+"""Extensions: classes named `my_package.my_file:MyClass`, and entry points of packages."""
 
 import sys
 from functools import cache
@@ -14,7 +12,7 @@ def is_own(name: object) -> bool:
 
 
 def own_name(kind: type) -> str:
-    """Return the name of a class: its module and what it is called there."""
+    """Return the name of a class, `module:Class`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -31,9 +29,7 @@ def package_of(point: EntryPoint) -> str:
 
 @cache
 def imported(name: str) -> object:
-    """Import `module:Class`, also from the current folder. Raises ImportError: the message says
-    what went wrong.
-    """
+    """Import `module:Class`, also from the current folder. Raises ImportError with the reason."""
     if "" not in sys.path:
         sys.path.append("")
     module, _, attribute = name.partition(":")

@@ -1,6 +1,4 @@
-"""Packs: files of many sets of tensors, one behind the other, so that ten thousand sets are a few
-files.
-"""
+"""Packs: files that hold many sets of tensors each, so that ten thousand sets need few files."""
 
 import os
 from collections.abc import Set
@@ -18,22 +16,15 @@ LARGEST = 256 * 2**20  # bytes of a pack, about, behind which the next one begin
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The place of a set of tensors in a pack: safetensors bytes.
-
-    Args:
-        pack: The file.
-        offset: In bytes.
-        length: In bytes.
-        nbytes: Of the tensors alone.
-    """
+    """The place of a set of tensors, as safetensors bytes, in a pack."""
 
     pack: Path
     offset: int
     length: int
-    nbytes: int
+    nbytes: int  # of the tensors alone
 
     def content(self) -> bytes:
-        """Return the bytes. Raises CheckpointError where the file is gone or too short."""
+        """Return the bytes. Raises CheckpointError if the file is missing or too short."""
         try:
             with opened(self.pack) as file:
                 if self.offset + self.length > os.fstat(file.fileno()).st_size:
@@ -54,11 +45,8 @@ class Entry:
 
 
 class Packs:
-    """The packs of a folder. Sets of tensors are appended to the newest one until it is sealed;
-    after that it is never changed, so that a link to it is a copy.
-
-    Args:
-        folder: Where; it exists.
+    """The packs of an existing folder. Sets of tensors are appended to the newest pack until it is
+    sealed; it never changes after that, so that a link to it is a copy.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -70,9 +58,7 @@ class Packs:
         self._count = 0
 
     def append(self, data: bytes, nbytes: int) -> Entry:
-        """Write the bytes of a set of tensors behind the others. Raises SaveError: they could not
-        be written; the entries before them are whole.
-        """
+        """Append the bytes of a set of tensors. On a SaveError the earlier entries are intact."""
         if self._open is not None and self._sizes[self._open] >= LARGEST:
             self.seal()
         if self._open is None:
@@ -90,9 +76,7 @@ class Packs:
         return Entry(path, offset, len(data), nbytes)
 
     def adopt(self, source: Path, digest: "Future[str]") -> Path:
-        """Return the name of a new pack that is sealed, and of which nothing is needed so far; the
-        caller makes the file a link to `source`, or a copy.
-        """
+        """Return the path of a new sealed pack; the caller links or copies `source` to it."""
         number = int(source.stem) if source.stem.isdecimal() else 0
         if not number or self._named(number) in self._sizes:
             number = self._count + 1
@@ -102,11 +86,11 @@ class Packs:
         return path
 
     def need(self, entry: Entry) -> None:
-        """Count an entry of a pack that was adopted as needed."""
+        """Count an entry of an adopted pack as needed."""
         self._live[entry.pack] += entry.length
 
     def drop(self, entry: Entry) -> None:
-        """Count an entry as no longer needed; a sealed pack of such entries alone is deleted."""
+        """Count an entry as no longer needed; a sealed pack without needed entries is deleted."""
         self._live[entry.pack] -= entry.length
         if not self._live[entry.pack] and entry.pack != self._open:
             self._delete(entry.pack)
@@ -122,11 +106,11 @@ class Packs:
             self._delete(path)
 
     def sealed(self) -> dict[Path, "Future[str]"]:
-        """Return the packs that are never changed again, with their SHA-256."""
+        """Return the packs that will never change, with their SHA-256."""
         return dict(self._digests)
 
     def sparse(self) -> Set[Path]:
-        """Return the sealed packs of which less than half is needed."""
+        """Return the sealed packs less than half of which is needed."""
         return {path for path in self._digests if 2 * self._live[path] < self._sizes[path]}
 
     def _named(self, number: int) -> Path:

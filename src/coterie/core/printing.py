@@ -11,16 +11,9 @@ _BREAK = re.compile(r"(?<![ \t])[ \t]*(?:\r?\n[ \t]*)+")  # linear: of many spac
 
 def printable(text: str, lines: bool = False) -> str:
     r"""Return text with control and invisible characters escaped, so that it cannot deceive a
-    terminal, a log or a reader.
-
-    Control characters (escape sequences begin with one), marks that turn the direction of writing
-    round, other invisible characters and halves of surrogate pairs become escapes as Python writes
-    them (`\x1b`, `\u202e`).
-
-    Args:
-        text: Of anybody.
-        lines: Whether tabs and ends of lines stay as they are; otherwise an end of line becomes
-            `↵`, so that nobody can add a line.
+    terminal, a log or a reader. Control characters, direction marks, other invisible characters and
+    halves of surrogate pairs become Python escapes (`\x1b`, `\u202e`). Tabs and line ends are kept
+    with `lines`; otherwise a line end becomes `↵`, so that nobody can add a line.
     """
     if not lines:
         text = _BREAK.sub(" ↵ ", text)

@@ -1,6 +1,4 @@
-"""Profile of a round: a trace of a few clients' steps and of the server, for the PyTorch profiler's
-tools.
-"""
+"""The trace of a round, of the first steps of each part, for the PyTorch profiler's tools."""
 
 import gzip
 import json
@@ -30,14 +28,12 @@ _recording: list["Profile"] = []
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Return a named range in a trace: `local_round ann`, `step router`. Without recording it costs
-    less than a microsecond.
-    """
+    """Return a named range in a trace (`step router`); unrecorded, it takes less than 1 us."""
     return _range(name) if _recording else _NOTHING
 
 
 def records() -> bool:
-    """Return whether spans are recorded now: only those of the thread that began it are."""
+    """Return whether spans of this thread are being recorded."""
     return bool(_recording)
 
 
@@ -51,7 +47,7 @@ def _range(name: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress Kineto's messages on stderr, where a live display may be: no log level does."""
+    """Suppress Kineto's messages on stderr, which would garble a live display."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -65,9 +61,7 @@ def _quiet() -> Iterator[None]:
 
 @dataclass
 class Cost:
-    """An operator, or a kernel of the GPU, in a trace: how often it ran, and its own
-    milliseconds, without those of what it called.
-    """
+    """The calls of an operator or GPU kernel in a trace, and its own milliseconds."""
 
     calls: int = 0
     ms: float = 0.0
@@ -75,32 +69,22 @@ class Cost:
 
 @dataclass
 class Profile:
-    """The trace of one round, part by part: each exchange, aggregation, evaluation, checkpoint. Of
-    each part the first tasks and steps.
+    """The trace of the first tasks and steps of each part (exchange, evaluation ...) of a round."""
 
-    Args:
-        path: Of the trace, `.json.gz`: Chrome's trace events, with shapes and memory; None: nothing
-            is recorded.
-        active: Whether the current round is recorded.
-        device: The device whose time `costs` measures: the GPU if it was used.
-        costs: By operator or kernel, the most expensive first.
-    """
-
-    path: Path | None = None
-    active: bool = False
-    device: str = "CPU"
+    path: Path | None = None  # `.json.gz` of Chrome's trace events; None: nothing is recorded
+    active: bool = False  # whether the current round is recorded
+    device: str = "CPU"  # whose time `costs` measures: the GPU's if it was used
+    # by operator or kernel, the most expensive first
     costs: dict[str, Cost] = field(default_factory=dict)
     _stopped: list[profile] = field(default_factory=list)
     _profiler: profile | None = None
 
     def begin(self, recorded: bool) -> None:
-        """Begin a round, and record it if it is the round that the run should record."""
+        """Begin a round, and the recording if `recorded`."""
         self.active = recorded and self.path is not None and not self._stopped
 
     def enter(self, part: str) -> None:
-        """Begin a part of the round; the one before it has ended. Nothing happens outside of the
-        recorded round.
-        """
+        """Begin a part of the recorded round, and end the one before it."""
         self.leave()
         if not self.active:
             return
@@ -117,7 +101,7 @@ class Profile:
         _recording.append(self)
 
     def passed(self, name: str) -> None:
-        """Count a span that has ended; after enough of them the part is no longer recorded."""
+        """Count a span that has ended; after enough spans stop recording the part."""
         if name.startswith(STEP):
             self._steps += 1
         else:
@@ -162,12 +146,9 @@ class Profile:
 
 
 def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cost]:
-    """Return the own cost of each operator of some kinds, the most expensive first.
-
-    Args:
-        events: Of a trace: `X` events have a beginning `ts` and a length `dur` in microseconds, and
-            lie within each other on their thread.
-        kinds: Categories.
+    """Return the own cost of each operator of these categories, the most expensive first. `X`
+    events of a trace have a start `ts` and a length `dur` in microseconds, and are nested by
+    thread.
     """
     by_name: dict[str, Cost] = {}
     # by thread, the operators that have not ended yet
@@ -186,7 +167,7 @@ def costs(events: Sequence[Mapping[str, Any]], kinds: Set[str]) -> dict[str, Cos
 
 
 def _joined(parts: list[profile]) -> dict[str, Any]:
-    """Return one trace of several parts, whose clocks are the same."""
+    """Return the parts, whose clocks are the same, as one trace."""
     about: dict[str, Any] = {}
     events: list[dict[str, Any]] = []
     for number, part in enumerate(parts):

@@ -44,13 +44,13 @@ class Sends(Enum):
 
 
 def task(sends: Sends = Sends.PRIVATE, *, batched: bool = False) -> Callable[[F], F]:
-    """Mark a function of a method's class as a client task: `(self, client, tensors) -> Tensors`.
-    Messages refer to it by name.
+    """Mark a method of a `Method` as a client task: `(self, client, tensors) -> Tensors`. Messages
+    refer to it by name.
 
     Args:
-        sends: What its reply is declared to be.
-        batched: Whether the task uses only what `Client` and `ClientBatch` have in common, so that
-            one call can serve many clients.
+        sends: The declared content of its reply.
+        batched: Whether it uses only what `Client` and `ClientBatch` have in common, so that one
+            call can serve many clients.
     """
 
     def mark(function: F) -> F:
@@ -77,16 +77,7 @@ def trains(function: Task) -> bool:
 
 
 def check_declared(function: Task, sent: Named, reply: Named) -> None:
-    """Refuse a reply that is not what its task is declared to send.
-
-    Args:
-        function: The task.
-        sent: What the client had received.
-        reply: What it would send back.
-
-    Raises:
-        Refused: Naming the task and the tensor.
-    """
+    """Raise Refused, naming task and tensor, if a reply to `sent` is not what the task declares."""
     sends = declared(function)
     for name in sorted(reply):
         if problem := _undeclared(sends, name, sent, reply):
@@ -96,7 +87,7 @@ def check_declared(function: Task, sent: Named, reply: Named) -> None:
 
 
 def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | None:
-    """Return why a tensor of a reply is not what was declared; None if it is."""
+    """Return why a tensor of a reply is not as declared, or None."""
     tensor, form = reply[name], sent.get(name)
     if sends is Sends.PRIVATE:
         return "the task does not declare that its reply can be masked or noised, or is harmless"
@@ -126,19 +117,19 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
 
 
 def protects_examples(method: Any) -> bool:
-    """Return whether single examples are protected in everything that a method's clients send; the
-    method's own class declares it with `by_examples`.
+    """Return whether all that a method's clients send protects single examples, as the method's own
+    class declares with `by_examples`.
     """
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
 
 
 def as_sent(sent: Named) -> Named:
-    """Return the form of what was sent."""
+    """Return the specification of a reply of the form of what was sent."""
     return sent
 
 
 def empty_reply(sent: Named) -> Named:
-    """Return the form of an empty reply."""
+    """Return the specification of an empty reply."""
     return {}
 
 
@@ -147,12 +138,11 @@ class Ask:
     """A request that the server makes in one exchange.
 
     Args:
-        task: A bound `@task` of the method that yields this.
-        to: What each client gets; the clients asked are its keys, and replies come back in their
-            order.
-        reply_spec: Names, shapes and dtypes of each client's reply. Integers are from 0 to those
-            of the specification; its other values do not matter.
-        smaller: Whether tensors may come back smaller than their form says (truncated ranks).
+        task: A bound `@task` of the method.
+        to: The tensors for each client asked; replies come back in this order.
+        reply_spec: Returns the names, shapes and dtypes of a client's reply. Integers must be
+            between 0 and those of the specification; its other values do not matter.
+        smaller: Whether tensors may be smaller than the specification (truncated ranks).
     """
 
     task: Task
@@ -169,15 +159,15 @@ class Ask:
 
     @property
     def name(self) -> str:
-        """The name under which the task is found on the client's own copy of the method."""
+        """The name of the task, which the client looks up in its own copy of the method."""
         return self.task.__name__
 
     def check(self, client: ClientId, reply: Named) -> None:
-        """Refuse a client's reply unless it has the form that was asked for.
+        """Refuse a reply that does not fit `reply_spec`.
 
         Raises:
             TensorError: A tensor is unexpected, missing or of the wrong shape, a value is not
-                finite, or an integer is out of its range.
+                finite, or an integer is out of range.
         """
         spec = dict(self.reply_spec(self.to[client]))
         what = f"reply of client {client!r} to {self.name}"
@@ -214,8 +204,8 @@ Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]
 
 
 def find_task(method: Any, name: str) -> Task:
-    """Return the bound task `name` of `method`, for engines that receive it as text. Raises
-    TensorError: the method has no such task (its other attributes cannot be called from outside).
+    """Return the bound task `name` of `method`. Raises TensorError: it has no such task; nothing
+    else can be called by name from outside.
     """
     task = getattr(method, name, None)
     if not hasattr(task, _SENDS):
@@ -227,8 +217,8 @@ def find_task(method: Any, name: str) -> Task:
 
 
 def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:
-    """Run one round, or one adaptation, to its end: pass every Ask, with the number of its
-    phase, to `answer`, and the replies back.
+    """Run a round or an adaptation to its end: send each Ask, with its phase, to `answer`, and the
+    replies back.
     """
     try:
         ask, phase = next(round), 0
@@ -240,11 +230,9 @@ def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replie
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """Return a seed of 63 bits for one purpose, from the run's seed and what names the purpose:
-    (round, phase, client id) for a client's task.
-
-    BLAKE2b over the parts as text, so that it is the same on every machine and no two purposes
-    share a stream.
+    """Return a 63-bit seed for one purpose, from the run's seed and the parts that name the
+    purpose, such as (round, phase, client id). BLAKE2b over the parts as text makes it equal on all
+    machines, and different for different purposes.
     """
     text = "/".join(map(str, (seed, *parts)))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,5 @@
-"""The role of a tensor: what it is for, and so whether it may leave the client. Never guessed from
-a name.
-
-A module declares the roles of the parameters that it owns itself:
+"""The role of a tensor: what it is for, and so whether it may leave the client; never guessed from
+its name. A module declares the roles of the parameters that it owns itself:
 
     class Router(nn.Module):
         def __init__(self, ...):
@@ -31,9 +29,8 @@ GENERALIST, SPECIALIST, ROUTER, EXPERT, GATE, BACKBONE = Role
 
 
 def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
-    """Return the parameters of `module` by role, in the order of `named_parameters`: a parameter
-    that several modules share is listed once. Raises TensorError: a trainable parameter has no
-    declared role.
+    """Return the parameters of `module` by role, in the order of `named_parameters`, shared ones
+    once. Raises TensorError for a trainable parameter without a role.
     """
     by_role: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
     for name, parameter in module.named_parameters():
@@ -50,8 +47,6 @@ def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
 
 
 def tag(module: nn.Module, role: Role) -> None:
-    """Give every parameter of `module`, and of the modules in it, one role: of layers that
-    declare none themselves.
-    """
+    """Give one role to all parameters of `module` and its submodules, which declare none."""
     for owner in module.modules():
         owner.roles = {name: role for name, _ in owner.named_parameters(recurse=False)}  # type: ignore[assignment]

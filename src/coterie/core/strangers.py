@@ -1,4 +1,4 @@
-"""Connections to a server whose callers have not yet shown who they are."""
+"""Connections of callers that have not identified themselves yet."""
 
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
@@ -7,9 +7,9 @@ C = TypeVar("C")
 
 
 class Strangers(Generic[C]):
-    """The open connections of unknown callers, the oldest first. Each new one may cost the oldest
-    its place: who is silent or slow has a place until others need it, and a caller who shows at
-    once who it is gets through, whatever others from its address do.
+    """The open connections of unknown callers. If there are too many, the oldest is closed: a
+    silent or slow caller keeps its place until others need it, and one that identifies itself at
+    once gets through, whatever others from its address do.
 
     Args:
         of_an_address: Most connections from one address.
@@ -24,13 +24,7 @@ class Strangers(Generic[C]):
         return len(self._addresses)
 
     def admit(self, connection: C, address: str, most: int) -> None:
-        """Count a new connection; if there are now too many, close the oldest one.
-
-        Args:
-            connection: The new one.
-            address: Of its caller.
-            most: Connections of unknown callers, of all addresses.
-        """
+        """Count a new connection; close the oldest one of its address, or of all beyond `most`."""
         self._addresses[connection] = address
         alike = [other for other, where in self._addresses.items() if where == address]
         if len(alike) > self._of_an_address:
@@ -39,11 +33,11 @@ class Strangers(Generic[C]):
             self.dismiss_oldest()
 
     def dismiss_oldest(self) -> None:
-        """Close the oldest connection, if there is one."""
+        """Close the oldest connection, if any."""
         self._dismiss(self._addresses)
 
     def leave(self, connection: C) -> None:
-        """Count a connection no more: its caller is known, or gone."""
+        """Stop counting a connection: its caller is known, or gone."""
         self._addresses.pop(connection, None)
 
     def _dismiss(self, among: Iterable[C]) -> None:

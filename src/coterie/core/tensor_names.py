@@ -1,4 +1,4 @@
-"""Names of tensors in a server's state and in messages; only this file makes and reads them.
+"""Names of tensors in a server's state and in messages; made and parsed only here.
 
 `<client>/<what>` is a client's own (`ann/generalist`), `expert/<number>` a member of a pool, and
 `<kind>/<name>` one of several sets of tensors (`mean/...`), see `tensors.prefixed`.
@@ -23,7 +23,7 @@ def by_client(values: Mapping[ClientId, Tensor], what: str = GENERALIST) -> dict
 
 
 def clients_with(named: Iterable[str], what: str = GENERALIST) -> list[ClientId]:
-    """Return the clients with tensors of their own among the names, in order."""
+    """Return the clients whose own tensors are among the names, in order."""
     return sorted(name.removesuffix(f"/{what}") for name in named if name.endswith(f"/{what}"))
 
 
@@ -39,6 +39,6 @@ def of_expert(number: int) -> str:
 
 
 def numbers_of_experts(named: Iterable[str]) -> list[int]:
-    """Return which members of a pool are among the names, in order."""
+    """Return the numbers of the pool's members among the names, in order."""
     start = of_expert(0)[:-1]
     return sorted(int(name.removeprefix(start)) for name in named if name.startswith(start))

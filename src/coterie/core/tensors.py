@@ -1,6 +1,4 @@
-"""Named tensors: the mathematics that methods compose, and the one codec for every wire and
-every file.
-"""
+"""Named tensors: the mathematics that methods compose, and the codec for messages and files."""
 
 import io
 import math
@@ -25,8 +23,8 @@ MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, r
 
 
 def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
-    """Refuse `tensors` unless they have exactly the names, shapes and dtypes of `expected`. Raises
-    TensorError: naming the first foreign, missing or misshapen tensor.
+    """Raise TensorError for the first tensor that is missing, or has not the name, shape and dtype
+    of one of `expected`.
     """
     if foreign := sorted(tensors.keys() - expected.keys()):
         raise TensorError(
@@ -60,9 +58,9 @@ def _form(tensor: Tensor) -> str:
 
 
 def weighted_sum(terms: Iterable[tuple[float, Named]]) -> Tensors:
-    """Return sum_i w_i x_i, name by name, in the order given, on the devices of the first term: a
-    server adds up its own tensors and those that clients on an accelerator sent. The sum of no
-    terms is the empty dict. Raises TensorError: the terms differ in names, shapes or dtypes.
+    """Return sum_i w_i x_i by name, in the given order, on the devices of the first term (clients
+    on an accelerator may have sent others); {} without terms. Raises TensorError: the terms differ
+    in names, shapes or dtypes.
     """
     total: Tensors = {}
     first: Named | None = None
@@ -93,9 +91,7 @@ def norm(x: Named) -> float:
 
 
 def all_finite(named: Named) -> bool:
-    """Return whether all values are finite: where a sum is finite, so are its terms,
-    and one pass is enough.
-    """
+    """Return whether all values are finite, usually in one pass: a finite sum has finite terms."""
     return all(
         bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
         for tensor in named.values()
@@ -109,12 +105,12 @@ def copy(named: Named) -> Tensors:
 
 
 def prefixed(prefix: str, named: Named) -> Tensors:
-    """Return the same tensors as `<prefix>/<name>`: several sets in one message or state."""
+    """Return the tensors named `<prefix>/<name>`, for several sets in one message or state."""
     return {f"{prefix}/{name}": tensor for name, tensor in named.items()}
 
 
 def under(prefix: str, named: Named) -> Tensors:
-    """Return the inverse of `prefixed`: the tensors of one set, by their own names."""
+    """Return the tensors with a prefix, without it: the inverse of `prefixed`."""
     return {
         name.removeprefix(f"{prefix}/"): tensor
         for name, tensor in named.items()
@@ -128,7 +124,7 @@ def nbytes(named: Named) -> int:
 
 
 def parts_within(megabytes: float, items: Sequence[T], bytes_each: int) -> Iterator[Sequence[T]]:
-    """Yield the items in as few parts as memory allows, at least one item in each."""
+    """Yield the items in as few parts as fit into memory, each with at least one item."""
     size = max(1, math.floor(megabytes * 1e6 / bytes_each))
     for start in range(0, len(items), size):
         yield items[start : start + size]
@@ -141,20 +137,14 @@ def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def _dense(named: Named) -> Tensors:
-    """Return the tensors as they can be written down."""
+    """Return the tensors in a form that safetensors can write."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
 
 def from_bytes(data: bytes, what: str = "message", most_header: int = MOST_HEADER) -> Tensors:
-    """Return the inverse of `to_bytes`; the tensors own their memory, see `_owned`.
-
-    Args:
-        data: The bytes.
-        what: What they are, for messages.
-        most_header: Bytes of the names, shapes and dtypes.
-
-    Raises:
-        TensorError: The bytes are truncated or not safetensors.
+    """Return the inverse of `to_bytes`; the tensors own their memory, see `_owned`. Raises
+    TensorError, naming `what`: the bytes are damaged, or the header is longer than `most_header`
+    bytes.
     """
     try:
         check_header(io.BytesIO(data), most_header)
@@ -178,9 +168,7 @@ def from_bytes(data: bytes, what: str = "message", most_header: int = MOST_HEADE
 
 
 def check_header(file: BinaryIO, most: int) -> None:
-    """Refuse the header of safetensors bytes that has more than `most` bytes, or names a tensor
-    twice. Raises ValueError.
-    """
+    """Raise ValueError if a safetensors header is longer than `most` bytes, or has a name twice."""
     length = int.from_bytes(file.read(8), "little")
     if length > most:
         raise ValueError(f"a header of {length:,} bytes, at most {most:,} are read")
@@ -188,7 +176,5 @@ def check_header(file: BinaryIO, most: int) -> None:
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """Return a copy, which begins where PyTorch's tensors begin: where values begin decides how
-    products of them are rounded.
-    """
+    """Return a copy, aligned as PyTorch aligns tensors: the rounding of products depends on it."""
     return tensor.clone()

@@ -1,11 +1,10 @@
 """The number of threads of a process, how they wait for each other, and whether the machine has
 cores for them.
 
-Threads that work on one product wait for the last of them. Where another program has that one's
-core, the others wait for it after every product; and as OpenMP has them spin while they wait, they
-use up the time that the last one lacks. A step that takes a tenth of a second on a quiet machine
-then takes many (benchmarks/results/threads.md). So threads go to sleep soon; and as many are taken
-as help now.
+Threads that compute one product wait for the last of them. If another program uses the core of that
+one, the others spin while they wait (OpenMP), and take up the time that it needs: a step of a tenth
+of a second then takes many (benchmarks/results/threads.md). So waiting threads soon sleep, and only
+as many are used as help at present.
 """
 
 import os
@@ -30,24 +29,24 @@ _this = threading.local()  # of each thread: the event that stops it
 
 
 class Stopped(Exception):
-    """A thread was told to stop: another one failed, or the program was interrupted."""
+    """A thread must stop: another one failed, or the program was interrupted."""
 
 
 def stopped_by(event: threading.Event) -> None:
-    """Have `check_stopped` raise in this thread from when an event is set."""
+    """Have `check_stopped` raise in this thread once an event is set."""
     _this.event = event
 
 
 def check_stopped() -> None:
-    """Raise Stopped if this thread should do no more."""
+    """Raise Stopped if this thread should stop."""
     event: threading.Event | None = getattr(_this, "event", None)
     if event is not None and event.is_set():
         raise Stopped
 
 
 def wait_briefly() -> None:
-    """Have threads that wait for each other sleep soon; before PyTorch is imported, and unless
-    the environment says how they wait.
+    """Have waiting threads sleep soon, unless the environment says how they wait; call it before
+    PyTorch is imported.
     """
     if not any(name in os.environ for name in _WAITING):
         os.environ.update(_BRIEFLY)
@@ -55,7 +54,7 @@ def wait_briefly() -> None:
 
 @contextmanager
 def computing(threads: int) -> Iterator[None]:
-    """Have PyTorch compute with so many threads within the block."""
+    """Set the number of PyTorch's threads within the block."""
     import torch  # which the start of a device does without
 
     before = torch.get_num_threads()
@@ -68,22 +67,15 @@ def computing(threads: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Usage:
-    """The use of the processors of this machine over a period.
+    """The use of this machine's processors over a period."""
 
-    Args:
-        own: Cores that this process kept busy: its CPU seconds per second.
-        others: Cores that all others did; None if the system does not report it (only Linux does).
-        cores: Of the machine.
-    """
-
-    own: float
+    own: float  # cores that this process kept busy: CPU seconds per second
+    # cores that other processes did; None if not reported (but on Linux)
     others: float | None = None
     cores: int = os.cpu_count() or 1
 
     def cores_of_others(self, threads: int) -> int:
-        """Return how many cores others kept busy where so many threads did not get the cores that
-        they wanted; 0 where they did.
-        """
+        """Return how many cores others kept busy if `threads` threads got too few cores, or 0."""
         if self.others is None:  # with half a core and less it is not that work was uneven
             return int(self.own < _WHOLE / 2)
         idle = self.cores - self.own - self.others
@@ -93,14 +85,12 @@ class Usage:
 
     @property
     def crowded(self) -> bool:
-        """Whether a process that computed with one thread had to share its core, or others have
-        a quarter of the machine.
-        """
+        """Whether one thread had to share its core, or others keep a quarter of the cores busy."""
         return self.own < _WHOLE or (self.others is not None and self.others >= self.cores / 4)
 
 
 class Watch:
-    """A meter of `Usage` since it was made or last read."""
+    """A meter of `Usage` since it was created or last read."""
 
     def __init__(self) -> None:
         self._begin()
@@ -117,7 +107,7 @@ class Watch:
         return time.monotonic() - self._then
 
     def look(self) -> Usage:
-        """Return what was used since the last look."""
+        """Return the usage since the last look."""
         seconds, before = max(self.seconds, 1e-6), self._busy
         used = time.process_time() - self._cpu_seconds
         self._begin()
@@ -127,10 +117,8 @@ class Watch:
 
 
 def _busy_seconds() -> float | None:
-    """Return the seconds that all cores together were busy since the machine started; None if the
-    system does not report it (only Linux does).
-
-    Time that a hypervisor took away counts as busy: no thread here could have it.
+    """Return the busy seconds of all cores since the machine started, time taken by a hypervisor
+    included, as no thread here could have it; None if not reported (all systems but Linux).
     """
     try:
         line = _STAT.read_text().partition("\n")[0]
@@ -142,29 +130,17 @@ def _busy_seconds() -> float | None:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """A number of threads.
-
-    Args:
-        threads: The number of threads.
-        others: Cores that others kept busy, for which one thread was taken; 0: it was not for
-            them.
-    """
+    """A number of threads; `others` counts the busy cores of others if it is 1 because of them."""
 
     threads: int
     others: int = 0
 
 
 def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
-    """Return the number of threads with which some work is fastest on this machine at present: one,
-    or all.
-
-    One, where others compute as well, or all together are not a tenth faster. Where a single pass
-    of one thread takes as long as all of them should, products are so large that waiting for each
-    other is no matter: all. It takes less than a second.
-
-    Args:
-        work: Does one pass of the work with the given number of threads.
-        most: The number of all threads.
+    """Return with how many threads, one or `most`, some work is fastest on this machine at present.
+    One, if others compute too or all are not a tenth faster; but all, if a pass of one thread takes
+    as long as one of all should, since the waiting then does not matter. Takes less than a second;
+    `work` does one pass with a given number of threads.
     """
     work(1)  # warm-up, not timed
     watch, alone = Watch(), 0

@@ -1,5 +1,5 @@
-"""Results with types: what is in a run's `result.json` and `routing.json`, in a comparison's
-`comparison.json`, and in a search's `tune.json`. Those of audits are in `audit`.
+"""Typed results: a run's `result.json` and `routing.json`, `comparison.json` and `tune.json`. Those
+of audits are in `audit`.
 """
 
 from coterie.core.result.comparison import Comparison, Row

@@ -99,9 +99,7 @@ class Row(Record):
         return (self.groups or {})[group] if group else self.mean
 
     def std_of(self, group: str) -> float:
-        """Return the deviation of `mean_of` over seeds; 0 in rows of older versions, which did not
-        store it.
-        """
+        """Return the deviation of `mean_of` over seeds; 0 if an older version did not store it."""
         return (self.groups_std or {}).get(group, 0.0) if group else self.std
 
     def __repr__(self) -> str:

@@ -1,6 +1,4 @@
-"""What one evaluation of a run found, the curves that several of them make, and the decisions of
-trained routers on real text, token by token.
-"""
+"""One evaluation of a run, the curve of several, and token-wise decisions of routers on texts."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +11,8 @@ ROUTING = "routing.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Scores(Record):
-    """The scores of one client's model; the fields are described at `ClientResult`. At a point of a
-    curve `valid` is None, and `test` is of a part of the test set.
+    """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,
+    and `test` is of a part of the test set.
     """
 
     rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts")
@@ -27,7 +25,7 @@ class Scores(Record):
     experts: Sequence[int] | None = None
 
     def to_json(self) -> Json:
-        """Return the JSON object: of a client with a gate also that its accuracy is unknown."""
+        """Return the JSON object; with a gate, `gate_accuracy` is in it even if it is unknown."""
         values = super().to_json()
         if self.experts is None and self.gate_accuracy is None:
             del values["gate_accuracy"]
@@ -36,75 +34,48 @@ class Scores(Record):
 
 @dataclass(frozen=True)
 class Choices(Record):
-    """The experts of a pool to which a gate sent the samples of a group of clients.
+    """The experts of a pool to which a gate sent the samples of a group of clients."""
 
-    Args:
-        given: (classes, M) samples of each class that each expert got.
-        right: (classes, M) samples of these that the expert classified correctly.
-        gate_accuracy: Percent of the samples whose expert's anchor has their class; None where
-            experts have no anchors.
-    """
-
-    given: Sequence[Sequence[int]]
-    right: Sequence[Sequence[int]]
+    given: Sequence[Sequence[int]]  # (classes, M) samples of each class for each expert
+    right: Sequence[Sequence[int]]  # (classes, M) of these, classified correctly
+    # Percent of samples sent to an expert whose anchor has their class; None without anchors.
     gate_accuracy: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(Record):
-    """The scores of all clients after a round.
-
-    Args:
-        round: Rounds done.
-        iteration: Local iterations done.
-        valid: The mean of the clients' validation scores, of unseen clients that of the first
-            group; None at a point of a curve.
-        test: The same for the test scores.
-        clients: By client; empty where curves are of groups alone.
-        groups: The mean test metric of each group of unseen clients; None without such.
-        weights: (clients, clients) collaboration weights; None of a method without.
-        choices: By group of clients, "" for all; None without a gate.
-    """
+    """The scores of all clients after a round."""
 
     rare: ClassVar[Collection[str]] = ("valid", "clients", "groups", "weights", "choices")
 
-    round: int
-    iteration: int
+    round: int  # rounds done
+    iteration: int  # local iterations done
+    # Mean over clients, or over the first group of unseen ones; None at a point of a curve.
     valid: float | None = None
-    test: float
-    clients: Mapping[str, Scores] = field(default_factory=dict)
-    groups: Mapping[str, float] | None = None
-    weights: Sequence[Sequence[float]] | None = None
-    choices: Mapping[str, Choices] | None = None
+    test: float  # the same of test scores
+    clients: Mapping[str, Scores] = field(default_factory=dict)  # empty in curves of groups
+    groups: Mapping[str, float] | None = None  # mean test metric of each group of unseen clients
+    weights: Sequence[Sequence[float]] | None = None  # (clients, clients) collaboration weights
+    choices: Mapping[str, Choices] | None = None  # by group of clients, "" for all
 
     def mean_of(self, group: str) -> float:
-        """Return the mean test metric of a group of unseen clients, or with "" `test`."""
+        """Return the mean test metric of a group of unseen clients, or `test` for ""."""
         return (self.groups or {})[group] if group else self.test
 
 
 @dataclass(frozen=True)
 class Curve(Record):
-    """Scores on a part of each test set, between evaluations: they show the progress of training
-    and are not part of the results.
-
-    Args:
-        windows: Number of windows of each client's test set that are scored.
-        points: In order.
+    """Scores on a part of each test set, between evaluations: they show progress and are not part
+    of the results.
     """
 
-    windows: int
+    windows: int  # scored windows of each client's test set
     points: tuple[Evaluation, ...]
 
 
 @dataclass(frozen=True)
 class BestByValid(Record):
-    """The evaluation with the best validation score.
-
-    Args:
-        round: After how many rounds it was made.
-        valid: Its mean validation score.
-        test: Its mean test score.
-    """
+    """The evaluation with the best validation score, after so many rounds, and its mean scores."""
 
     round: int
     valid: float
@@ -113,12 +84,7 @@ class BestByValid(Record):
 
 @dataclass(frozen=True)
 class Mixture(Record):
-    """The number of experts of a model with a router.
-
-    Args:
-        generalists: Number of shared experts.
-        specialists: Number of experts that stay with the client.
-    """
+    """A routed model's number of shared experts, and of experts that stay with the client."""
 
     generalists: int
     specialists: int
@@ -126,21 +92,14 @@ class Mixture(Record):
 
 @dataclass(frozen=True)
 class Routing(Record):
-    """The routing weights of every model with a router on each client's text.
-
-    Args:
-        texts: The tokens of each client's text as people read them.
-        experts: Of each model with a router.
-        weights: By model, then by text, (blocks, tokens, experts).
-        depth: Number of blocks of a model; None if no model has a router.
-        blocks: The indices of its first, middle and last one.
-    """
+    """The routing weights of every model with a router on each client's text."""
 
     file: ClassVar[str] = ROUTING
     rare: ClassVar[Collection[str]] = ("depth", "blocks")
 
-    texts: Mapping[str, Sequence[str]]
-    experts: Mapping[str, Mixture]
+    texts: Mapping[str, Sequence[str]]  # the tokens of each client's text, as people read them
+    experts: Mapping[str, Mixture]  # of each model with a router
+    # By model, then by text: (blocks, tokens, experts).
     weights: Mapping[str, Mapping[str, Sequence[Sequence[Sequence[float]]]]]
-    depth: int | None = None
-    blocks: Sequence[int] | None = None
+    depth: int | None = None  # blocks of a model; None if none has a router
+    blocks: Sequence[int] | None = None  # the indices of its first, middle and last one

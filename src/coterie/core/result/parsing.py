@@ -1,4 +1,4 @@
-"""Reading results from JSON and writing them, and the small records that several results share."""
+"""Reading and writing results as JSON, and small records that several results share."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -16,10 +16,8 @@ Json = dict[str, Any]
 
 class Record:
     """A dataclass whose fields are the values of a JSON object, by their names and in their order.
-
-    Fields named in `rare` are left out of the object when they are None or empty: only some results
-    have them. `file` is the name of the file that has the object. A `folder` is where the object
-    was read from, and never in it.
+    `rare` names fields that are left out when they are None or empty, and `file` the object's file.
+    A `folder`, from which it was read, is never in it.
     """
 
     file: ClassVar[str] = ""
@@ -31,9 +29,7 @@ class Record:
 
     @classmethod
     def from_json(cls, value: Any, folder: Path | None = None) -> Self:
-        """Return the record of a JSON object; entries without a field are left out. Raises
-        CheckpointError.
-        """
+        """Return the record of a JSON object, without unknown entries. Raises CheckpointError."""
         if folder is not None and isinstance(value, Mapping):
             value = {**value, "folder": folder}
         try:
@@ -46,14 +42,12 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Return what is in the `file` of a folder. Raises CheckpointError where there is none, or
-        where it lacks something.
-        """
+        """Return the record of a folder. Raises CheckpointError if it is missing or incomplete."""
         return cls.from_json(read_json(folder / cls.file, finite=False), folder)
 
     @classmethod
     def read_any(cls, folder: Path) -> Self | None:
-        """As `read`; None where the folder has no such file."""
+        """Return `read`; None if the folder has no such file."""
         return cls.read(folder) if (folder / cls.file).exists() else None
 
     def to_json(self) -> Json:
@@ -70,7 +64,7 @@ _adapter: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def _mistakes(error: ValidationError) -> str:
-    """Return what is missing from a JSON object, or else the first value that is wrong."""
+    """Return what a JSON object lacks, or else its first wrong value."""
     errors = error.errors()
     missing = [".".join(map(str, e["loc"])) for e in errors if e["type"] == "missing"]
     if missing:
@@ -80,7 +74,7 @@ def _mistakes(error: ValidationError) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the JSON objects of the records in it."""
+    """Return a value with its records as JSON objects."""
     if isinstance(value, Record):
         return value.to_json()
     if isinstance(value, Mapping):
@@ -92,16 +86,10 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class MetricInfo(Record):
-    """The metric of the scores.
-
-    Args:
-        name: As in tables.
-        unit: `per token` of a perplexity, `%` of an accuracy.
-        lower_is_better: Whether lower values are better.
-    """
+    """The metric of the scores."""
 
     name: str
-    unit: str
+    unit: str  # `per token` for a perplexity, `%` for an accuracy
     lower_is_better: bool
 
     def __str__(self) -> str:
@@ -110,45 +98,28 @@ class MetricInfo(Record):
 
 @dataclass(frozen=True)
 class PrivacySpent(Record):
-    """The differential privacy that a run has spent.
-
-    Args:
-        epsilon: Of all exchanges together; None if it is infinite.
-        delta: Of all exchanges together.
-        where: Who adds the noise: `central` the server, `local` each device; `examples`: each
-            device to its steps on single examples.
-        noise: The multiplier z.
-        clip: The norm C.
-        sampling: How clients or examples were sampled, and which data sets count as neighbours.
-        experiment: Whether the seed of the noise is known, so that the run protects nobody.
-        assumes: The assumptions under which epsilon holds; None in results of older versions.
-        covers: What the guarantee covers.
-        clients: The epsilon of each client's examples; None if the guarantee is for whole clients.
-    """
+    """The differential privacy that a run has spent in all exchanges together."""
 
     rare: ClassVar[Collection[str]] = ("experiment", "assumes", "clients")
 
-    epsilon: float | None
+    epsilon: float | None  # None: infinite
     delta: float
+    # Where noise is added: `central` by the server, `local` by each device, `examples` by each
+    # device to its steps on single examples.
     where: str
-    noise: float
-    clip: float
-    sampling: str
-    experiment: bool | None = None
-    assumes: str | None = None
-    covers: str = ""
+    noise: float  # the multiplier z
+    clip: float  # the norm C
+    sampling: str  # of clients or examples, and which data sets are neighbours
+    experiment: bool | None = None  # whether the seed of the noise is known: nobody is protected
+    assumes: str | None = None  # under which epsilon holds; older versions: None
+    covers: str = ""  # what the guarantee covers
+    # Epsilon of each client's examples; None if the guarantee is for whole clients.
     clients: Mapping[str, float | None] | None = None
 
 
 @dataclass(frozen=True)
 class Versions(Record):
-    """The versions that a result was made with.
-
-    Args:
-        coterie: Of this library.
-        torch: Of PyTorch.
-        python: Of Python.
-    """
+    """The versions of this library, PyTorch and Python with which a result was made."""
 
     rare: ClassVar[Collection[str]] = ("python",)
 
@@ -159,14 +130,8 @@ class Versions(Record):
 
 @dataclass(frozen=True)
 class Machine(Record):
-    """What a result was computed on.
+    """What a result was computed on."""
 
-    Args:
-        device: PyTorch's name of the device; `elsewhere` if other machines compute.
-        dtype: Of the base.
-        threads: Of PyTorch.
-    """
-
-    device: str
-    dtype: str
-    threads: int
+    device: str  # PyTorch's name; `elsewhere` if other machines compute
+    dtype: str  # of the base
+    threads: int  # of PyTorch

@@ -1,6 +1,4 @@
-"""Rows of a comparison: what the results of one method say over its seeds, and what makes rows
-unlike.
-"""
+"""The rows of a comparison, one method's results over seeds each, and how rows are unlike."""
 
 import math
 import statistics
@@ -20,15 +18,8 @@ NAMED = 8  # clients in a sentence, at most
 
 
 def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None:
-    """Return Imp.%: the share of clients that do better than in their own Local run of the same
-    seed (CoBo, Table 2).
-
-    Args:
-        results: Of a method, one for each seed.
-        alone: Of Local.
-
-    Returns:
-        Percent over clients and seeds; None where Local lacks a seed, and for Local itself.
+    """Return Imp.%: the share of clients that do better than in Local's run of the same seed (CoBo,
+    Table 2), over clients and seeds; None if Local lacks a seed, and for Local itself.
     """
     local = {result.seed: result.clients for result in alone}
     if any(result.seed not in local or result.method == ALONE for result in results):
@@ -43,20 +34,15 @@ def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None
 
 
 def between(result: Result) -> float:
-    """Return the standard deviation of the test metric over the clients of a result."""
+    """Return the standard deviation of the test metric over a result's clients."""
     values = [client.test for client in result.headline.values()]
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> Row:
-    """Return one method's row of a comparison: mean and standard deviation over seeds, and its
-    costs.
-
-    Args:
-        name: Of the method.
-        results: One for each seed. Figures that one of them lacks (it is from an older version) are
-            None.
-        alone: The results of Local, where there are any: what Imp.% compares with.
+    """Return one method's row of a comparison: means and deviations over seeds, and costs. Figures
+    that a result lacks (of an older version) are None; Imp.% compares with `alone`, Local's
+    results.
     """
     first, per_seed = results[0], [r.mean for r in results]
     of_groups = {g: [(r.groups or {})[g] for r in results] for g in first.groups or {}}
@@ -102,9 +88,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
 
 
 def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
-    """Return the mean round over seeds of the model that each client has kept; None where clients
-    have that of the last round.
-    """
+    """Return each client's mean kept round over seeds; None if it has the last round's model."""
     rounds_of: dict[str, list[int]] = {}
     for result in results:
         for client, client_result in result.clients.items():
@@ -124,10 +108,8 @@ def _lost(results: Sequence[Result]) -> dict[str, int]:
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
-    """Return the rows of several methods, in the order of their first results: each over its seeds,
-    with Imp.% if Local is among them.
-
-    A client that some run could not reach to score it has no column.
+    """Return the rows of several methods, in the order of their first results, with Imp.% if Local
+    is among them. Clients that some run could not reach to score have no column.
     """
     by_method: dict[str, list[Result]] = {}
     for result in results:
@@ -145,16 +127,14 @@ def comparability(
     own_method: str | None = None,
     titles: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Return what a reader of a table must know, a sentence each: unlike budgets, bounds, replies
-    that were lost, and privacy.
-
-    Budgets are unlike by more than 5 % in parameters, or more than 10 % in work.
+    """Return sentences on what a reader of a table must know: bounds, lost replies, privacy, and
+    budgets that differ by more than 5 % in parameters or 10 % in work.
 
     Args:
-        rows: As `row` makes them.
-        own_method: The method that the others are measured against; default, and where it is
-            missing: the first row that trains anything.
-        titles: What to call a method; default: its name.
+        rows: The rows that `row` returns.
+        own_method: The method to compare budgets with; by default, or if it is missing, the first
+            row that trains.
+        titles: The methods' titles; default: their names.
     """
     called = {r.method: r.method for r in rows} | dict(titles or {})
     trained = [r for r in rows if r.trainable_parameters]
@@ -175,7 +155,7 @@ def comparability(
 
 
 def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
-    """Return sentences on how a row's budget differs from another's, and on a bound."""
+    """Return sentences on how a row's budget differs from a reference, and on a bound."""
     kinds: Sequence[tuple[Callable[[Row], int | None], str, float]] = (
         (lambda r: r.trainable_parameters, "trainable parameters", 0.05),
         (lambda r: r.active_parameters, "active parameters", 0.05),
@@ -195,11 +175,7 @@ def _budget(row: Row, reference: Row, called: Mapping[str, str]) -> list[str]:
 
 
 def lost(counts: Mapping[str, int]) -> str:
-    """Return a sentence on replies that were dropped or did not come.
-
-    Args:
-        counts: By client, of those that lost any; only those with the most are named.
-    """
+    """Return a sentence on lost replies that names the clients which lost the most."""
     total, most = sum(counts.values()), sorted(counts, key=lambda i: -counts[i])[:NAMED]
     named = ", ".join(f"{i} {counts[i]}" for i in most) + (
         f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else ""
@@ -212,7 +188,7 @@ def lost(counts: Mapping[str, int]) -> str:
 
 
 def drawn(scored: int, of: int) -> str:
-    """Return a sentence on clients of which only some are scored."""
+    """Return a sentence on scoring only some clients."""
     return (
         f"Scores and personal models are of {scored:,} of {of:,} clients, drawn once from the "
         "seed; costs are of all that train."
@@ -229,9 +205,7 @@ def absent(clients: int) -> str:
 
 
 def protected(privacy: PrivacySpent) -> str:
-    """Return a sentence on the privacy that a result has spent: how much, by what reckoning, and
-    what it is for.
-    """
+    """Return a sentence on the privacy spent: how much, how it was computed, and what it covers."""
     epsilon = (
         "no finite epsilon (no protection)"
         if privacy.epsilon is None

@@ -13,7 +13,7 @@ RESULT = "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Costs(Record):
-    """What a run cost one client; its fields are described at `ClientResult`."""
+    """What a run cost one client, see `ClientResult`."""
 
     trainable_parameters: int = 0
     active_parameters: int | None = None
@@ -71,9 +71,7 @@ class ClientResult(Costs, Scores):
 def headline(
     clients: Mapping[str, ClientResult], groups: Mapping[str, float] | None
 ) -> dict[str, ClientResult]:
-    """Return the clients over which the mean of a result is taken: all that are scored, or the
-    first group of clients that never trained.
-    """
+    """Return the clients to average over: all scored ones, or the first group of unseen clients."""
     first = next(iter(groups or ()), None)
     return {i: client for i, client in clients.items() if client.group == first}
 
@@ -171,12 +169,12 @@ class Result(Record):
 
     @property
     def valid(self) -> float:
-        """The metric on validation data, averaged over the same clients as the mean."""
+        """The metric on validation data, the mean over the clients of `headline`."""
         return fmean(client.valid for client in self.headline.values())
 
     @property
     def valid_loss(self) -> float | None:
-        """Their loss on validation, nats; None where an older version did not write it."""
+        """Their validation loss, nats; None if an older version did not write it."""
         losses = [client.valid_loss for client in self.headline.values()]
         known = [loss for loss in losses if loss is not None]
         return fmean(known) if len(known) == len(losses) else None
@@ -188,9 +186,7 @@ class Result(Record):
 
     @property
     def gate_accuracy(self) -> float | None:
-        """Percent of the test samples of the headline group that went to an expert whose anchor
-        has their class; None without a gate.
-        """
+        """Percent of the headline group's test samples sent to an expert with their class."""
         return next((choices.gate_accuracy for choices in self.gates.values()), None)
 
     def __repr__(self) -> str:

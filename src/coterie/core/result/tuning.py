@@ -13,31 +13,19 @@ ROUNDS = "method.rounds"  # the field of a recipe that says how long a run is
 
 @dataclass(frozen=True, kw_only=True)
 class Tried(Record):
-    """One candidate at a number of rounds.
-
-    Args:
-        settings: Its values, by fields of the recipe.
-        rounds: Of its runs.
-        rung: The rung of the search, counted from 0; None for a candidate beyond the edge of the
-            grid.
-        valid: The metric on validation, the mean over clients and seeds; None where a run diverged
-            or the method refused the settings.
-        valid_loss: The loss in the same way, nats.
-        per_seed: `valid` of each seed.
-        iterations: Local iterations of all its runs together.
-        problem: Why it has no score.
-    """
+    """One candidate at a number of rounds."""
 
     rare: ClassVar[Collection[str]] = ("problem",)
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # by fields of the recipe
     rounds: int
-    rung: int | None = None
+    rung: int | None = None  # counted from 0; None beyond the edge of the grid
+    # Mean over clients and seeds; None if a run diverged or the settings were refused.
     valid: float | None = None
-    valid_loss: float | None = None
-    per_seed: Sequence[float] = ()
-    iterations: int = 0
-    problem: str | None = None
+    valid_loss: float | None = None  # likewise, nats
+    per_seed: Sequence[float] = ()  # `valid` of each seed
+    iterations: int = 0  # local ones, of all its runs
+    problem: str | None = None  # why it has no score
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,17 +121,17 @@ class Tuning(Record):
 
 
 def name_of(key: str) -> str:
-    """Return a recipe's field as tables name it: without its section."""
+    """Return a recipe's field as tables name it, without its section."""
     for part in ("training.", "method.", "model."):
         key = key.removeprefix(part)
     return key
 
 
 def value(setting: Any) -> str:
-    """Return a value as people read it."""
+    """Return a setting's value as people read it."""
     return f"{setting:g}" if isinstance(setting, float) else str(setting)
 
 
 def written(settings: Mapping[str, Any]) -> str:
-    """Return values by fields of a recipe in one line."""
+    """Return settings in one line."""
     return ", ".join(f"{name_of(key)} {value(setting)}" for key, setting in settings.items())
