@@ -47,7 +47,7 @@ class Metric:
         return MetricInfo(f"test {self.name}", self.unit, self.lower_is_better)
 
     def scores(self, score: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return each scored split's metric and loss: `valid`, `test`, `valid_loss`, `test_loss`."""
+        """Return `valid`, `test`, `valid_loss` and `test_loss` of the splits that were scored."""
         splits = {split: score[split] for split in ("valid", "test") if split in score}
         return {split: self.of(sums) for split, sums in splits.items()} | {
             f"{split}_loss": loss(sums) for split, sums in splits.items()
