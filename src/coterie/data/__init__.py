@@ -39,12 +39,10 @@ def kind_of(section: BaseModel) -> str:
 
 
 def _validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
-    """Return the section of a mapping, of the class that `kind` names: a user's, one shipped with
-    coterie, or one of an installed package.
+    """Return the section of a mapping, of the class that `kind` names: shipped, installed or the
+    user's.
 
-    Raises:
-        ValueError: `kind` names no such class.
-        pydantic.ValidationError: A field is wrong.
+    Raises ValueError if there is no such class, pydantic.ValidationError if a field is wrong.
     """
     if isinstance(value, BASES) and "kind" not in type(value).model_fields:
         return value
@@ -72,7 +70,7 @@ def _validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
 def _written(
     section: BaseModel, shipped: SerializerFunctionWrapHandler, info: SerializationInfo
 ) -> Any:
-    """Return the mapping of a section, with its `kind`."""
+    """Return a section as a mapping with its `kind`."""
     if "kind" in type(section).model_fields:
         return shipped(section)
     return {"kind": kind_of(section)} | section.model_dump(mode=info.mode)

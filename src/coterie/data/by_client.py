@@ -1,4 +1,4 @@
-"""Sections whose rows name their client in a column, and clients with too little text."""
+"""Sections with a column that names each row's client, and the handling of small clients."""
 
 import re
 from collections import Counter
@@ -54,7 +54,7 @@ class ByClient(ChatFields):
         return self
 
     def columns(self, available: Sequence[str]) -> Sequence[str]:
-        """Return the available columns that hold text or conversations."""
+        """Return the columns that hold text or conversations."""
         if self.content == "text":
             return (self.text_column,)
         if self.chat_column is not None:
@@ -62,9 +62,10 @@ class ByClient(ChatFields):
         return [name for name in COLUMNS if name in available] or COLUMNS[:1]
 
     def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
-        """Return the documents of each client in splits, of rows that have a client and text;
-        `notes` get a sentence for each kind of row that is left out. Raises DataError for missing
-        columns and invalid values.
+        """Return the documents of each client in splits, from rows that have a client and text.
+
+        `notes` get a sentence for each kind of omitted row. Raises DataError for missing columns
+        and invalid values.
         """
         owners, left_out = list[str](), LeftOut()
         owned = self._owned(rows, where, owners, left_out)
@@ -82,9 +83,7 @@ class ByClient(ChatFields):
     def _owned(
         self, rows: Iterable[Row], where: str, owners: list[str], left_out: LeftOut
     ) -> Iterator[Row]:
-        """Yield the rows that have a client, whose names `owners` gets; then refuse missing
-        columns.
-        """
+        """Yield the rows that have a client, fill `owners`, and finally refuse missing columns."""
         columns: dict[str, None] = {}
         for place, row in rows:
             columns.update(dict.fromkeys(row))
@@ -102,7 +101,7 @@ class ByClient(ChatFields):
             )
 
     def _texts(self, rows: Iterable[Row], left_out: LeftOut) -> Iterator[Document]:
-        """Yield a document for each row; one without text is empty."""
+        """Yield a document for each row, empty if the row has no text."""
         with Refusals(SHOWN) as refusals, refusals.gather():
             for place, row in rows:
                 with refusals.gather():
@@ -173,13 +172,13 @@ _REMEDY = (
 
 
 def _named(small: Mapping[ClientId, str]) -> str:
-    """Return the first small clients, each with what it has too little of."""
+    """Return the first few small clients, each with what it has too little of."""
     shown = [f"{id} ({why})" for id, why in list(small.items())[:SHOWN]]
     return ", ".join(shown) + (f" and {len(small) - SHOWN:,} more" if len(small) > SHOWN else "")
 
 
 def merged(clients: Sequence[Mapping[str, Tokens]]) -> dict[str, Tokens]:
-    """Return the streams of several clients as those of one."""
+    """Return the concatenated streams of several clients."""
     return {
         key: merged_notes([streams[key] for streams in clients])
         if key.endswith(".notes")
@@ -189,7 +188,7 @@ def merged(clients: Sequence[Mapping[str, Tokens]]) -> dict[str, Tokens]:
 
 
 def client_id(name: str) -> ClientId:
-    """Return the id of a client whom a column names."""
+    """Return the client id of a value in the column."""
     if name.isascii():
         return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip(".")
     return names.nearest(name)

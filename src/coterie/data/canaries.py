@@ -1,8 +1,6 @@
 """Canaries: random texts planted in clients' training data by coin flips, to measure how much of
-them a trained model reveals.
-
-Carlini et al., "The Secret Sharer: Evaluating and Testing Unintended Memorization in Neural
-Networks", USENIX Security 2019.
+them a trained model reveals (Carlini et al., "The Secret Sharer: Evaluating and Testing Unintended
+Memorization in Neural Networks", USENIX Security 2019).
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +70,7 @@ class Canaries:
     windows: Numbers  # (planted ones x repeats,) the training windows that hold one
 
     def to_json(self) -> dict[str, Any]:
-        """Return the candidates as JSON values, for `from_json`."""
+        """Return the candidates as JSON values."""
         return {
             name: getattr(self, name).tolist()
             for name in ("prefix", "tokens", "planted", "windows")
@@ -80,7 +78,7 @@ class Canaries:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Canaries":
-        """Read what `to_json` wrote. Raises ValueError or KeyError for anything else."""
+        """Return the inverse of `to_json`. Raises ValueError or KeyError."""
         prefix, tokens, windows = (
             np.array(values[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
         )
@@ -100,13 +98,13 @@ class PlantedCanaries:
     references: Ids  # (references, k) random parts that no client has
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is in the run's `canaries.json`."""
+        """Return the content of the run's `canaries.json`."""
         clients = {i: canaries.to_json() for i, canaries in self.canaries.items()}
         return {"clients": clients, "references": self.references.tolist()}
 
     @classmethod
     def from_json(cls, values: Any) -> "PlantedCanaries":
-        """Read what `to_json` wrote. Raises CheckpointError for anything else."""
+        """Return the inverse of `to_json`. Raises CheckpointError."""
         try:
             canaries = {
                 i: Canaries.from_json(of_client) for i, of_client in values["clients"].items()
@@ -127,27 +125,19 @@ def plant(
     begin: Sequence[int],
     end: Sequence[int],
 ) -> tuple[Federation, dict[ClientId, Canaries], Ids]:
-    """Plant canaries in the training text of every client.
+    """Plant canaries in the training text of every client. Raises DataError if windows are too
+    short or too few.
 
     Every candidate has `repeats` places, each within a training window of its own. A coin flip
     decides whether `begin prefix tokens end` replaces the client's own text there. A flip changes
     only these windows: neither their number nor their order. The draws depend on the two seeds and
     the data alone, so they can be repeated.
 
-    Args:
-        federation: Of texts, not conversations.
-        audit: How many, how long, how often.
-        seed: The run's.
-        vocabulary: The ids that random tokens are drawn from.
-        begin: The ids before every document; for running text, those of `end`.
-        end: The id behind every document; empty if the tokenizer has no end token.
+    `vocabulary` holds the ids that random tokens are drawn from; `begin` and `end` are the ids
+    around every document (for running text, `begin` is `end`).
 
-    Returns:
-        The federation with planted training splits; each client's candidates; and (references, k)
-        random parts that no client has.
-
-    Raises:
-        DataError: A window is too short for a canary, or there are fewer windows than places.
+    Returns the federation with planted training splits, each client's candidates, and (references,
+    k) random parts that no client has.
     """
     allowed = np.asarray(vocabulary, dtype=np.int64)
     prefix = np.random.default_rng(derive_seed(seed, "audit", audit.seed, "prefix")).choice(
@@ -184,7 +174,7 @@ def _planted(
     planted: npt.NDArray[np.bool_],
     rng: np.random.Generator,
 ) -> tuple[TokenSplit | ChatSplit, Numbers]:
-    """Return the split with the planted ones of (m, l) pieces, and the numbers of their windows."""
+    """Return the split with the `planted` ones of (m, l) pieces, and their windows' numbers."""
     count, length = pieces.shape if len(pieces) else (0, 0)
     if length >= split.context:
         problem = f"{split.name}: canaries of {length} tokens in windows of {split.context}"
@@ -208,7 +198,7 @@ def _planted(
 
 
 def _first_tokens(split: TokenSplit | ChatSplit, length: int) -> dict[int, int]:
-    """Return where a canary may begin in each window: in a window's longest document."""
+    """Return where a canary may begin in each window: within its longest document."""
     if isinstance(split, TokenSplit):
         return {number: number * split.context for number in range(split.windows)}
     longest = {

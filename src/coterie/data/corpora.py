@@ -27,8 +27,8 @@ class Corpus(Section):
     files: ClassVar[tuple[str, ...]]  # below the root
 
     def located_files(self) -> dict[str, Path]:
-        """Return the corpus's files as `data.root/<file>` or `COTERIE_DATA/<file>`; none if no
-        folder is named. Raises DataError if files are missing below the folder.
+        """Return the corpus's files as `data.root/<file>` or `COTERIE_DATA/<file>`; {} if no folder
+        is named. Raises DataError if files are missing in the folder.
         """
         whose = "data.root" if self.root else "COTERIE_DATA"
         return {
@@ -103,10 +103,10 @@ class AgNews(Corpus):
 
 
 def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return disjoint uniform mixtures of the categories, as many as there are categories.
+    """Return as many disjoint uniform mixtures as there are categories, cut to the smallest
+    category.
 
-    Categories take turns, so that a mixture cut by a token bound stays uniform. The smallest
-    category decides their length.
+    Categories take turns, so that a mixture cut by a token bound stays uniform.
     """
     count = len(categories)
     share = min(map(len, categories)) // count
@@ -115,7 +115,7 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 class _OneFile(Corpus):
-    """A corpus of one file, whose rows name their client; a checkout has a part of it."""
+    """A corpus of one file whose rows name their client; a checkout contains a part of it."""
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
     root: Path | None = Field(
@@ -136,15 +136,15 @@ class _OneFile(Corpus):
     @property
     @abstractmethod
     def names(self) -> tuple[ClientId, ...]:
-        """The values of the first column that the recipe asks for."""
+        """The requested values of the first column."""
 
     @property
     def cells(self) -> Mapping[str, Sequence[ClientId]]:
-        """The clients that share the documents of each kind of text; one each by default."""
+        """The clients that share the documents of each kind of text; by default one each."""
         return {name: (name,) for name in self.names}
 
     def parts(self, row: Row) -> Mapping[str, str]:
-        """Return the parts of a row's text by their kind."""
+        """Return the parts of a row's text by kind."""
         return {row[self.columns[0]]: row["text"]}
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Documents: read from text files and tables, and cut into chunks."""
+"""Documents read from text files and tables, and cut into chunks."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ _BOUNDARIES = tuple(map(re.compile, (r"(?<=\n)(?=[^\S\n]*\n)", r"(?<=\n)", r"(?<
 
 
 def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
-    """Return these columns of the rows of a JSON-lines file; see `json_lines`."""
+    """Return these columns of a JSON-lines file; see `json_lines`."""
     return [dict(row) for _, row in json_lines(path, columns)]
 
 
 def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> list[str]:
-    """Return the texts of several files: one of each text file, one of each row of tables. Raises
+    """Return the texts of several files: one per text file, one per row of a table. Raises
     DataError with all mistakes.
     """
     texts: list[str] = []
@@ -61,9 +61,7 @@ def _texts(path: Path, column: str, left_out: LeftOut) -> Iterator[str]:
 def cut(
     text: str, size: int = CHUNK, boundaries: Sequence[re.Pattern[str]] = _BOUNDARIES
 ) -> list[str]:
-    """Cut a text into consecutive chunks of about `size` characters (at most twice that), at blank
-    lines if it has any.
-    """
+    """Cut a text at blank lines, if any, into chunks of about (at most twice) `size` characters."""
     if not boundaries:
         return [text[start : start + size] for start in range(0, len(text), size)]
     chunks, current = [], ""

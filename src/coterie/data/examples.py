@@ -1,6 +1,4 @@
-"""Examples of a classification task: inputs with labels, as views of arrays that all clients
-share.
-"""
+"""Examples of a classification task: inputs with labels, as views of arrays that clients share."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,17 +18,11 @@ from coterie.data.splits import Numbers, Split
 
 @dataclass(frozen=True)
 class Examples:
-    """One batch.
+    """One batch of examples."""
 
-    Args:
-        x: (B, C, H, W) float32, normalised; or (B, T) int64 token ids, -1 behind the end.
-        y: (B,) int64.
-        embedding: (B, e) float32, the common expert's embedding of x; None without one.
-    """
-
-    x: Tensor
-    y: Tensor
-    embedding: Tensor | None = None
+    x: Tensor  # (B, C, H, W) float32, normalised; or (B, T) int64 token ids, -1 after the end
+    y: Tensor  # (B,) int64
+    embedding: Tensor | None = None  # (B, e) float32, the common expert's embedding of x, if any
 
     def __len__(self) -> int:
         return len(self.y)
@@ -56,32 +48,21 @@ _DIMENSIONS = {"uint8": 4, "float32": 4, "int64": 2}  # of inputs, by their kind
 class ExampleSplit(Split):
     """One split of a client's examples; a row is one example.
 
-    Args:
-        name: See `Split`; or "public".
-        inputs: Read-only, shared by all clients. Images: (N, C, H, W) uint8, scaled by 1 / 255, or
-            float32. Texts: (N, T) int64 token ids, -1 behind the end.
-        labels: (N,) int64, one for each of `inputs`, as this client calls them.
-        rows: (n,) int64, the client's rows of `inputs`.
-        seed: See `Split`.
-        mean: The mean of each channel of images.
-        std: The standard deviation of each channel of images.
-        classes: The number of classes; labels are below it.
-        embeddings: (n, e) float32, the common expert's embedding of each row; see `embedded`.
-
-    Raises:
-        DataError: There is no example, a row or a label is out of range, or an input is not finite
-            or has no tokens.
+    Raises DataError if there is no example, a row or label is out of range, or an input is not
+    finite or has no tokens.
     """
 
-    name: str
+    name: str  # see `Split`; or "public"
+    # shared and read-only: (N, C, H, W) uint8, scaled by 1/255, or float32; texts (N, T) int64 ids,
+    # -1 after the end
     inputs: npt.NDArray[Any]
-    labels: Numbers
-    rows: Numbers
+    labels: Numbers  # (N,) int64, one for each of `inputs`, as this client numbers classes
+    rows: Numbers  # (n,) int64, the client's rows of `inputs`
     seed: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...]  # of each channel of images
+    std: tuple[float, ...]  # standard deviation of each channel of images
     classes: int
-    embeddings: Tensor | None = None
+    embeddings: Tensor | None = None  # (n, e) float32, the common expert's embedding of each row
     context: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -146,7 +127,7 @@ class ExampleSplit(Split):
 
     @cached_property
     def _scale(self) -> tuple[Tensor, Tensor]:
-        """Factor and offset, (C, 1, 1), that normalise an input."""
+        """Factor and offset, (C, 1, 1) each, that normalise an input."""
         unit = 255.0 if self.inputs.dtype == np.uint8 else 1.0
         mean, std = (
             torch.tensor(values, dtype=torch.float64).view(-1, 1, 1)
@@ -163,7 +144,7 @@ class ExampleSplit(Split):
         return x.float().mul_(factor).add_(offset)
 
     def take(self, numbers: Numbers) -> Examples:
-        """Return the examples of these numbers, each in [0, windows)."""
+        """Return the examples of these numbers in [0, windows)."""
         rows = self.rows[numbers]
         embedding = None if self.embeddings is None else self.embeddings[torch.from_numpy(numbers)]
         return Examples(
@@ -187,13 +168,9 @@ class ExampleSplit(Split):
         return behind.at(torch.from_numpy(order))
 
     def embedded(self, embeddings: Tensor) -> Self:
-        """Return the same examples with embeddings, which their batches carry.
+        """Return the same examples with (windows, e) float32 embeddings, in the order of `scoring`.
 
-        Args:
-            embeddings: (windows, e) float32, in the order of `scoring`.
-
-        Raises:
-            DataError: They are not one finite vector for each example.
+        Raises DataError if they are not one finite vector for each example.
         """
         if embeddings.ndim != 2 or len(embeddings) != self.windows:
             raise DataError(

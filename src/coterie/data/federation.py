@@ -44,7 +44,7 @@ class ClientData:
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """The facts about one client that a data section knows without its data."""
+    """What a data section knows of a client without its data."""
 
     position: int | None = None  # among all clients, unseen ones last; None if data decide it
     group: str = ""  # of unseen clients; empty for a client that trains
@@ -142,7 +142,7 @@ class Federation:
 
 
 def token_split(name: str, arrays: Mapping[str, Tokens], context: int, seed: int) -> Split:
-    """Return a split of running text. Raises DataError."""
+    """Return a split of running text. Raises DataError if it is too short."""
     return TokenSplit(name, arrays[name], context, seed)
 
 
@@ -159,8 +159,8 @@ def federate(
         arrays: (tokens,) ids by client and split name.
         context: Window length C in tokens.
         seed: Fixes the orders of all walks; every client's is its own.
-        description: One line: what the data are.
-        make: Makes a split of its name, a client's arrays, C and the seed of its walk.
+        description: The data in one line.
+        make: Returns a split, given its name, a client's arrays, C and the seed of its walk.
 
     Raises:
         DataError: All clients and splits that are shorter than one window.

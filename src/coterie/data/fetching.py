@@ -1,4 +1,4 @@
-"""Files of data below a root, or from the Hugging Face Hub."""
+"""Data files below a root, or from the Hugging Face Hub."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -33,8 +33,8 @@ Root = Annotated[
 
 
 def local(dataset: str, remedy: str) -> Path | None:
-    """Return the folder or file of a local data set; None for one on the Hub. Raises DataError for
-    a path that does not exist.
+    """Return the path of a local data set; None for one on the Hub. Raises DataError if it is
+    missing.
     """
     path = Path(dataset).expanduser()
     if not path.exists() and dataset.startswith((".", "/", "~")):
@@ -43,7 +43,7 @@ def local(dataset: str, remedy: str) -> Path | None:
 
 
 def files_of(path: Path | None) -> list[Path]:
-    """Return the files that a local data set is or holds."""
+    """Return the files of a local data set."""
     if path is None or path.is_file():
         return [path] if path else []
     return sorted(file for file in path.rglob("*") if file.is_file())
@@ -76,8 +76,8 @@ def fetch(
     revision: str | None = None,
     format: Format | None = None,
 ) -> Any:
-    """Return one split of a data set of the Hub or of a local folder or file: a
-    `datasets.Dataset`, or an `IterableDataset` if streamed. Raises DataError with `remedy`.
+    """Return one split of a data set, of the Hub or local: a `datasets.Dataset`, or an
+    `IterableDataset` if streamed. Raises DataError with `remedy`.
     """
     require(f"data set {dataset}", "hub")
     from datasets import load_dataset
@@ -113,7 +113,7 @@ def fetch_splits(
 
 @contextmanager
 def _refused(dataset: str, path: Path | None, remedy: str) -> Iterator[None]:
-    """Raise a DataError for any error of the readers of a data set."""
+    """Turn any error of the readers of a data set into a DataError."""
     try:
         yield
     except DataError:
@@ -133,12 +133,11 @@ def tables(
     revision: str | None = None,
     streaming: bool = False,
 ) -> list[Path] | None:
-    """Return the files of one split of a data set of CSV, TSV or JSON, for `coterie.data.rows`,
-    which reads them exactly: `datasets` would guess types and merge columns.
+    """Return the files of a split of CSV, TSV or JSON, for the exact `coterie.data.rows`:
+    `datasets` would guess types and merge columns. Files on the Hub are downloaded first.
 
-    Files on the Hub are downloaded first. Returns None for streamed JSON, which `datasets` reads
-    without guessing, for other formats, and if the authors specify how the data are read. Raises
-    DataError with `remedy`.
+    None for streamed JSON, which `datasets` reads without guessing, for other formats, and if the
+    authors specify how the data are read. Raises DataError with `remedy`.
     """
     require(f"data set {dataset}", "hub")
     path = local(dataset, remedy)
@@ -168,7 +167,7 @@ def tables(
 
 
 def _described(dataset: str, subset: str | None, revision: str | None) -> Any:
-    """Return the builder of a data set; without a network, of its downloaded copy."""
+    """Return the builder of a data set; offline, that of its downloaded copy."""
     from datasets import load_dataset_builder
     from huggingface_hub import snapshot_download
 
@@ -184,7 +183,7 @@ def _described(dataset: str, subset: str | None, revision: str | None) -> Any:
 
 
 def _as_it_is(builder: Any) -> bool:
-    """Whether the authors of a data set specify neither types nor how its files are read."""
+    """Whether the authors of a data set specify neither types nor how files are read."""
     config = builder.config
     kept = ("name", "version", "data_dir", "data_files", "description")
     plain = type(config)(**{name: getattr(config, name) for name in kept})
@@ -205,7 +204,7 @@ def _builder(path: Path) -> str:
 
 
 def download(dataset: str, file: str) -> Path:
-    """Download a file of a data set of the Hub; return its path. Raises DataError."""
+    """Download a file of a data set of the Hub and return its path. Raises DataError."""
     import huggingface_hub
 
     try:

@@ -97,7 +97,7 @@ class Folders(ChatFields):
         return Source([paths, stamps(every)], read, notes=notes, skipped=skipped, links=links)
 
     def _check_me(self, clients: Mapping[str, Files]) -> None:
-        """Refuse `me` for unknown clients, or without an archive. Raises DataError."""
+        """Refuse `me` for unknown clients or without an archive. Raises DataError."""
         if self.me is None:
             return
         if isinstance(self.me, dict):
@@ -110,7 +110,7 @@ class Folders(ChatFields):
             )
 
     def _beside(self) -> list[Path]:
-        """Return the files that are in no client's folder."""
+        """Return the files outside the clients' folders."""
         assert self.path is not None
         beside = (p for p in sorted(self.path.expanduser().iterdir()) if not p.is_dir())
         return [path for entry in beside for path in files_in(entry)]
@@ -148,11 +148,11 @@ class Folders(ChatFields):
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """The endings of files that are read."""
+        """The endings of the files to read."""
         return ENDINGS if self.content == "text" else TABLES
 
     def _parts(self, paths: Files, left_out: LeftOut) -> list[list[Document]]:
-        """Return a client's documents by split if its folder fixes them, else in one list."""
+        """Return a client's documents by split if its folder fixes them, else as one list."""
         if "" in paths:
             return [self.documents(paths[""], True, left_out)]
         return [self.documents(paths[name], False, left_out) for name in SPLITS]
@@ -170,8 +170,8 @@ class Folders(ChatFields):
     def documents(
         self, paths: Sequence[Path], few: bool = False, left_out: LeftOut | None = None
     ) -> list[Document]:
-        """Return the documents of files: texts, or conversations as JSON. With `few`, texts are cut
-        into chunks if there are fewer than ten. Raises DataError with all mistakes.
+        """Return the documents of files: texts, or conversations as JSON. With `few`, fewer than
+        ten texts are cut into chunks. Raises DataError with all mistakes.
         """
         if self.content == "chats":
             exported = archives.archives_in(paths)
@@ -183,8 +183,8 @@ class Folders(ChatFields):
         return keyed_by_text(texts) if few else [Document(text, text) for text in texts]
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
-        """Return the train, valid and test documents of one client, from its folder or only file.
-        Raises DataError.
+        """Return the train, valid and test documents of one client's folder or file. Raises
+        DataError.
         """
         folder = path.is_dir()
         paths = _find(path, self.endings)[0] if folder else {"": text_files(path, self.endings)}
@@ -192,8 +192,8 @@ class Folders(ChatFields):
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
-    """Return a client's files, by split if the folder fixes them, else under "", and those not
-    read.
+    """Return a client's files, by split if the folder fixes them, else under "", and the unread
+    ones.
     """
     if archives.archives_in([folder]):
         return {"": text_files(folder, endings)}, []
@@ -233,7 +233,7 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
 
 
 def text_files(entry: Path, endings: tuple[str, ...] = ENDINGS) -> list[Path]:
-    """Return the text files that an entry is or holds, as `files_in`. Raises DataError."""
+    """Return the text files of an entry, see `files_in`. Raises DataError."""
     return _texts(files_in(entry), endings)
 
 
@@ -256,8 +256,8 @@ def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
 
 
 def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
-    """Return the files that an entry of a folder is or holds, without hidden files and those that
-    a run has written. Raises DataError, also for a link to a folder `above` it.
+    """Return the files that an entry is or holds, without hidden files and those that a run has
+    written. Raises DataError, also for a link to a folder `above` it.
     """
     if entry.name.startswith("."):
         return []
@@ -285,12 +285,12 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether `coterie run` or `coterie compare` writes into a folder."""
+    """Whether `coterie run` or `coterie compare` writes to a folder."""
     return (folder / "lock").is_file() and any((folder / name).is_file() for name in _OF_RUNS)
 
 
 def _of_runs(folder: Path) -> bool:
-    """Whether a folder without text is in a run's folder or contains runs, so is not a client."""
+    """Whether a folder without text belongs to a run or contains runs, so is not a client."""
     try:
         if text_files(folder):
             return False

@@ -160,7 +160,7 @@ class HubClients(Section):
         return split_clients(documents, self.fractions, self.seed)
 
     def _documents(self, client: HubClient, left_out: LeftOut) -> list[str]:
-        """Return the first documents of a client, up to its bounds."""
+        """Return the first documents of a client, up to the bounds."""
         columns = (client.text_column, *client.where)
         texts, characters = list[str](), 0
         seen = set[str]()
@@ -199,7 +199,7 @@ class HubClients(Section):
 
 
 def _rows(client: HubClient) -> Iterator[Row]:
-    """Yield the rows of a client's data set, read exactly if possible."""
+    """Yield the rows of a client's data set, exactly read if possible."""
     what = client.dataset, client.subset, client.split, _REMEDY
     read_by_ending = client.format is None  # otherwise the file's ending does not tell
     if read_by_ending and (paths := tables(*what, client.revision, client.streaming)) is not None:
@@ -217,7 +217,7 @@ def _rows(client: HubClient) -> Iterator[Row]:
 
 
 def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
-    """Return the values of a row's columns; `a.b` is b within a."""
+    """Return the values of a row's columns; `a.b` is b in a."""
     values: dict[str, Any] = {}
     for column in columns:
         value: Any = row

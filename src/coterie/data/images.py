@@ -1,5 +1,5 @@
-"""Federations of images, which are read from files, decoded and cached; and the data sets that have
-a kind of their own: digits of scikit-learn (on every machine), CIFAR-10, CIFAR-100, MNIST, EMNIST.
+"""Federations of images, read from files, decoded and cached. Data sets with a kind of their own:
+digits of scikit-learn (on every machine), CIFAR-10, CIFAR-100, MNIST, EMNIST.
 """
 
 import json
@@ -51,7 +51,7 @@ class Images(Partitioner):
         """Return the federation. Its clients are views of the same arrays.
 
         Args:
-            cache: Its folder; None: `store.default_cache`.
+            cache: Folder of the cache; None: `store.default_cache`.
             order_seed: Fixes the order in which images are drawn: the run's seed.
 
         Raises:
@@ -89,11 +89,11 @@ class StoredImages(Images):
         )
 
     def _located(self) -> list[Path] | None:
-        """Return the files; None if no root is named. Raises DataError if any is missing."""
+        """Return the files; None if no root is named. Raises DataError if one is missing."""
         return located(self.root, [f"{self.folder}/{file}" for file in self.files])
 
     def _stored(self, cache: Path, fingerprint: Any, tables: Callable[[], list[Any]]) -> Labelled:
-        """Return the decoded images of the cache; decoded first if they are missing or damaged."""
+        """Return the decoded images of the cache, decoded first if they are missing or damaged."""
         text = json.dumps(
             [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
         )
@@ -130,7 +130,7 @@ class StoredImages(Images):
 
 
 def _read(path: Path, columns: Sequence[str]) -> Any:
-    """Return some columns of a parquet file, as an Arrow table. Raises DataError."""
+    """Return columns of a parquet file as an Arrow table. Raises DataError."""
     require(f"{path}: a parquet file", "vision", "pyarrow")
     from pyarrow import ArrowException, parquet
 
@@ -148,7 +148,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """Return the (C, H, W) pixels of an image file. Raises ValueError for another size, and errors
+    """Return the (C, H, W) pixels of an image file. Raises ValueError for another size, or errors
     of PIL.
     """
     require("reading images", "vision", "PIL")

@@ -1,5 +1,5 @@
-"""Federations of labelled texts as token ids, which are read, drawn, encoded and cached; and the
-data sets that have a kind of their own: CLINC150, DBpedia and Yahoo! Answers.
+"""Federations of labelled texts as token ids: read, drawn, encoded and cached. Data sets with a
+kind of their own: CLINC150, DBpedia and Yahoo! Answers.
 """
 
 from abc import ABC
@@ -65,10 +65,9 @@ class LabelledTexts(Partitioner, ABC):
         """Return the federation. Its clients are views of the same arrays.
 
         Args:
-            tokenizer: A fast tokenizer of transformers; its special tokens are put around every
-                text.
+            tokenizer: A fast tokenizer of transformers; its special tokens surround every text.
             length: Most tokens of a text, with special ones; a longer text is cut.
-            cache: Its folder; None: `store.default_cache`.
+            cache: Folder of the cache; None: `store.default_cache`.
             order_seed: Fixes the order in which texts are drawn: the run's seed.
 
         Raises:
@@ -81,7 +80,7 @@ class LabelledTexts(Partitioner, ABC):
         )
 
     def from_hub(self, data: Any) -> Rows:
-        """Return the rows of a split of the Hub, with the columns of the files."""
+        """Return the rows of a split of the Hub with the columns of the files."""
         rows: Rows = data
         return rows
 
@@ -90,11 +89,11 @@ class LabelledTexts(Partitioner, ABC):
         return str(row["text"])
 
     def called(self, kinds: Numbers) -> Numbers:
-        """Return the classes of texts of these kinds."""
+        """Return the class numbers of texts of these kinds."""
         return kinds
 
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
-        """Return the encoded texts of the cache; encoded first if they are missing."""
+        """Return the encoded texts of the cache, encoded first if they are missing."""
         fingerprint, read = self._source()
         fields = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
@@ -120,7 +119,7 @@ class LabelledTexts(Partitioner, ABC):
         ]
 
     def _streams(self, files: list[Rows], tokenizer: Any, length: int) -> Streams:
-        """Yield the concatenated tokens, lengths and classes of the texts of both files."""
+        """Yield the concatenated tokens, the lengths and the classes of the texts of both files."""
         # truncation changes the state of a tokenizer, and so its fingerprint
         tokenizer = deepcopy(tokenizer)
         for (name, field), rows in zip(_FILES.items(), files, strict=True):
@@ -147,7 +146,7 @@ class LabelledTexts(Partitioner, ABC):
         return self.called(np.array(kinds, dtype=np.int64))
 
     def _drawn(self, field: str, rows: Rows, labels: Numbers, count: int) -> list[int]:
-        """Return rows with text, equally many of each class, in rising order. Raises DataError."""
+        """Return `count` rows with text, ascending, equally many per class. Raises DataError."""
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
             candidates = random.permutation(np.flatnonzero(labels == label)).tolist()
@@ -198,7 +197,7 @@ class LabelledTexts(Partitioner, ABC):
 
 
 def _padded(part: Mapping[str, Tokens]) -> Numbers:
-    """Return the (N, longest) token ids of all texts, -1 behind their ends; read-only."""
+    """Return the (N, longest) token ids of all texts, -1 after their ends; read-only."""
     lengths = part["lengths"].astype(np.int64)
     ids = np.full((len(lengths), lengths.max(initial=1)), -1, dtype=np.int64)
     ids[np.arange(ids.shape[1]) < lengths[:, None]] = part["tokens"]

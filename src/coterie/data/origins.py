@@ -1,5 +1,5 @@
-"""The sources and licences of `multilingual` and `topics`, which `scripts/build_corpora.py` builds,
-and the part of them in a checkout of the repository.
+"""Sources and licences of `multilingual` and `topics` (built by `scripts/build_corpora.py`), and
+the part of them in a checkout of the repository.
 """
 
 from collections.abc import Sequence
@@ -62,13 +62,13 @@ TOPICS = (
 
 
 def listed(origins: Sequence[Origin]) -> str:
-    """Return a line about each source: its topics, description, address and licence."""
+    """Return a line per source: its topics, description, address and licence."""
     return "\n".join(f"  {', '.join(o.of)}: {o.what}, {o.address} ({o.licence})" for o in origins)
 
 
 def in_checkout(files: Sequence[str]) -> dict[str, Path]:
-    """Return the paths of files such as `topics/train.jsonl.gz` in the checkout, by their names in
-    the repository; empty if one is missing or this package is not in a checkout.
+    """Return the paths of files such as `topics/train.jsonl.gz` in the checkout, by name; {} if one
+    is missing or this package is not in a checkout.
     """
     source = Path(__file__).resolve().parents[2]
     paths = {f"{PART}/{file}": source.parent / PART / file for file in files}

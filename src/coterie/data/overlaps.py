@@ -1,4 +1,4 @@
-"""Equal documents of clients and splits."""
+"""Documents that are equal between clients or splits."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ _SHOWN = 3  # sentences about clients, or about splits
 
 @dataclass
 class Overlaps:
-    """Counts of equal documents, by client."""
+    """Counts of equal documents by client."""
 
     documents: Counter[ClientId] = field(default_factory=Counter)
     different: Counter[ClientId] = field(default_factory=Counter)
@@ -30,11 +30,8 @@ class Overlaps:
         texts: Mapping[ClientId, Sequence[Sequence[str]]],
         content: Callable[[str], str] = str,
     ) -> "Overlaps":
-        """Count the equal documents of clients.
-
-        Args:
-            texts: Documents by client and split.
-            content: Returns the part of a document that is compared.
+        """Count equal documents in texts by client and split; `content` returns the part
+        compared.
         """
         copies: dict[bytes, Counter[ClientSplit]] = defaultdict(Counter)
         for client, parts in texts.items():
@@ -59,7 +56,7 @@ class Overlaps:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about documents that clients share or that are in several splits."""
+        """Return sentences about documents that are shared by clients or are in several splits."""
         shared: Counter[tuple[ClientId, ...]] = Counter()
         crossing: Counter[tuple[ClientSplit, ...]] = Counter()
         for splits, count in self.owners.items():
@@ -98,7 +95,7 @@ def _crosses(splits: Iterable[ClientSplit]) -> bool:
 def _rest(
     counts: Counter[tuple[ClientId, ...]] | Counter[tuple[ClientSplit, ...]], where: str
 ) -> list[str]:
-    """Return a sentence about the documents beyond the first sentences, if any."""
+    """Return a sentence about the documents that the first sentences do not cover, if any."""
     rest = counts.total() - sum(count for _, count in counts.most_common(_SHOWN))
     return [f"{_documents(rest)} more are {where}"] if rest else []
 
@@ -108,7 +105,7 @@ def _documents(count: int) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as a list in words, only the first three of many."""
+    """Return names as a list in words, of many only the first three."""
     *first, last = names
     if len(first) > _SHOWN:
         first, last = first[:_SHOWN], f"{len(first) - _SHOWN + 1:,} more"

@@ -1,4 +1,4 @@
-"""Partition of labelled examples among anchors, other clients, unseen clients and a public set."""
+"""Division of labelled examples among anchors, other clients, unseen clients and a public set."""
 
 import math
 from collections.abc import Callable
@@ -67,12 +67,9 @@ class Partitioner(PartitionSchemes):
     def federated(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
         """Return the federation. Its clients are views of the same arrays.
 
-        Args:
-            read: Returns the examples; called after the fields have been checked.
-            order_seed: Fixes the order in which examples are drawn: the run's seed.
-
-        Raises:
-            DataError: A field or a label is invalid, or there are too few examples for the clients.
+        `read`, called once the fields are checked, returns the examples; `order_seed`, the run's
+        seed, fixes the order in which they are drawn. Raises DataError for invalid fields or
+        labels, or too few examples for the clients.
         """
         self._check()
         held = read()
@@ -136,7 +133,7 @@ class Partitioner(PartitionSchemes):
         return self._client_infos().get(client)
 
     def _client_infos(self) -> dict[ClientId, ClientInfo]:
-        """Return what is known of all clients, in the order of `partitioned`."""
+        """Return what is known of clients without the examples, in the order of `partitioned`."""
         anchors = numbered("anchor", self.anchors, 1)
         each = max(self.anchors // len(self.sizes), 1)  # anchors per cluster
         if self.partition in ("permuted-clusters", "disjoint-classes"):
@@ -177,7 +174,7 @@ class Partitioner(PartitionSchemes):
         return np.sort(part.train[:train]), np.sort(part.train[train : train + valid])
 
     def _untrained(self, part: ClientShare, labels: Numbers, taken: Numbers) -> Numbers:
-        """Return validation rows of an unseen client, of its classes, on which no client trains."""
+        """Return validation rows of an unseen client's classes, on which no client trains."""
         rows = np.setdiff1d(np.flatnonzero(np.isin(labels, part.labels)), taken)
         if not len(rows):
             raise DataError(
@@ -221,7 +218,7 @@ class Partitioner(PartitionSchemes):
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:
-        """Refuse impossible fields before the examples are read. Raises DataError with all."""
+        """Refuse impossible fields before examples are read. Raises DataError with all."""
         with Refusals() as refusals:
             self._check_shares(refusals)
             self._check_counts(refusals)

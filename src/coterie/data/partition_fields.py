@@ -110,12 +110,12 @@ class PartitionFields(BaseModel, ABC):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Clients of each cluster, anchors not counted."""
+        """The number of clients in each cluster, without anchors."""
         return self.cluster_sizes or (self.clients_per_cluster,) * self.clusters
 
     @property
     def _anchor_size(self) -> int:
-        """Classes of each anchor."""
+        """The number of classes of each anchor."""
         return self.anchor_classes or self.classes // max(self.anchors, 1)
 
     def _ids(self) -> list[ClientId]:
@@ -124,6 +124,6 @@ class PartitionFields(BaseModel, ABC):
 
 
 def numbered(prefix: str, count: int, digits: int = 2) -> list[ClientId]:
-    """Return the ids `prefix-00`, `prefix-01`, ... of some clients."""
+    """Return the ids `prefix-00`, `prefix-01`, ..."""
     digits = max(digits, len(str(count - 1)))
     return [f"{prefix}-{i:0{digits}}" for i in range(count)]

@@ -1,4 +1,4 @@
-"""Files of text, plain or gzipped: decoded by their mark, or diagnosed if they are not UTF-8."""
+"""Plain or gzipped text files: decoded by their byte-order mark, or diagnosed if not UTF-8."""
 
 import codecs
 import gzip
@@ -21,14 +21,14 @@ _RATIO = 100  # times its size that a larger one may expand to; text compresses 
 
 
 def binary(path: Path) -> io.BufferedReader:
-    """Open the content of a file, decompressed if its name ends in .gz. Raises OSError."""
+    """Open a file, decompressed if its name ends in .gz. Raises OSError."""
     if path.suffix.lower() == ".gz":
         return cast(io.BufferedReader, _Bounded(path))
     return opened_binary(path)
 
 
 class _Bounded(gzip.GzipFile):
-    """A gzip file that is refused beyond a limit: a few kilobytes can expand to gigabytes."""
+    """A gzip file that is refused beyond a limit, as a few kilobytes can expand to gigabytes."""
 
     def __init__(self, path: Path) -> None:
         file = opened_binary(path)
@@ -50,20 +50,18 @@ class _Bounded(gzip.GzipFile):
 def decompressed(path: Path) -> bytes:
     """Return the content of a gzip file.
 
-    Raises:
-        DataError: It would expand too much.
-        OSError: It cannot be read, or is damaged; or EOFError, zlib.error.
+    Raises DataError if it expands too much; OSError, EOFError or zlib.error if it cannot be read.
     """
     with _Bounded(path) as file:
         return b"".join(iter(lambda: file.read1(1 << 20), b""))
 
 
 def read_text(path: Path) -> str:
-    r"""Return the text of a file in UTF-8 or with the mark of UTF-16 or UTF-32, gzipped if it ends
-    in .gz, with \n line ends.
+    r"""Return the text of a file in UTF-8, or UTF-16 or UTF-32 with a mark, gzipped if it ends in
+    .gz.
 
-    Raises:
-        DataError: It is missing, unreadable, empty, not text, or in another encoding.
+    Line ends become \n. Raises DataError if it is missing, unreadable, empty, not text, or in
+    another encoding.
     """
     with opened(path) as file:  # in parts, so that a gzip file's size is watched
         text = "".join(iter(lambda: file.read(1 << 20), ""))
@@ -78,14 +76,14 @@ def read_text(path: Path) -> str:
 
 
 def empty(path: Path) -> DataError:
-    """Return the refusal of a file without text."""
+    """Return the refusal of an empty file."""
     return DataError(f"{path}: the file is empty", "Put text into it, or remove it.")
 
 
 @contextmanager
 def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """Open a file of text; `newline` is as Python's `open` takes it. Errors while it is read are
-    raised as DataError, too; see `read_text`.
+    """Open a text file, with `newline` as in Python's `open`. Errors while reading are raised as
+    DataError, too; see `read_text`.
     """
     encoding = ""
     with _readable(path):
@@ -164,8 +162,8 @@ _TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
 
 
 def encoding_of(path: Path, beginning: bytes) -> str:
-    """Return the encoding that the first bytes of a file mark; UTF-8 without a mark. Raises
-    DataError for other files than text.
+    """Return the encoding by the byte-order mark, or UTF-8. Raises DataError if the file is not
+    text.
     """
     if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
         raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
@@ -184,7 +182,7 @@ def encoding_of(path: Path, beginning: bytes) -> str:
 
 
 def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
-    """Return the refusal of a file that is not UTF-8, of which these are the lines."""
+    """Return the refusal of a file with these lines, which is not UTF-8."""
     remaining, utf8_before, number = iter(lines), False, 0
     for line in remaining:
         number += 1
@@ -212,13 +210,13 @@ def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
 
 
 def _mostly_utf8(sample: bytes) -> bool:
-    """Whether more characters beyond ASCII are valid UTF-8 than not."""
+    """Whether most characters beyond ASCII are valid UTF-8."""
     beyond = [c for c in sample.decode("utf-8", "surrogateescape") if not c.isascii()]
     return 2 * sum("\udc80" <= c <= "\udcff" for c in beyond) < len(beyond)
 
 
 def _detected(path: Path, sample: bytes) -> str:
-    """Return iconv's name of the encoding of a file, by a sample; "" if it is uncertain."""
+    """Return iconv's name of the encoding of a sample; "" if uncertain."""
     import chardet
 
     guesses = chardet.detect_all(sample, include_encodings=_CANDIDATES)
@@ -245,7 +243,7 @@ def _detected(path: Path, sample: bytes) -> str:
 
 
 def _mixed(text: str) -> bool:
-    """Whether words mix alphabets, or have control characters: signs of a wrong encoding."""
+    """Whether words mix alphabets or have control characters, signs of a wrong encoding."""
     beside = _BESIDE_LATIN.findall(text)
     foreign = [c for c in "".join(beside) if unicodedata.name(c, "").startswith(_UNLIKE_LATIN)]
     return 10 * len(foreign) > sum(not c.isascii() for c in text) or bool(_C1.search(text))

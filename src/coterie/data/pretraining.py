@@ -1,4 +1,4 @@
-"""Split of the corpora's documents between pretraining and clients.
+"""The division of the corpora's documents between pretraining and clients.
 
 No embedded base was pretrained on a document that a client of a recipe with `exclude_pretraining`
 holds. The first two bases were pretrained on the other documents, today's on English prose alone
@@ -55,11 +55,9 @@ STDLIB_TOPICS: dict[str, tuple[str, ...]] = {
 
 
 def seen_in_pretraining(corpus: str, key: str) -> bool:
-    """Tell whether an embedded base may have been pretrained on the document `key` of `corpus`.
+    """Whether an embedded base may have been pretrained on the document `key` of `corpus`.
 
-    Args:
-        corpus: "multilingual" (`key` is the text), or "topics/<topic>" (`key` is the document id).
-        key: What identifies the document within its corpus.
+    For the corpus "multilingual" the key is the text, for "topics/<topic>" the document id.
     """
     if corpus == "topics/code" and any(
         fnmatch(key, pattern) for topic in STDLIB_TOPICS.values() for pattern in topic

@@ -1,4 +1,4 @@
-"""Errors in data, reported together, and sentences about data that are not read or left out."""
+"""Errors in data, reported together, and sentences about data that were not read."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Refusals:
 
     @contextmanager
     def gather(self, prefix: str = "") -> Iterator[None]:
-        """Collect a DataError of the block, its problem prefixed, and continue after it."""
+        """Collect a DataError of the block, its problem prefixed, and continue after the block."""
         try:
             yield
         except DataError as error:
@@ -62,25 +62,20 @@ def _joined(errors: list[DataError], most: int | None) -> DataError:
 
 
 class LeftOut:
-    """Counts the rows that are left out."""
+    """Counts of rows that are left out."""
 
     def __init__(self) -> None:
         self._counts = Counter[str]()
         self._first: dict[str, list[str]] = {}
 
     def add(self, missing: str, where: str) -> None:
-        """Count a row by what it is missing.
-
-        Args:
-            missing: The missing part.
-            where: The row's file and number.
-        """
+        """Count a row, at file and number `where`, by its missing part."""
         self._counts[missing] += 1
         if len(first := self._first.setdefault(missing, [])) < SHOWN:
             first.append(where)
 
     def sentences(self, whose: str = "") -> list[str]:
-        """Return a sentence for each kind of row that was left out."""
+        """Return a sentence for each kind of omitted row."""
         return [
             f"{whose}{count:,} {_plural('row', count)} without {missing} left out: "
             f"{', '.join(self._first[missing])}{', ...' if count > SHOWN else ''}"
@@ -89,7 +84,7 @@ class LeftOut:
 
 
 def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
-    """Return a sentence for each client (or "", beside them) with files that are not read."""
+    """Return a sentence for each client ("" for none) with files that are not read."""
     return [
         f"{client or 'beside the folders of clients'}: {len(files):,} "
         f"{_plural('file', len(files))} not read ({_kinds(files)})"
@@ -99,7 +94,7 @@ def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
 
 
 def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
-    """Return a sentence about the files in a folder that are links to files outside it, if any."""
+    """Return a sentence about links in a folder to files outside it, if any."""
     inside = root.resolve()
     outside = {p: target for p in paths if not (target := p.resolve()).is_relative_to(inside)}
     if not outside:
@@ -111,7 +106,7 @@ def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
 
 
 def _kinds(files: Iterable[Path]) -> str:
-    """Return the number of files with each ending, the most frequent first."""
+    """Return the number of files by ending, the most frequent first."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in by_count)

@@ -1,4 +1,4 @@
-"""Rows of tables in files, read exactly: JSON lines, JSON, CSV, TSV and Parquet."""
+"""Rows of tables in files, read without guessing: JSON lines, JSON, CSV, TSV and Parquet."""
 
 import csv
 import json
@@ -39,10 +39,8 @@ _QUOTING = (
 
 def rows_of(paths: Iterable[Path]) -> Iterator[Row]:
     """Yield the rows of files, each with its file and line (of JSON lines) or number, from 1. An
-    empty field of CSV is None.
-
-    Raises:
-        DataError: A file is missing, damaged, ambiguous or of another kind.
+    empty field of CSV is None. Raises DataError for files that are missing, damaged, ambiguous or
+    of another kind.
     """
     for path in paths:
         yield from _rows(path)
@@ -71,7 +69,7 @@ def _rows(path: Path) -> Iterator[Row]:
 
 
 def _stripped(rows: Iterable[Row]) -> Iterator[Row]:
-    """Strip white space around the names of columns."""
+    """Strip white space from the names of columns."""
     for where, row in rows:
         plain = {name.strip("\ufeff \t\r\n"): value for name, value in row.items()}
         if len(plain) < len(row):
@@ -94,13 +92,9 @@ _JSON = json.JSONDecoder(
 def json_lines(path: Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
     """Yield the objects of a JSON-lines file, each with its file and line; blank lines are skipped.
 
-    Args:
-        path: The file.
-        columns: The columns to return, with their types; None: all.
-
-    Raises:
-        DataError: As `plain_text.read_text`, or lines that are not JSON objects or lack a column of
-            its type; no row after the first mistake is yielded.
+    `columns` maps the columns to return to their types; None: all. Raises DataError as
+    `plain_text.read_text`, for lines that are not JSON objects, and for missing or mistyped
+    columns; no row after the first mistake is yielded.
     """
     mistakes: list[str] = []
     blank, chats = True, False
@@ -135,7 +129,7 @@ def _mistaken(
 
 
 def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, Any], str]:
-    """Return the row of a line and its mistake, if any."""
+    """Return the row in a line, and its mistake, if any."""
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
@@ -146,7 +140,7 @@ def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, An
 
 
 def _chosen(row: dict[str, Any], columns: Mapping[str, type]) -> tuple[dict[str, Any], str]:
-    """Return the chosen columns; or the whole row and its mistake."""
+    """Return the chosen columns of a row; or the whole row and its mistake."""
     for name, kind in columns.items():
         if name not in row:
             return row, f"no column {name!r} (found: {', '.join(row) or 'none'})"
@@ -158,7 +152,7 @@ def _chosen(row: dict[str, Any], columns: Mapping[str, type]) -> tuple[dict[str,
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a list, or of JSON lines in a file called .json."""
+    """Yield the objects of a list, or of JSON lines in a .json file."""
     with opened(path) as file:
         first = list(islice((line for line in file if not line.isspace()), 2))
     if not first:
@@ -187,7 +181,7 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _csv(path: Path, delimiter: str = "") -> Iterator[Row]:
-    """Yield the rows of CSV by RFC 4180: text with commas, quotes or line ends is quoted."""
+    """Yield the rows of CSV by RFC 4180: fields with commas, quotes or line ends are quoted."""
     csv.field_size_limit(_LONGEST_FIELD)
     with opened(path, newline="") as file:  # line ends in quotes stay as they are
         before, first = next(((n, line) for n, line in enumerate(file) if line.strip()), (0, ""))
@@ -212,7 +206,7 @@ def _delimiter(path: Path, header: str) -> str:
 
 
 def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> Iterator[Row]:
-    """Yield the rows of lines that follow `before` others, up to the first mistake."""
+    """Yield the rows in lines that follow `before` others, up to the first mistake."""
     raw: list[str] = []  # the lines of the row that is read
     reader = csv.reader(_remembered(lines, raw), delimiter=delimiter, strict=True)
     names: list[str] = []
@@ -253,8 +247,8 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
 
 class _Seen:
     """The short values of each column, to detect a quote that a later row closed by chance: each
-    line within it looks like a row and has a value that its column has elsewhere. (If all rows
-    begin with a quote, such a line would have closed it, so no row can be hidden.)
+    line inside it looks like a row with a value that its column has elsewhere. (If all rows begin
+    with a quote, such a line would have closed it, so no row can be hidden.)
     """
 
     def __init__(self, delimiter: str) -> None:
@@ -282,7 +276,7 @@ class _Seen:
                 self._suspects.append((where(), lines))
 
     def several_rows(self) -> list[str]:
-        """Return the places of rows that hide several rows, after all have been added."""
+        """Return the locations of rows that hide several rows, after all have been added."""
         suspects = () if self._quoted else self._suspects
         return [row for row, lines in suspects if all(map(self._is_row, lines))]
 
@@ -298,7 +292,7 @@ def _remembered(lines: Iterable[str], memory: list[str]) -> Iterator[str]:
 
 
 def _names(path: Path, header: list[str]) -> list[str]:
-    """Return the names of columns; "" for one without, as pandas writes its index."""
+    """Return the names of columns; "" for an unnamed one, as pandas writes its index."""
     names = [name.strip() for name in header]
     if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Partition schemes: which examples go to which client, and the unseen clients."""
+"""Partition schemes: which client gets which examples, and the unseen clients."""
 
 from abc import ABC
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ _HAD = 0.1  # of dirichlet: a client has the classes that make up such a share o
 
 @dataclass(frozen=True)
 class ClientShare:
-    """The examples of one client."""
+    """The share of one client."""
 
     id: ClientId
     train: Numbers  # rows for training and validation, in random order
@@ -34,7 +34,7 @@ class ClientShare:
 
 @dataclass(frozen=True)
 class Partition:
-    """The examples of all clients."""
+    """The shares of all clients."""
 
     clients: list[ClientShare]  # that train, anchors first
     unseen: dict[str, list[ClientShare]]  # that never train, by group
@@ -47,11 +47,11 @@ class Partition:
 
 
 class PartitionSchemes(PartitionFields, ABC):
-    """The partition that follows from the fields of a `data` section of labelled examples."""
+    """The partition defined by the fields of a `data` section of labelled examples."""
 
     def partitioned(self, train: Numbers, test: Numbers) -> Partition:
-        """Return the partition of examples with these labels, (N,) for training and (M,) for tests.
-        Raises DataError for too few examples or label sets.
+        """Return the partition of examples with (N,) training and (M,) test labels. Raises
+        DataError for too few examples or label sets.
         """
         public = self._published(train)
         left = np.setdiff1d(np.arange(len(train)), public)
@@ -139,7 +139,7 @@ class PartitionSchemes(PartitionFields, ABC):
     def _cut(
         self, labels: Numbers, ends: npt.NDArray[np.float64], random: np.random.Generator
     ) -> list[Numbers]:
-        """Return the rows of each client: each class cut at its (classes, clients - 1) `ends`."""
+        """Return each client's rows; each class is cut at its (classes, clients - 1) `ends`."""
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
             rows = random.permutation(np.flatnonzero(labels == label))
@@ -150,7 +150,7 @@ class PartitionSchemes(PartitionFields, ABC):
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
     def _had(self, labels: Numbers) -> Labels:
-        """Return the classes that make up a tenth of these labels, or else the largest."""
+        """Return the classes of at least a tenth of these labels, or else the largest class."""
         shares = np.bincount(labels, minlength=self.classes) / len(labels)
         return _sorted(np.flatnonzero(shares >= min(_HAD, shares.max())))
 
@@ -180,7 +180,7 @@ class PartitionSchemes(PartitionFields, ABC):
             )
 
     def _label_sets(self, random: np.random.Generator) -> list[Labels]:
-        """Return the classes of each client of quantity, anchors first."""
+        """Return the classes of each client in the scheme quantity, anchors first."""
         anchors = self._anchor_sets(self._random("anchors").permutation(self.classes), self.anchors)
         sets, holders = list(anchors), np.zeros(self.classes, dtype=int)
         for _ in range(self.clients):
@@ -207,14 +207,16 @@ class PartitionSchemes(PartitionFields, ABC):
         return sets
 
     def _anchor_sets(self, classes: Numbers, anchors: int) -> list[Labels]:
-        """Return disjoint groups of these classes, one for each anchor."""
+        """Return disjoint groups of these classes, one per anchor."""
         return [
             _sorted(group)
             for group in classes[: anchors * self._anchor_size].reshape(anchors, self._anchor_size)
         ]
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether aligned unseen clients have a label set: exactly the classes of some anchors."""
+        """Whether a label set, exactly the classes of some anchors, is reserved for aligned unseen
+        clients.
+        """
         whole = sum(set(group) <= set(labels) for group in anchors) == UNSEEN_ANCHORS
         return (
             "aligned" in self.unseen and whole and len(labels) == UNSEEN_ANCHORS * self._anchor_size
@@ -223,7 +225,7 @@ class PartitionSchemes(PartitionFields, ABC):
     def _unseen_clients(
         self, group: Unseen, clients: Sequence[ClientShare], train: Numbers, test: Numbers
     ) -> Iterator[ClientShare]:
-        """Return the unseen clients of a group."""
+        """Yield the unseen clients of a group."""
         share = min(len(part.train) for part in clients)
         sets = self._unseen_sets(group, clients)
         for id, labels in zip(numbered(group, len(sets)), sets, strict=True):
@@ -261,7 +263,7 @@ class PartitionSchemes(PartitionFields, ABC):
         )
 
     def _published(self, train: Numbers) -> Numbers:
-        """Return the rows of the public examples. Raises DataError if no others are left."""
+        """Return the rows of the public set. Raises DataError if no others are left."""
         if self.public >= len(train):
             raise DataError(
                 f"data.public: {self.public:,} of {len(train):,} training {self.things}",
@@ -280,8 +282,8 @@ class PartitionSchemes(PartitionFields, ABC):
     def _share_out(
         self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()
     ) -> list[Numbers]:
-        """Return disjoint shares of the rows in random order: all evenly, or a fraction each; first
-        those of anchors, for each of which some rows are `reserved`.
+        """Return disjoint shares of the rows in random order, all equal or a fraction each; anchors
+        come first, with some rows `reserved` for each.
         """
         shuffled = self._random("shares", cluster).permutation(rows)
         size = (
@@ -326,5 +328,5 @@ def _sorted(labels: Iterable[int]) -> Labels:
 
 
 def _among(rows: Numbers, parts: Iterable[ClientShare]) -> list[ClientShare]:
-    """Return the same parts, with their training rows as numbers among `rows`."""
+    """Return the same shares, with training rows numbered within `rows`."""
     return [replace(part, train=rows[part.train]) for part in parts]

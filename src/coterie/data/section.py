@@ -1,6 +1,4 @@
-"""Common parts of all `data` sections: bounds, seeds, and the conversion of texts to a
-federation.
-"""
+"""Common parts of `data` sections: bounds, seeds, and the conversion of texts to a federation."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,8 +48,8 @@ class Source:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return the paths, sizes in bytes and modification times in nanoseconds of files, as a
-    fingerprint. Raises DataError for a missing file.
+    """Return path, size in bytes and modification time in nanoseconds of files, as a fingerprint.
+    Raises DataError for a missing file.
     """
     try:
         return [
@@ -125,7 +123,7 @@ class Section(BaseModel, ABC):
 
     @property
     def newcomers(self) -> tuple[ClientId, ...]:
-        """Clients that never train and are only scored."""
+        """The clients that never train and are only scored."""
         return ()
 
     def client_info(self, client: ClientId) -> ClientInfo | None:
@@ -138,11 +136,10 @@ class Section(BaseModel, ABC):
         """Return the federation: texts split, encoded once per tokenizer, and memory-mapped.
 
         Args:
-            tokenizer: A fast tokenizer of transformers. Its end token is put behind every document.
+            tokenizer: A fast tokenizer of transformers. Its end token follows every document.
             context: Window length C in tokens; the cache of running text does not depend on it.
-            cache: Its folder; None: `store.default_cache`.
-            order_seed: Fixes the order in which training and validation windows are drawn: the
-                run's seed.
+            cache: Folder of the cache; None: `store.default_cache`.
+            order_seed: Fixes the order of training and validation windows: the run's seed.
 
         Raises:
             DataError: The data are missing, damaged, invalid or too short.
@@ -184,7 +181,7 @@ class Section(BaseModel, ABC):
         )
 
     def about(self) -> dict[str, Any]:
-        """Return the fields that token ids may depend on, for the cache: not where texts are."""
+        """Return the fields that token ids may depend on, for the cache; not where texts are."""
         fields = self.model_dump(mode="json", exclude={"root", "path"})
         # A user's section has no field `kind`, and two of them must not share an entry.
         return {"kind": own_name(type(self))} | fields
@@ -192,8 +189,8 @@ class Section(BaseModel, ABC):
     def enough(
         self, arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int
     ) -> tuple[Mapping[ClientId, Mapping[str, Tokens]], str]:
-        """Return the streams of clients with enough text for windows of this length, and a phrase
-        about the others. Raises DataError.
+        """Return the streams of the clients with enough text for windows of this length, and a
+        phrase about the others. Raises DataError.
         """
         return arrays, ""
 
@@ -208,7 +205,7 @@ class Section(BaseModel, ABC):
     def _built(
         self, source: Source, encoder: StreamEncoder, context: int
     ) -> tuple[Streams, Iterable[str]]:
-        """Return the streams of the texts, and the notes, complete when the streams are read."""
+        """Return the streams of the texts, and notes, complete once the streams are read."""
         texts = source.read()
         self._check(list(texts))
         parts = [
@@ -243,7 +240,7 @@ class Section(BaseModel, ABC):
 
 
 def choose(available: Iterable[str], names: Sequence[str], field: str, where: str) -> None:
-    """Refuse names that are not available, with the allowed ones. Raises DataError."""
+    """Refuse names that are not available, listing those that are. Raises DataError."""
     allowed = sorted(set(available))
     if unknown := [name for name in names if name not in allowed]:
         raise DataError(

@@ -1,5 +1,5 @@
-"""Splits of a client's data: an endless, stateless sequence of batches for training, and one
-ordered pass for evaluation.
+"""Splits of a client's data: an endless, stateless sequence of training batches, and one ordered
+pass for evaluation.
 """
 
 import hashlib
@@ -39,8 +39,8 @@ def _order(seed: int, name: str, epoch: int, windows: int) -> Numbers:
 
 
 class Split(ABC):
-    """One split of a client's data, whatever the data are: batches for training, along an endless
-    walk in which every epoch has each row once, in a random order; and all rows for scoring.
+    """One split of a client's data of any kind: batches for training, along an endless walk in
+    which every epoch has each row once, in random order; and all rows in order for scoring.
     """
 
     name: str  # "train", "valid" or "test": also the key of the client's cursor
@@ -50,20 +50,20 @@ class Split(ABC):
     @property
     @abstractmethod
     def windows(self) -> int:
-        """Rows of one epoch."""
+        """The number of rows in an epoch."""
 
     @property
     @abstractmethod
     def predictions(self) -> int:
-        """Predictions of one epoch that count."""
+        """The number of counted predictions in an epoch."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Tokens or examples held."""
+        """Return the number of tokens or examples."""
 
     @abstractmethod
     def take(self, numbers: Numbers) -> Any:
-        """Return the rows of these numbers, each in [0, windows): a Batch."""
+        """Return the rows of these numbers in [0, windows) as a Batch."""
 
     @abstractmethod
     def join(self, batches: Sequence[Any], order: Numbers) -> Any:
@@ -71,7 +71,7 @@ class Split(ABC):
 
     @abstractmethod
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of the data; "" if they are not here."""
+        """Return the hexadecimal SHA-256 of the data; "" if they are elsewhere."""
 
     def scoring(self, rows: int) -> Iterator[Any]:
         """Yield all rows once, in order, at most `rows` at a time."""
@@ -79,7 +79,7 @@ class Split(ABC):
             yield self.take(np.arange(start, min(start + rows, self.windows)))
 
     def reordered(self, name: str) -> Self:
-        """Return the same rows under another name, and so in another order."""
+        """Return the same rows under another name, hence in another order."""
         twin = copy(self)  # not `replace`, which would check the data again
         object.__setattr__(twin, "name", name)
         return twin
@@ -91,9 +91,9 @@ class Split(ABC):
     def numbers(self, start: int, size: int) -> Numbers:
         """Return the numbers of rows start..start+size-1 of the walk, (size,).
 
-        Row i belongs to epoch `i // windows`, whose permutation is seeded by
-        `derive_seed(seed, "order", name, epoch)`. So a cursor is the only state, and the order does
-        not depend on the batch size.
+        Row i belongs to epoch `i // windows`, whose permutation is seeded by `derive_seed(seed,
+        "order", name, epoch)`. So a cursor is the only state, and the order does not depend on the
+        batch size.
         """
         numbers, windows = np.arange(start, start + size), self.windows
         chosen = np.empty(size, dtype=np.int64)
@@ -107,20 +107,12 @@ class Split(ABC):
 class TokenSplit(Split):
     """One split of a client's text: token ids in a memory-mapped array, in windows.
 
-    Args:
-        name: See `Split`.
-        tokens: (tokens,) uint16 or uint32, read-only.
-        context: Window length C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets
-            `row[1:]`.
-        seed: See `Split`.
-
-    Raises:
-        DataError: There are fewer than C + 1 tokens.
+    Raises DataError if there are fewer than C + 1 tokens.
     """
 
     name: str
-    tokens: Tokens
-    context: int
+    tokens: Tokens  # (tokens,) uint16 or uint32, read-only
+    context: int  # C in tokens; a row is C + 1 ids, inputs `row[:-1]` and targets `row[1:]`
     seed: int
 
     def __post_init__(self) -> None:
@@ -134,9 +126,7 @@ class TokenSplit(Split):
 
     @property
     def windows(self) -> int:
-        """Full training windows; neighbours share one id, which is a target in one and an input
-        in the next.
-        """
+        """Full training windows; neighbours share one id: target in one, input in the next."""
         return (len(self.tokens) - 1) // self.context
 
     @property
@@ -158,8 +148,8 @@ class TokenSplit(Split):
         return torch.cat(list(batches))[torch.from_numpy(order)]
 
     def scoring(self, rows: int) -> Iterator[Tensor]:
-        """Yield all windows in order, (<= rows, C + 1) int64 each, then the last, shorter one,
-        (1, m + 1). Every token but the first is a target exactly once.
+        """Yield all windows in order, (<= rows, C + 1) int64 each, then the shorter rest, (1, m +
+        1). Every token but the first is a target exactly once.
         """
         yield from super().scoring(rows)
         rest = self.tokens[self.windows * self.context :]
@@ -169,13 +159,7 @@ class TokenSplit(Split):
 
 @dataclass(frozen=True, eq=False)
 class UnionSplit(Split):
-    """The union of several clients' splits of one name: one walk over all of their rows.
-
-    Args:
-        name: See `Split`.
-        parts: The clients' splits, of one kind and context length.
-        seed: See `Split`.
-    """
+    """The union of several clients' splits of one name: one walk over all of their rows."""
 
     name: str
     parts: Sequence[Split]
@@ -221,7 +205,7 @@ class UnionSplit(Split):
 
 @dataclass(frozen=True, eq=False)
 class RemoteSplit(Split):
-    """A split that is on its client's device: only the number of its rows is known here."""
+    """A split on its client's device: only its number of rows is known here."""
 
     name: str
     rows: int

@@ -1,5 +1,5 @@
-"""Documents split by seed: equal documents stay in one split, for all clients that have them; and
-texts that are nearly equal, by their shingles (Broder, 1997).
+"""Documents split by seed: equal ones stay in one split for all clients that have them, as do, on
+request, nearly equal ones by their shingles (Broder, 1997).
 """
 
 import json
@@ -44,7 +44,7 @@ def where_of(text: str) -> str:
 
 @dataclass(frozen=True)
 class Document:
-    """A text that is to be split."""
+    """A text to be split."""
 
     text: str  # or a conversation as JSON
     key: str  # of the work that it belongs to, which is never in two splits; fixes the order
@@ -52,7 +52,7 @@ class Document:
 
     @property
     def digest(self) -> Digest:
-        """The same for documents that people call equal."""
+        """The digest of the content, equal for documents that people call equal."""
         return digest(self.content or self.key)
 
 
@@ -64,12 +64,12 @@ class _Work(NamedTuple):
 
 
 def keyed_by_text(texts: Iterable[str]) -> list[Document]:
-    """Return texts as documents, without blank ones; identical texts stay in one split."""
+    """Return non-blank texts as documents; identical texts stay in one split."""
     return [Document(text, text) for text in texts if text.strip()]
 
 
 def comparable(text: str) -> str:
-    """Return a text with normalised white space, line ends and accents, for comparison."""
+    """Return a text with white space, line ends and accents normalised, for comparison."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -77,7 +77,7 @@ def conversation_content(
     messages: Iterable[Mapping[str, Any]], pair: Sequence[str] | None = None
 ) -> str:
     """Return the part of a conversation that is compared, of messages or of a prompt and
-    completion: roles, contents and calls of tools, not ids, times and other keys.
+    completion: roles, contents and tool calls, not ids, times and other keys.
     """
     if pair is not None:
         messages = [{"role": ("user", "assistant")[i], "content": pair[i]} for i in range(2)]
@@ -93,13 +93,13 @@ def conversation_content(
 
 
 def digest(content: str) -> Digest:
-    """Return 16 bytes that are the same for contents that people call equal."""
+    """Return 16 bytes, equal for contents that people call equal."""
     return blake2b(comparable(content).encode(), digest_size=16).digest()
 
 
 def split(documents: Iterable[Document], fractions: Sequence[float], seed: int) -> Splits:
-    """Shuffle and split texts by seed, a list for each fraction; documents of one key stay together
-    and in order.
+    """Shuffle and split texts by seed, a list per fraction; documents of one key stay together, in
+    order.
 
     The sizes in characters approach the fractions: the best of several seeded assignments is taken,
     which matters for few keys of different size. The order comes from hashes, so it is the same on
@@ -118,15 +118,11 @@ def split_clients(
     near: bool = False,
     fixed: Mapping[Digest, int] = MappingProxyType({}),
 ) -> dict[ClientId, Splits]:
-    """Split the texts of each client as `split` does, but keep equal documents in the same split
-    for all clients.
+    """Split the texts of each client as `split` does, with equal documents in the same split for
+    all.
 
-    Args:
-        clients: Documents by client.
-        fractions: The shares of the splits.
-        seed: Fixes the order.
-        near: Whether nearly equal documents stay together, too; see `similar`.
-        fixed: The splits of documents of other clients.
+    With `near`, nearly equal documents (see `similar`) stay together, too; `fixed` gives the splits
+    of documents of other clients.
     """
     documents = {id: list(of_client) for id, of_client in clients.items()}
     groups = _nearly_equal(documents.values()) if near else {}
@@ -180,7 +176,7 @@ def _works(documents: Iterable[Document], groups: Mapping[Digest, Digest]) -> di
 def _shared_places(
     clients: Sequence[Mapping[Digest, _Work]], fractions: Sequence[float], seed: int
 ) -> dict[Digest, int]:
-    """Return the parts of groups that clients share: the best of several seeded assignments."""
+    """Return the parts of the groups that clients share: the best of several seeded assignments."""
     owners: dict[Digest, list[int]] = defaultdict(list)
     for number, works in enumerate(clients):
         for group in works:
@@ -208,7 +204,7 @@ def _assign_shared(
     fractions: Sequence[float],
     seed: int,
 ) -> tuple[dict[Digest, int], npt.NDArray[np.float64]]:
-    """Assign shared groups in seeded order, each to the part that is filled least for its owners.
+    """Assign shared groups in seeded order, each to the part that is least filled for its owners.
     Return their parts, and the share of each client's text in each part, (clients, parts).
     """
     places: dict[Digest, int] = {}
@@ -238,7 +234,7 @@ def _best(
     seed: int,
     fixed: Mapping[str, int],
 ) -> Splits:
-    """Return the best of several seeded assignments, more of them the fewer keys there are."""
+    """Return the best of several seeded assignments, of more the fewer keys there are."""
     trials = max(1, 1000 // max(1, len(works)))
     assignments = (
         _assign(works, fractions, derive_seed(seed, "split", trial), fixed)
@@ -254,7 +250,7 @@ def _assign(
     seed: int,
     fixed: Mapping[str, int],
 ) -> list[list[list[str]]]:
-    """Assign works in seeded order, each to its fixed part, or to the part that is filled least."""
+    """Assign works in seeded order, each to its fixed part or the part that is least filled."""
     parts: list[list[list[str]]] = [[] for _ in fractions]
     filled = [0.0] * len(fractions)
     for key, part in fixed.items():
@@ -300,8 +296,8 @@ _POWERS = np.array([31**k for k in range(SHINGLE)], dtype=np.uint64)
 
 
 def similar(texts: Sequence[str]) -> list[int]:
-    """Return for each text the number of the first text that is nearly equal, directly or through
-    others; its own number if there is none.
+    """Return, for each text, the number of the first text that is nearly equal, directly or through
+    others, or its own.
 
     A text is compared only with the first one that shares a band, so that the time is linear in the
     number of texts; a few pairs are missed.
@@ -320,7 +316,7 @@ def similar(texts: Sequence[str]) -> list[int]:
 
 
 def _root(parents: list[int], number: int) -> int:
-    """Return the root of a text in the union-find forest, and halve the path to it."""
+    """Return the root of a text in the union-find forest, halving the path to it."""
     while parents[number] != number:
         parents[number] = parents[parents[number]]
         number = parents[number]
@@ -338,7 +334,7 @@ def _shingles(text: str) -> Hashes:
 
 
 def _mixed(hashes: Hashes) -> Hashes:
-    """Return hashes in which every bit depends on all bits of the given ones (SplitMix64)."""
+    """Return hashes of which every bit depends on all bits of the given ones (SplitMix64)."""
     hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return hashes ^ (hashes >> np.uint64(31))

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Tokenizer(Protocol):
-    """The part of a fast tokenizer of transformers that is used."""
+    """The part of a fast tokenizer of transformers that is used here."""
 
     eos_token_id: int | None
     backend_tokenizer: Any
@@ -50,9 +50,7 @@ def default_cache() -> Path:
 
 
 def key_of(tokenizer: Tokenizer, *parts: Any) -> str:
-    """Return the name of a cache entry: a hash of the whole tokenizer and of JSON values. Raises
-    DataError for a slow tokenizer.
-    """
+    """Return the name of a cache entry: a hash of tokenizer and JSON values. Raises DataError."""
     backend = backend_of(tokenizer).to_str()
     text = json.dumps([FORMAT, parts, tokenizer.eos_token_id, backend], sort_keys=True)
     return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -69,15 +67,12 @@ def stored(
     dtype: type[np.unsignedinteger],
     build: Callable[[], tuple[Streams, Iterable[str]]],
 ) -> tuple[dict[ClientId, dict[str, Tokens]], tuple[str, ...]]:
-    """Return the token streams of a cache entry, read-only and memory-mapped, and the notes about
-    their texts; built first if it is missing or damaged.
+    """Return the token streams of a cache entry, memory-mapped and read-only, and the notes about
+    their texts; built first if missing or damaged. Raises SaveError.
 
     All streams of an entry are in one file, since every memory map costs a file descriptor and a
     federation may have thousands of clients. Writing is atomic, so several processes may build the
     same entry.
-
-    Raises:
-        SaveError: The cache cannot be written.
     """
     return cached(cache / key, "token", _open, lambda: partial(_write, dtype, *build()))
 
@@ -88,17 +83,14 @@ def cached(
     read: Callable[[Path], T | None],
     build: Callable[[], Callable[[Path], None]],
 ) -> T:
-    """Return an entry of the cache; written first if it is missing or damaged.
+    """Return an entry of the cache, written first if it is missing or damaged. Raises SaveError.
 
     Args:
         entry: Its folder.
         kind: What the cache holds, for messages.
         read: Returns the entry in a folder; None if it is missing or damaged.
-        build: Makes the content, and returns what writes it to an empty folder: a refusal must
-            leave nothing in the cache.
-
-    Raises:
-        SaveError: The cache cannot be written.
+        build: Makes the content before anything is written, so that a refusal leaves nothing in the
+            cache; returns what writes it to an empty folder.
     """
     if (content := read(entry)) is None:
         try:

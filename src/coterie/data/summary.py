@@ -53,9 +53,7 @@ class SplitSummary:
 
 @dataclass(frozen=True)
 class ClientSummary:
-    """The texts of one client. A document may be shared with, cross to or be near to those of any
-    client.
-    """
+    """The texts of one client; shared, crossing and near documents count against all clients."""
 
     splits: Mapping[str, SplitSummary]
     repeated: int  # repetitions of documents
@@ -127,7 +125,7 @@ def _splits(
 
 
 def _lengths(split: Split, end: int | None) -> Numbers:
-    """Return the number of tokens of each document, including the end token."""
+    """Return the number of tokens of each document, with the end token."""
     if isinstance(split, ChatSplit):
         return split.lengths.astype(np.int64)
     assert isinstance(split, TokenSplit)
@@ -169,7 +167,7 @@ def _odd(texts: Iterable[str]) -> dict[str, int]:
 
 
 def _scripts(texts: Iterable[str]) -> dict[str, float]:
-    """Return the shares of the letters of texts by script, the largest ones."""
+    """Return the shares of letters by script, of the most frequent scripts."""
     characters, counts = Counter[str](), Counter[str]()
     for text in texts:
         characters.update(text)

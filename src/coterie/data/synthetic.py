@@ -90,11 +90,11 @@ class Synthetic(Section):
 
     @property
     def shared_words(self) -> list[str]:
-        """The words with the same successors for all clients, in their order."""
+        """The words with the same successors for all clients, in order."""
         return self._shuffled(_SHARED.split(), "shared")
 
     def private_words(self, client: int) -> list[str]:
-        """Return the words with other successors for each client, in the order of this one."""
+        """Return the words whose successors depend on the client, in this client's order."""
         words = self._shuffled(_CONTENT.split(), "words")[:_WORDS]
         return self._shuffled(words, "private", client)
 
@@ -102,8 +102,8 @@ class Synthetic(Section):
         return [f"client-{i}" for i in range(self.clients)]
 
     def _shuffled(self, words: Sequence[str], *purpose: int | str) -> list[str]:
-        """Return the words in random order. Of `Random` only `random` is stable between versions of
-        Python, so `shuffle` is not used.
+        """Return the words in random order; `Random.random`, unlike `shuffle`, is stable between
+        Pythons.
         """
         random = Random(derive_seed(self.seed, *purpose))
         return [word for _, word in sorted((random.random(), word) for word in words)]
@@ -115,7 +115,7 @@ class Synthetic(Section):
         }
 
     def _documents(self, client: int, split: str) -> Iterator[str]:
-        """Yield enough documents for the bound: a word is at least one token."""
+        """Yield enough documents for the bound; a word is at least one token."""
         bound = self._bound(split, client)
         assert bound is not None
         kinds = self.shared_words, self.private_words(client)
@@ -126,7 +126,7 @@ class Synthetic(Section):
 
 
 def _words(kinds: tuple[list[str], list[str]], random: Random) -> Iterator[str]:
-    """Yield the words of phrases without end."""
+    """Yield the words of endless phrases."""
     while True:
         words = kinds[random.random() >= 0.5]
         place = int(random.random() * _WORDS)

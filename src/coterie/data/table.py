@@ -64,8 +64,8 @@ class Table(ByClient):
 
 
 def in_memory(data: Any) -> Any:
-    """Return a `data` section (or fields of one) with a file in the cache in place of a table,
-    which may be the value of `table`. Raises DataError for no table, SaveError.
+    """Return a `data` section or its fields with a table in memory, the value itself or its
+    `table`, replaced by a file in the cache. Raises DataError for no table, SaveError.
     """
     if isinstance(data, Mapping) and "table" in data:
         fields = {name: value for name, value in data.items() if name != "table"}
@@ -76,7 +76,7 @@ def in_memory(data: Any) -> Any:
 
 
 def _is_table(data: Any) -> bool:
-    """Whether a value is a table and not the fields of a section, which have a kind or a path."""
+    """Whether a value is a table rather than a section's fields, which have a kind or a path."""
     if isinstance(data, Mapping):
         columns = list(data.values())
         return len(columns) > 1 and all(
@@ -86,7 +86,7 @@ def _is_table(data: Any) -> bool:
 
 
 def _rows(table: Any) -> list[dict[str, Any]]:
-    """Return the rows of a table, with values of Python; missing ones are None."""
+    """Return the rows of a table as Python values; missing ones are None."""
     if hasattr(table, "features") and hasattr(table, "column_names"):  # a datasets.Dataset
         table = list(class_names(table, table.features))
     elif hasattr(table, "to_pylist"):  # of pyarrow
@@ -129,7 +129,7 @@ def _zipped(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows as JSON lines to the cache, under a name by their content. Raises SaveError."""
+    """Write rows as JSON lines to the cache, named by their content. Raises SaveError."""
     lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     text = "".join(f"{line}\n" for line in lines).encode("utf-8", errors="surrogatepass")
     folder = default_cache() / "tables"

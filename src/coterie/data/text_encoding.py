@@ -1,5 +1,5 @@
-"""Text as token ids: the tokens that begin a document, control tokens in people's text, and digests
-of tokenizers.
+"""Text as token ids: the beginning of documents, control tokens in people's text, and digests of
+tokenizers.
 
 A tokenizer turns `<|im_end|>` into the token that ends a turn, whoever wrote it. In people's text
 it stays text: a copy of the tokenizer encodes it, in which control tokens have random names, new in
@@ -40,7 +40,7 @@ _BEGUN = f"{_NAME}{chr(_PLANE + _LETTERS)}"  # before marked text that begins as
 
 
 def backend_of(tokenizer: Any) -> Tokenizer:
-    """Return what a fast tokenizer of transformers wraps. Raises DataError for a slow one."""
+    """Return the backend of a fast tokenizer of transformers. Raises DataError for a slow one."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise DataError(
@@ -51,16 +51,13 @@ def backend_of(tokenizer: Any) -> Tokenizer:
 
 
 class TextEncoder:
-    """Encodes people's text for one base.
+    """Encodes people's text for one base. Raises DataError for a slow tokenizer.
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        control_tokens: What is done with control tokens in people's text: they stay text, become
-            tokens, or are refused.
+        control_tokens: Whether control tokens in people's text stay text, become tokens, or are
+            refused.
         template: A chat template; the added tokens that it writes are control tokens, too.
-
-    Raises:
-        DataError: The tokenizer is not a fast one.
     """
 
     def __init__(
@@ -77,7 +74,7 @@ class TextEncoder:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer puts before a text, and those behind it."""
+        """The ids that the tokenizer puts before and after a text."""
         whole: list[int] = self.tokenizer("a")["input_ids"]
         text: list[int] = self.tokenizer("a", add_special_tokens=False)["input_ids"]
         places = range(len(whole) - len(text) + 1)
@@ -91,8 +88,8 @@ class TextEncoder:
         return [] if end is None else [int(end)]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, people's or marked, without what begins and ends a document.
-        Raises DataError for refused control tokens.
+        """Return the ids of each text, people's or marked, without those that begin and end a
+        document. Raises DataError for refused control tokens.
         """
         self.check(list(texts))
         marked = any(_NAME in text for text in texts)
@@ -106,15 +103,15 @@ class TextEncoder:
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a document to continue; of an empty one, the token that begins a
-        document, or else the end of the one before it. Marked text begins as `begun` says.
+        document, or else the one that ends the previous one. Marked text begins as `begun` says.
         """
         if text.startswith(_BEGUN):
             return self.encode([text.removeprefix(_BEGUN)])[0]
         return [*self.begin, *self.encode([text])[0]] or self.end
 
     def whole(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Return the ids of each text for a classifier, with the tokenizer's ids before and behind
-        it, at most `length`: the end of a longer text is cut off.
+        """Return the ids of each text for a classifier, with the tokenizer's ids around it, cut to
+        `length`.
         """
         before, behind = self._around
         room = max(length - len(before) - len(behind), 0)
@@ -129,11 +126,11 @@ class TextEncoder:
         return sum(len(self.controls_in(text)) for text in _texts(value))
 
     def last_control(self, marked: str, end: int) -> int:
-        """Return the start of the last control token in marked text before a place; 0 if none."""
+        """Return the start of the last control token in marked text before `end`; 0 if none."""
         return max(marked.rfind(_NAME, 0, end), 0)
 
     def check(self, value: Any) -> None:
-        """Raise a DataError for control tokens in any text of a value, if they are refused."""
+        """Refuse control tokens in any text of a value, if so configured. Raises DataError."""
         if self.control_tokens != "refuse":
             return
         tokens = Counter(token for text in _texts(value) for token in self.controls_in(text))
@@ -146,12 +143,11 @@ class TextEncoder:
     # What a template writes: its own control tokens are tokens, those of the messages are text.
 
     def shield(self, value: Any, spoken: bool = False) -> Any:
-        """Return a message, or any part of one, in which a template cannot write control tokens.
+        """Return a message, or a part of one (text, lists and mappings), with control tokens made
+        inert.
 
-        Args:
-            value: Text, or lists and mappings of text.
-            spoken: Whether a model has written it: its thoughts and calls may be added tokens, so
-                only special tokens become text.
+        If a model has `spoken` it, only special tokens become text: thoughts and calls may be added
+        tokens.
         """
         if isinstance(value, str):
             pattern = self._special if spoken else self._pattern
@@ -163,25 +159,25 @@ class TextEncoder:
         return value
 
     def marked(self, rendered: str) -> str:
-        """Return shielded messages that a template has rendered, with private names for its control
-        tokens, for `encode_marked`.
+        """Return rendered messages that were shielded, with private names for the template's
+        control tokens, for `encode_marked`.
         """
         return self._pattern.sub(lambda match: self._names[match[0]], rendered).replace(_BREAK, "")
 
     def begun(self, marked: str) -> str:
-        """Return marked text for `prompt`, which puts nothing before it."""
+        """Return marked text for `prompt`, which then prepends nothing."""
         return _BEGUN + marked
 
     def unmarked(self, marked: str) -> str:
-        """Return marked text as it reads."""
+        """Return marked text in its readable form."""
         marked = marked.removeprefix(_BEGUN)
         for token, name in self._names.items():
             marked = marked.replace(name, token)
         return marked
 
     def encode_marked(self, text: str) -> tuple[Ids, Ids]:
-        """Return the ids of marked text, (T,), and the first character and the end of each,
-        (T, 2); white space in front of a token counts as part of it.
+        """Return the ids of marked text, (T,), and the first and end character of each, (T, 2);
+        white space before a token is part of it.
         """
         (encoding,) = self._encodings([text])
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
@@ -194,7 +190,7 @@ class TextEncoder:
 
     @cached_property
     def _controls(self) -> dict[str, int]:
-        """Control tokens and their ids: special tokens, and added ones that the template writes."""
+        """Ids of control tokens: special tokens, and added ones that the template writes."""
         added = self.tokenizer.added_tokens_decoder
         written = self._template or str(getattr(self.tokenizer, "chat_template", None) or "")
         return {
@@ -241,9 +237,7 @@ class TextEncoder:
 
     @cached_property
     def _own_ids(self) -> dict[int, int]:
-        """The ids of control tokens by their different ids in the renamed tokenizer, which
-        renumbers added tokens if the original ids have gaps.
-        """
+        """Ids of control tokens by their ids in the renamed tokenizer, which closes gaps in ids."""
         renamed = {
             self._renamed.token_to_id(self._names.get(token.content, token.content)): int(i)
             for i, token in self.tokenizer.added_tokens_decoder.items()
@@ -268,7 +262,7 @@ def missing_row(tokenizer: Any, id: int, rows: int) -> str:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of some texts, the longest first."""
+    """Return a pattern that matches any of the texts, the longest first."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
@@ -291,7 +285,7 @@ PROBE = "The  quick (brown) fox\n\tjumps over 12,345 lazy_dogs: l'été, Straße
 
 @dataclass(frozen=True)
 class TokenizerDigest:
-    """A digest of a tokenizer; that of its file would change with the library's versions."""
+    """A digest of a tokenizer's content; its file's would change with the library's versions."""
 
     digest: str  # of all tokens and of whether they are special
     tokens: int  # number of ids
@@ -305,7 +299,7 @@ class TokenizerDigest:
         return cls(digest, len(tokens), tuple(TextEncoder(tokenizer).prompt(PROBE)))
 
     def difference(self, tokenizer: Any) -> str:
-        """Return a description of how a tokenizer differs; "" if it does not."""
+        """Return how a tokenizer differs, in words; "" if it does not."""
         now = TokenizerDigest.of(tokenizer)
         if self == now:
             return ""
@@ -319,7 +313,7 @@ class TokenizerDigest:
 
 
 def _tokens(tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the token of each id, and whether it is special; "" for an id without any."""
+    """Return the token of each id, and whether it is special; "" for unused ids."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     tokens = dict(zip(vocabulary.values(), vocabulary, strict=True))

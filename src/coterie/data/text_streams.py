@@ -1,4 +1,4 @@
-"""Texts as streams of token ids: running text, or documents that begin as the base's texts begin.
+"""Texts as streams of token ids: running text, or documents that begin as the base's texts do.
 
 If a base's tokenizer puts a token before texts, the base has never read a window that starts within
 a document, and may never have predicted the end token. For such a base every document is read by
@@ -40,15 +40,15 @@ class SplitTexts:
 
 
 class StreamEncoder(Protocol):
-    """The interface of encoders of a section's documents."""
+    """Interface of encoders of a section's documents."""
 
     @property
     def fingerprint(self) -> Any:
-        """JSON value on which token ids depend beside the texts, the fields and the tokenizer."""
+        """JSON value on which token ids depend besides texts, fields and tokenizer."""
 
     @property
     def notes(self) -> Iterable[str]:
-        """Sentences about the documents, complete when the streams are read."""
+        """Sentences about the documents, complete once the streams are read."""
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
         """Return a split of a client's arrays. Raises DataError if it is empty."""
@@ -57,7 +57,7 @@ class StreamEncoder(Protocol):
         """Return one split of a client as arrays. Raises DataError."""
 
     def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
-        """Return the arrays of splits as streams of the cache. Raises DataError."""
+        """Return the arrays of splits as streams for the cache. Raises DataError."""
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return a phrase about the encoded documents."""
@@ -82,9 +82,7 @@ class TextStreams(ABC):
         return {key: np.concatenate([empty, *pieces]) for key, pieces in streams}
 
     def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
-        """Return the arrays of splits as streams of the cache, encoded as they are read. Raises
-        DataError.
-        """
+        """Return the arrays of splits as streams, encoded as they are read. Raises DataError."""
         controls: dict[ClientId, Controls] = {}
         for part in parts:
             counted = controls.setdefault(part.client, Counter())
@@ -99,9 +97,7 @@ class TextStreams(ABC):
         """Yield the arrays of a split by name, each in pieces; count control tokens."""
 
     def _encoded(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[list[int], bool]]:
-        """Yield, lazily, the ids of documents, long ones in parts, each with whether it is the
-        last.
-        """
+        """Yield, lazily, documents' ids, long ones in parts, with whether each is the last."""
         where = f"client {part.client!r}, " * bool(part.client) + f"{part.name}: "
         with Refusals() as refusals, refusals.gather(where):
             for batch in _batches(part.documents):
@@ -132,7 +128,7 @@ class TextStreams(ABC):
 
 
 class RunningText(TextStreams):
-    """An encoder of documents as running text, with the end token behind each."""
+    """Encodes documents as running text, each followed by the end token."""
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
         return token_split(name, arrays, context, seed)
@@ -157,8 +153,8 @@ class RunningText(TextStreams):
 
 
 class SeparateDocuments(TextStreams):
-    """An encoder of separate documents, which begin as the base's texts, for `ChatSplit`. One
-    longer than a window is cut into pieces that share one token: every token is predicted once.
+    """Encodes separate documents that begin as the base's texts, for `ChatSplit`. One longer than a
+    window is cut into pieces that share one token: every token is predicted once.
     """
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
@@ -171,7 +167,7 @@ class SeparateDocuments(TextStreams):
         return ChatSplit(name, arrays[name], arrays[f"{name}.counted"], lengths, context, seed)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return a phrase about the beginning of documents."""
+        """Return a phrase about how documents begin."""
         begin = self.texts.tokenizer.decode(self.texts.begin)
         return f"each document begins with {begin}, as the base's texts do, and is read by itself"
 
@@ -212,14 +208,12 @@ class SeparateDocuments(TextStreams):
 
 
 def text_streams(texts: TextEncoder) -> RunningText | SeparateDocuments:
-    """Return the encoder for a base: of running text unless its tokenizer begins texts with a
-    token.
-    """
+    """Return the encoder for a base: running text unless its tokenizer begins texts."""
     return SeparateDocuments(texts) if texts.begin else RunningText(texts)
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield batches of parts of documents, each with whether it ends its document."""
+    """Yield batches of parts of documents, with whether each ends its document."""
     batch: list[tuple[str, bool]] = []
     characters = 0
     for part in (part for text in documents for part in _parts(text)):
@@ -233,8 +227,8 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield parts of a text of at most a million characters, cut before spaces, each with whether
-    it is the last.
+    """Yield parts of at most a million characters, cut before spaces, with whether each is the
+    last.
     """
     start = 0
     while len(text) - start > LONGEST:

@@ -1,4 +1,4 @@
-"""Values of tables: missing values, names of clients, and texts."""
+"""Values in tables: missing values, client names, and texts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,7 +10,7 @@ _EXACT = 2**53  # up to which floats hold every integer
 
 
 def plain(value: Any) -> Any:
-    """Return a value of NumPy, pandas or pyarrow as one of Python, with None for missing values."""
+    """Return a value of NumPy, pandas or pyarrow as a Python value; missing ones as None."""
     if isinstance(value, str):
         return str(value)
     if isinstance(value, Mapping):
@@ -25,8 +25,8 @@ def plain(value: Any) -> Any:
 
 
 def uncolumned(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar table without the nulls that it adds to objects: there all objects
-    of a column have the same keys.
+    """Return a row of a columnar table without the nulls that give all objects of a column the same
+    keys.
     """
     return {name: _without_nulls(value) for name, value in row.items()}
 
@@ -46,8 +46,8 @@ def is_missing(value: Any) -> bool:
 
 
 def client_name(value: Any, where: str, column: str) -> str | None:
-    """Return the name of the client in a field, stripped and in normal form C; None where it is
-    missing. Raises DataError for other values, and for numbers that are not exact.
+    """Return the client's name in a field, stripped and in normal form C; None if it is missing.
+    Raises DataError for other values and for inexact numbers.
     """
     if isinstance(value, list | Mapping | bytes):
         kind = type(value).__name__
@@ -65,7 +65,7 @@ def client_name(value: Any, where: str, column: str) -> str | None:
 
 
 def text_of(value: Any, where: str, column: str) -> str | None:
-    """Return the text in a field; None where it is missing or blank. Raises DataError."""
+    """Return the text in a field; None if it is missing or blank. Raises DataError."""
     if isinstance(value, str):
         if mistake := text_mistake(value):
             raise DataError(f"{where}: column {column!r} {mistake}", "Repair it, or leave it out.")

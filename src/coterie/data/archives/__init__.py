@@ -1,4 +1,4 @@
-"""People's own archives, as messengers and mail programs export them, as conversations."""
+"""Conversations in people's own archives, as messengers and mail programs export them."""
 
 import json
 import shlex
@@ -23,7 +23,7 @@ _FORMS = {"chatgpt": chatgpt, "telegram": telegram, "whatsapp": whatsapp, "slack
 
 
 def kind_of(path: Path) -> Kind | None:
-    """Return the form of an archive, by its beginning; None for other files. Raises OSError."""
+    """Return the format of an archive by its first bytes; None for other files. Raises OSError."""
     if path.is_dir():
         return "mail" if mail.is_maildir(path) else "slack" if slack.is_export(path) else None
     if not path.is_file():
@@ -42,7 +42,7 @@ def kind_of(path: Path) -> Kind | None:
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the files of an archive that are read."""
+    """Return the files of an archive to read."""
     if not path.is_dir():
         return [path]
     return mail.files(path) if mail.is_maildir(path) else slack.files(path)
@@ -57,16 +57,14 @@ def archives_in(paths: Iterable[Path]) -> list[Path]:
 
 
 def is_part_of_export(path: Path, archives: Iterable[Path]) -> bool:
-    """Whether a file lies beside the archive of a whole account, or below: settings, and files
-    that were sent.
-    """
+    """Whether a file lies in the folder of an account's archive: settings and attachments."""
     return any(
         archive.suffix.lower() == ".json" and archive.parent in path.parents for archive in archives
     )
 
 
 def not_text(archive: Path) -> DataError:
-    """Return the refusal of an archive as text, which would be that of other people, too."""
+    """Return the refusal to read an archive as text: most of it was written by other people."""
     return DataError(
         f"{_title([archive])}: its messages are of several people",
         "Train on yours: --set data.content=chats; or leave it out.",
@@ -74,8 +72,9 @@ def not_text(archive: Path) -> DataError:
 
 
 def rows_of(paths: Iterable[Path], me: Me) -> Iterator[Row]:
-    """Yield the conversations in a client's archives as rows for `read_conversations`: mine are
-    the assistant's messages. Raises DataError for damaged archives, and if nobody in one is me.
+    """Yield the conversations in a client's archives as rows for `read_conversations`, with the
+    messages of `me` as the assistant's. Raises DataError for damaged archives, or if nobody in one
+    is `me`.
     """
     archives = [(group, list(_chats(group))) for group in _groups(paths)]
     _check_names([(_title(group), chats) for group, chats in archives], me)
@@ -91,7 +90,7 @@ def _names(me: Me) -> list[str]:
 
 
 def _groups(paths: Iterable[Path]) -> list[list[Path]]:
-    """Return the archives, those of mail together: what was sent may lie in another file."""
+    """Return the archives in groups; those of mail form one, as a reply may be in another file."""
     paths = list(paths)
     mails = [path for path in paths if kind_of(path) == "mail"]
     return [[path] for path in paths if path not in set(mails)] + [mails] * bool(mails)
@@ -120,7 +119,7 @@ def _title(group: Sequence[Path]) -> str:
 
 
 def _check_names(archives: Sequence[tuple[str, Sequence[Chat]]], me: Me) -> None:
-    """Refuse archives in which nobody has one of my names, and names that nobody has."""
+    """Refuse archives in which none of the names `me` occurs, and names that occur in none."""
     given, speakers = _names(me), list[str]()
     problems, advised = list[str](), list[str]()
     for title, chats in archives:
@@ -156,7 +155,9 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def _likely(counts: Counter[str], me: Me) -> str:
-    """Return the name that is probably the client's: one like its id, or that of most messages."""
+    """Return the name that is probably the client's: similar to its id, or else the most frequent
+    one.
+    """
     client = names.folded(_client(me))
     return max(counts, key=lambda name: (client in names.folded(name), counts[name]))
 
@@ -166,7 +167,7 @@ def _client(me: Me) -> str:
 
 
 def _setting(people: Sequence[str], me: Me) -> str:
-    """Return the setting of names as one types it."""
+    """Return the setting of names as a user writes it."""
     value: Any = people[0] if len(people) == 1 else people
     client, key = _client(me), "data.me"
     if not client:

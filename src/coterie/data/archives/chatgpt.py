@@ -25,7 +25,7 @@ def chats(path: Path) -> Iterator[Chat]:
 
 
 def _branch(conversation: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the messages from the first to that which was shown last: others were replaced."""
+    """Return the messages of the branch that was shown last, the first message first."""
     nodes = conversation["mapping"]
     id: str | None = member(conversation, "current_node", str, where)
     visited: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def _branch(conversation: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _post(message: Any, where: str) -> Post | None:
-    """Return a message of the two that people see; None for tools, system and hidden ones."""
+    """Return a user's or assistant's message; None for tools, system and hidden ones."""
     role = member(member(message, "author", dict, where), "role", str, where)
     content = member(message, "content", dict, where)
     metadata = message.get("metadata") or {}
@@ -59,7 +59,7 @@ def _post(message: Any, where: str) -> Post | None:
 
 
 def _text(part: Any) -> str:
-    """Return the text of a part, or its kind: `[image]`."""
+    """Return the text of a part, or a placeholder such as `[image]`."""
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):

@@ -28,7 +28,7 @@ _MARKS |= dict.fromkeys(map(ord, "\u2066\u2067\u2068\u2069"))
 
 @dataclass(frozen=True)
 class Post:
-    """Something that somebody wrote."""
+    """One message by one person."""
 
     where: str  # its place, for error messages
     speaker: str  # its author, as `data.me` names people
@@ -40,31 +40,31 @@ class Post:
 
 @dataclass(frozen=True)
 class Chat:
-    """Posts that belong together, the oldest first."""
+    """Messages of one conversation, the oldest first."""
 
     posts: Sequence[Post]  # the posts of all people
     whole: bool = False  # whether they are one conversation, however long it lasts
 
 
 def plain_name(name: str) -> str:
-    """Return a person's name without marks of direction, in normal form, with single spaces."""
+    """Return a name in normal form, without direction marks and with single spaces."""
     return names.normal(" ".join(name.translate(_MARKS).split()))
 
 
 def name_keys(people: Iterable[str]) -> set[str]:
-    """Return keys that are equal for names that differ in case, spaces or marks alone."""
+    """Return keys of names, equal for names that differ only in case, spaces or marks."""
     return {names.folded(plain_name(name)) for name in people}
 
 
 def told_apart(people: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of people by id, with the id added to names that several people have."""
+    """Return the names of people by id; names that several people have get the id appended."""
     keys = {id: names.folded(plain_name(name)) for id, name in people.items()}
     counts = Counter(keys.values())
     return {id: f"{name} ({id})" if counts[keys[id]] > 1 else name for id, name in people.items()}
 
 
 def seconds(value: Any, where: str) -> float:
-    """Return the time that a number or an ISO date states, as text or not. Raises DataError."""
+    """Return the time given by a number or an ISO date, in seconds. Raises DataError."""
     try:
         if isinstance(value, str) and "-" in value[1:]:
             return datetime.fromisoformat(value).timestamp()
@@ -74,12 +74,12 @@ def seconds(value: Any, where: str) -> float:
 
 
 def damaged(where: str, problem: str) -> DataError:
-    """Return the refusal of an archive."""
+    """Return the error for a damaged archive."""
     return DataError(f"{where}: {problem}", "Export the archive again, or leave it out.")
 
 
 def load(path: Path) -> Any:
-    """Return the content of an archive's JSON file. Raises DataError if it is not readable JSON."""
+    """Return the content of a JSON file. Raises DataError if it is not readable JSON."""
     try:
         return json_of(read_text(path))
     except ValueError as error:
@@ -95,8 +95,9 @@ def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> A
 
 
 def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Row]:
-    """Yield the conversations in which I, whose `name_keys` are given, wrote something, as rows for
-    `read_conversations`: mine is the assistant's part. If there are several others, each is named.
+    """Yield the conversations in which `me` (`name_keys`) wrote something as rows for
+    `read_conversations`, with these messages as the assistant's. Several others are named in the
+    text.
     """
     for chat in chats:
         speakers = {post.speaker for post in chat.posts}
@@ -109,7 +110,7 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
 
 
 def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
-    """Yield the turns between silences, in parts not much longer than `LONGEST`."""
+    """Yield the turns in parts, cut at long silences and after about `LONGEST`."""
     part, size, answered = deque[Turn](), 0, False
     for post, is_mine in turns:
         too_long = answered and not is_mine and size > LONGEST

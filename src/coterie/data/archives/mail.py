@@ -1,4 +1,4 @@
-"""Mail: mbox files and Maildir folders; threads are conversations."""
+"""Mail in mbox files and Maildir folders; each thread is a conversation."""
 
 import email.utils
 import mailbox
@@ -29,7 +29,9 @@ _NOT_USED = ("idna", "punycode", "us-ascii")
 
 
 class _Mail(NamedTuple):
-    """A mail: its own id, those that it names, and what joins it to a thread without them."""
+    """A mail with its id, the ids that it refers to, and the key that joins it to a thread without
+    them.
+    """
 
     post: Post
     id: str
@@ -39,12 +41,12 @@ class _Mail(NamedTuple):
 
 
 def is_maildir(folder: Path) -> bool:
-    """Whether a folder holds mails, each a file."""
+    """Whether a folder holds mails as separate files."""
     return all((folder / name).is_dir() for name in ("cur", "new", "tmp"))
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the mails of a Maildir and of the folders in it, without drafts and deleted ones."""
+    """Return the mails of a Maildir and its subfolders, without drafts and deleted ones."""
     places = ("cur", "new", ".*/cur", ".*/new")
     paths = (path for place in places for path in sorted(folder.glob(f"{place}/*")))
     return [p for p in paths if p.is_file() and not set("DT") & set(p.name.partition(":2,")[2])]
@@ -68,14 +70,14 @@ def chats(paths: Iterable[Path]) -> Iterator[Chat]:
 
 
 def _place(mail: _Mail, times: Mapping[str, float]) -> tuple[float, bool]:
-    """Return what mails are sorted by: one without a valid date is behind what it answers."""
+    """Return the sort key of a mail; one without a valid date follows the mail that it answers."""
     if mail.post.time is not None:
         return mail.post.time, False
     return max((times[id] for id in mail.references if id in times), default=0.0), True
 
 
 def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each mail, with its place."""
+    """Yield each mail with its location."""
     if path.is_dir():
         for mail in files(path):
             with refusing(DataError, str(mail), "Leave it out."):
@@ -89,7 +91,7 @@ def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _whole(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the mails of an mbox file: a line of text may begin as those between mails do."""
+    """Yield the mails of an mbox file, also where a line of text looks like a separator."""
     parts: list[bytes] = []
     for piece in pieces:
         if parts and BEGINNING.match(piece[:_LINE].decode("latin-1")):
@@ -118,14 +120,14 @@ def _read(where: str, message: Message) -> _Mail:
 
 
 def _header(message: Message, name: str, most: int = _LINE) -> str:
-    """Return the first characters of a header as it stands, unfolded; "" where there is none."""
+    """Return the first `most` characters of a header, raw and unfolded; "" if it is missing."""
     value = next((value for key, value in message.raw_items() if key.lower() == name), "")
     raw = str(value)[:most].encode("ascii", "surrogateescape")
     return " ".join(raw.decode("utf-8", "replace").split())
 
 
 def _decoded(text: str) -> str:
-    """Return the text of a header, whose words may be encoded."""
+    """Return a header with its encoded words decoded."""
     try:
         return str(make_header(decode_header(text)))
     except (ValueError, LookupError):
@@ -150,7 +152,7 @@ def _text(message: Message) -> str:
 
 
 def _text_parts(message: Message) -> Iterator[Message]:
-    """Yield the parts of a mail that are its text: no attachments, nor mails within it."""
+    """Yield the parts that are the mail's text: no attachments, no enclosed mails."""
     waiting = [message]
     while waiting:
         part = waiting.pop()
@@ -165,7 +167,7 @@ def _text_parts(message: Message) -> Iterator[Message]:
 
 
 def _content(part: Message) -> str:
-    """Return the characters of a part."""
+    """Return the decoded characters of a part."""
     content = part.get_payload(decode=True)
     assert isinstance(content, bytes)
     charset = str(part.get_content_charset("utf-8"))
@@ -178,7 +180,7 @@ def _content(part: Message) -> str:
 
 
 def _unwrapped(part: Message) -> str:
-    """Return the text of a plain part, its wrapped lines joined (RFC 3676)."""
+    """Return the text of a plain part with wrapped lines joined (RFC 3676)."""
     text = _content(part)
     if str(part.get_param("format", "")).lower() != "flowed":
         return text
@@ -186,7 +188,7 @@ def _unwrapped(part: Message) -> str:
 
 
 def _threads(mails: Sequence[_Mail]) -> Iterable[list[_Mail]]:
-    """Return the threads: mails that name each other, else answers by subject and people."""
+    """Return the threads: mails that refer to each other, or else share subject and people."""
     parents: dict[Hashable, Hashable] = {}
 
     def root(key: Hashable) -> Hashable:
@@ -225,7 +227,7 @@ _YEAR_OR_ADDRESS = re.compile(r"(?:19|20)\d\d|@")
 
 
 def written_here(text: str) -> str:
-    """Return the lines of a mail that its sender wrote."""
+    """Return the lines of a mail that its sender wrote, without quotations and signature."""
     lines = re.sub("(?m)^>From ", "From ", text).split("\n")  # as mbox files escape it
     kept: list[str] = []
     number = 0
@@ -247,7 +249,7 @@ def written_here(text: str) -> str:
 
 
 def _ends(lines: Sequence[str], number: int) -> bool:
-    """Whether the sender's text ends before a line: by a signature or another mail's header."""
+    """Whether the sender's text ends before a line: at a signature or another mail's header."""
     line, following = lines[number], lines[number + 1 : number + 5]
     if line in _SIGNATURE:
         return True
@@ -257,7 +259,7 @@ def _ends(lines: Sequence[str], number: int) -> bool:
 
 
 def _introduction(lines: Sequence[str], number: int) -> int:
-    """Return how many lines from here on say who wrote what follows: `On 12 May Ben wrote:`."""
+    """Return how many lines from here on introduce a quotation: `On 12 May Ben wrote:`."""
     for length in (1, 2, 3):
         joined = " ".join(lines[number : number + length]).strip()
         if len(joined) <= _LONGEST and joined.endswith(":") and _WROTE.fullmatch(joined):
@@ -266,7 +268,7 @@ def _introduction(lines: Sequence[str], number: int) -> int:
 
 
 def _remove_introduction(kept: list[str]) -> None:
-    """Remove the line before a quotation that says whose it is, in whatever language."""
+    """Remove the line that introduces a quotation, in any language."""
     for last in range(len(kept) - 1, max(len(kept) - 4, -1), -1):
         if kept[last]:
             if kept[last].endswith(":") and _YEAR_OR_ADDRESS.search(kept[last]):
@@ -275,7 +277,7 @@ def _remove_introduction(kept: list[str]) -> None:
 
 
 class _Stripper(HTMLParser):
-    """Collects the text of HTML; quoted lines begin with `> ` as in plain text."""
+    """Collect the text of HTML; quoted lines begin with `> ` as in plain text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,7 +305,7 @@ class _Stripper(HTMLParser):
 
 
 def text_of_html(html: str) -> str:
-    """Return the text of HTML, a line for each block."""
+    """Return the text of HTML, one line for each block."""
     stripper = _Stripper()
     stripper.feed(html[:_HTML])
     stripper.close()

@@ -31,12 +31,12 @@ def is_export(folder: Path) -> bool:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the files that are read, the oldest of each channel first."""
+    """Return the files to read, the oldest of each channel first."""
     return [folder / USERS, *sorted(path for path in folder.glob("*/*.json") if path.is_file())]
 
 
 def chats(folder: Path) -> Iterator[Chat]:
-    """Yield the threads of an export, and other talk in its channels. Raises DataError."""
+    """Yield the threads of an export and the other messages of each channel. Raises DataError."""
     users, *days = files(folder)
     people = _people(users)
     for channel in sorted({path.parent for path in days}):
@@ -72,7 +72,7 @@ def _name(profile: dict[str, Any], user: dict[str, Any], id: str) -> str:
 
 
 def _posts(path: Path, people: dict[str, str]) -> Iterator[tuple[str, Post]]:
-    """Yield what people wrote on a day, each with the thread that it is in, if any."""
+    """Yield the messages of one day, each with its thread, if any."""
     messages = load(path)
     if not isinstance(messages, list):
         raise damaged(str(path), "not a list of messages")
@@ -92,7 +92,7 @@ def _posts(path: Path, people: dict[str, str]) -> Iterator[tuple[str, Post]]:
 
 
 def _text(text: str, people: dict[str, str]) -> str:
-    """Return text as people saw it, with names for ids and without what Slack marks up."""
+    """Return text as it was displayed: names in place of ids, without Slack's markup."""
     return html.unescape(_LINK.sub(lambda link: _shown(link[1], people), text)).strip()
 
 

@@ -48,7 +48,7 @@ def _chats_of(export: Any, path: Path) -> list[Any]:
 
 
 def _messages(chat: Any, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the messages of people in a chat, each with its place."""
+    """Return the messages that people wrote in a chat, each with its location."""
     messages = member(chat, "messages", list, f"{path}, chat")
     where = f"{path}, chat {str(chat.get('name') or chat.get('id'))!r}"
     places = [(f"{where}, message {n}", message) for n, message in enumerate(messages, start=1)]
@@ -69,7 +69,7 @@ def _post(message: dict[str, Any], where: str, people: dict[str, str]) -> Post:
 
 
 def _text(message: dict[str, Any], where: str) -> str:
-    """Return the text of a message, which may be in pieces: links, bold words, mentions."""
+    """Return the text of a message, which may consist of pieces: links, bold words, mentions."""
     text = member(message, "text", (str, list), where)
     pieces = [text] if isinstance(text, str) else text
     if not all(isinstance(piece, str | dict) for piece in pieces):

@@ -1,4 +1,4 @@
-"""WhatsApp's export of a chat: a `.txt` of Android or of an iPhone, in any language."""
+"""WhatsApp's export of a chat: a `.txt` file of Android or iPhone, in any language."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -86,7 +86,7 @@ def chats(path: Path) -> Iterator[Chat]:
 
 
 def _entries(path: Path) -> Iterator[tuple[_Line, list[str]]]:
-    """Yield each message or notice, with its further lines."""
+    """Yield each message or notice with its continuation lines."""
     current: tuple[_Line, list[str]] | None = None
     for number, text in enumerate(read_text(path).split("\n"), start=1):
         if header := _HEADER.match(text):
@@ -113,8 +113,8 @@ def _line(path: Path, number: int, header: re.Match[str]) -> _Line:
 
 
 def _days(path: Path, lines: Sequence[_Line]) -> list[int]:
-    """Return the days of all lines, by the order of day, month and year that fits all of them
-    and in which they go back least often; of several, that in which the chat is shortest.
+    """Return the days of all lines, read in the order of day, month and year that fits all and goes
+    back in time least often; of several such orders, the one with the shortest chat.
     """
     best: list[int] = []
     best_score = None
@@ -146,7 +146,7 @@ def _day(fields: tuple[int, int, int], order: tuple[int, int, int]) -> int | Non
 
 
 def _text(lines: Sequence[str]) -> str:
-    """Return what a person wrote, without what stands for pictures; "" for nothing."""
+    """Return what a person wrote, without placeholders for media; "" if nothing is left."""
     lines = [_ADDED.sub("", line) for line in lines]
     kept = [line for line in lines if not line.startswith(_OMITTED) and not _ABSENT.fullmatch(line)]
     return _WRAPPING.sub("", "\n".join(kept)).strip()

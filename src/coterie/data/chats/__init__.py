@@ -1,4 +1,4 @@
-"""Conversations as data: read from files and tables, rendered by a base's chat template, packed."""
+"""Conversations as data: read from files and tables, rendered by a chat template, packed."""
 
 from coterie.data.chats.answers import Rendered
 from coterie.data.chats.reading import Conversation

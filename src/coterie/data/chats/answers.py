@@ -1,4 +1,4 @@
-"""The tokens of a rendered conversation, and which of them are an assistant's answers."""
+"""The tokens of a rendered conversation, and which of them belong to an assistant's answers."""
 
 from bisect import bisect_left
 from collections.abc import Collection, Sequence
@@ -41,8 +41,8 @@ class Rendered:
 
 
 def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> Span:
-    """Return a marked span of a text without the end of the answer's prompt, if that is marked,
-    too: the known `starts` of answers tell it, or the `header` that a prompt adds to its messages.
+    """Return a marked span without the end of the answer's prompt, if the mark includes it: it ends
+    at one of the known `starts` of answers, or after the `header` that a prompt appends.
     """
     start, end = span
     place = bisect_left(starts, start)
@@ -52,10 +52,10 @@ def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> 
 
 
 def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
-    """Return the ids of marked text, (T,), and the first character and the end of each, (T, 2).
+    """Return the ids of marked text, (T,), and the first and end character of each, (T, 2).
 
-    Prompt and answer are encoded apart if a token would begin before the answer, at one of
-    `starts`, and end in it: a model that answers the prompt sees the ids of the prompt alone.
+    Prompt and answer are encoded separately if a token would straddle one of `starts`: a model that
+    answers a prompt sees the ids of the prompt alone.
     """
     ids, offsets = texts.encode_marked(text)
     apart = [start for start in starts if not _begins_alike(texts, text, ids, offsets, start)]
@@ -72,7 +72,7 @@ def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[I
 
 
 def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: int) -> bool:
-    """Return whether the ids up to `start` are those of the text that ends there."""
+    """Whether the ids up to `start` are those of the text that ends there."""
     # what follows the last control token decides: tokens do not cross it
     first = texts.last_control(text, start)
     alone, _ = texts.encode_marked(text[first:start])
@@ -84,7 +84,7 @@ def _begins_alike(texts: TextEncoder, text: str, ids: Ids, offsets: Ids, start: 
 
 
 def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
-    """Return the ids and offsets of a piece, without the tokenizer's prefix if others precede."""
+    """Return a piece's ids and offsets, without the tokenizer's prefix if it `follows` others."""
     ids, offsets = texts.encode_marked(text)
     if not follows or texts.tokenizer.decode(ids) == texts.unmarked(text):
         return ids, offsets
@@ -96,8 +96,8 @@ def _piece(texts: TextEncoder, text: str, follows: bool) -> tuple[Ids, Ids]:
 def counted(
     text: str, ids: Ids, offsets: Ids, spans: Sequence[Span], special: Collection[int]
 ) -> Flags:
-    """Return which tokens are of answers, each up to the special token that ends it; an answer of
-    special tokens alone has none. Raises DataError for an answer without an end.
+    """Return which tokens belong to answers, each up to the special token that ends it; an answer
+    of special tokens alone has none. Raises DataError for an answer without an end.
     """
     flags: Flags = np.zeros(len(ids), dtype=bool)
     is_special = np.isin(ids, list(special))
@@ -115,7 +115,7 @@ def counted(
 
 
 def within(offsets: Ids, spans: Sequence[Span]) -> Flags:
-    """Return which tokens lie in any of some spans."""
+    """Return which tokens lie in any of the spans."""
     inside: Flags = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
         inside[_tokens_in(offsets, start, end)] = True
@@ -123,7 +123,7 @@ def within(offsets: Ids, spans: Sequence[Span]) -> Flags:
 
 
 def _tokens_in(offsets: Ids, start: int, end: int) -> slice:
-    """Return which tokens have characters of a span."""
+    """Return the slice of the tokens that overlap a span."""
     return slice(
         int(np.searchsorted(offsets[:, 1], start, "right")),
         int(np.searchsorted(offsets[:, 0], end, "left")),
@@ -131,15 +131,15 @@ def _tokens_in(offsets: Ids, start: int, end: int) -> slice:
 
 
 def ending(ids: Ids, flags: Flags) -> Rendered:
-    """Return the tokens up to the last one that counts; the first never does."""
+    """Return the tokens up to the last counted one; the first token is never counted."""
     flags[:1] = False
     end = int(np.flatnonzero(flags)[-1]) + 1 if flags.any() else 0
     return Rendered(ids[:end], flags[:end])
 
 
 def pair(texts: TextEncoder, prompt: str, completion: str, loss: Loss) -> Rendered:
-    """Return a prompt and its completion of plain text as a document, with its beginning and end.
-    Raises DataError without an end token, and for refused control tokens.
+    """Return a prompt and completion of plain text as one document. Raises DataError without an end
+    token, and for refused control tokens.
     """
     if not texts.end:
         raise DataError(

@@ -45,23 +45,18 @@ class Encoder:
 
     @property
     def fingerprint(self) -> Any:
-        """What token ids depend on beside the texts and the tokenizer, as JSON."""
+        """What token ids depend on besides texts and tokenizer, as JSON."""
         template = self.template
         return ["chats", 3, template.template, template.with_tools, template.texts.control_tokens]
 
     def arrays(
         self, documents: Sequence[str], name: str, context: int, limit: int | None = None
     ) -> dict[str, Tokens]:
-        """Return one split of a client as arrays, see `ChatSplit`, and notes for `said`.
+        """Return one split of a client as arrays (see `ChatSplit`) with notes, at most C + 1 tokens
+        each.
 
-        Args:
-            documents: Results of `Conversation.document`.
-            name: The name of the split.
-            context: C: a conversation has C + 1 tokens at most.
-            limit: Most tokens; the first conversation beyond it and all later ones are left out.
-
-        Raises:
-            DataError: Conversations that cannot be rendered, or have no answer.
+        From the first conversation that exceeds `limit` tokens in total, all are left out. Raises
+        DataError for conversations that cannot be rendered or have no answer.
         """
         rendered, unanswered = list[Rendered](), list[str]()
         tokens = 0
@@ -96,7 +91,7 @@ class Encoder:
     def streams(
         self, parts: Iterable[SplitTexts], context: int
     ) -> list[tuple[ClientId, str, list[Tokens]]]:
-        """Return the arrays of splits as streams of the cache. Raises DataError."""
+        """Return the arrays of splits as streams for the cache. Raises DataError."""
         streams: list[tuple[ClientId, str, list[Tokens]]] = []
         parts = list(parts)
         if self.template.template is None:
@@ -111,7 +106,7 @@ class Encoder:
         return streams
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> ChatSplit:
-        """Return a split of the arrays of a client. Raises DataError if it is empty."""
+        """Return a split of a client's arrays. Raises DataError if it is empty."""
         lengths = arrays[f"{name}.lengths"]
         if not len(lengths):
             raise DataError(
@@ -122,7 +117,7 @@ class Encoder:
         return ChatSplit(name, arrays[name], counted, lengths, context, seed, self.packing)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return what was made of the conversations, in words."""
+        """Return a phrase about the encoded conversations."""
         splits = [
             (client_arrays, name)
             for client_arrays in arrays.values()
@@ -145,7 +140,7 @@ class Encoder:
 
 
 def few(arrays: Arrays) -> str:
-    """Return how many conversations or documents there are in all, and how many are needed."""
+    """Return a phrase: how many conversations or documents there are, and how many are needed."""
     count = sum(len(arrays[f"{name}.lengths"]) for name in SPLITS)
     return f"it has {count:,} in all, and three splits need {len(SPLITS)} different ones"
 
@@ -155,7 +150,7 @@ def _joined(parts: Sequence[Any]) -> Tokens:
 
 
 def _written(notes: Mapping[str, Any]) -> Tokens:
-    """Return notes in the form that the cache holds."""
+    """Return notes in the form that the cache stores."""
     return np.frombuffer(json.dumps(notes).encode(), dtype=np.uint8).astype(np.uint32)
 
 

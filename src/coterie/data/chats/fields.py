@@ -21,7 +21,7 @@ _FIELDS_OF_CHATS = ("loss", "chat_template", "chat_column", "packing", "unanswer
 
 
 def template_text(value: str) -> str:
-    """Return a template, given as Jinja or as the path of a file with it. Raises ValueError."""
+    """Return a template given as Jinja or as the path of a file. Raises ValueError."""
     if is_template(value):
         return value
     path = Path(value).expanduser()
@@ -35,12 +35,12 @@ def template_text(value: str) -> str:
 
 
 def is_template(value: str) -> bool:
-    """Whether a value is Jinja and not a path."""
+    """Whether a value is Jinja rather than a path."""
     return "{%" in value or "{{" in value
 
 
 def _listed(me: Any) -> Any:
-    """Return a name as a list of one, also in a mapping, whose keys are in normal form."""
+    """Return a name as a list of one, also as a value of a mapping, whose keys are normalised."""
     if isinstance(me, Mapping):
         return {names.normal(str(id)): _listed(people) for id, people in me.items()}
     return (me,) if isinstance(me, str) else me
@@ -108,13 +108,13 @@ class ChatFields(Section):
         return conversation_content(conversation.messages, conversation.text)
 
     def of_client(self, id: str) -> Self:
-        """Return the section with `me` of one client alone, unless all clients share it."""
+        """Return the section with the `me` of one client, unless all clients share it."""
         if isinstance(self.me, tuple):
             return self
         return self.model_copy(update={"me": {id: (self.me or {}).get(id, ())}})
 
     def conversations(self, rows: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Document]:
-        """Return the conversations of rows with their places as documents. Raises DataError."""
+        """Return conversations, given with their locations, as documents. Raises DataError."""
         return [
             conversation.document() for conversation in read_conversations(rows, self.chat_column)
         ]

@@ -1,7 +1,7 @@
-"""What a base's chat template writes of messages, marked: control tokens in them stay text.
+"""Rendering of a base's chat template in another process; control tokens in messages stay text.
 
-Chat templates are programs of strangers: they run in a process of their own, which is ended when
-they take too long, too much memory, or write too much, and when nobody waits for them any more.
+Chat templates are programs of strangers. Their process is ended when it takes too long or too much
+memory, writes too much, or when nobody waits for it any more.
 """
 
 import atexit
@@ -46,9 +46,7 @@ class JinjaProcess:
         variables: Mapping[str, Any],
         excerpts: Sequence[Excerpt],
     ) -> list[str | DataError]:
-        """Return the text of each excerpt of messages, or the template's refusal of it. Raises
-        DataError if the template goes beyond the bounds.
-        """
+        """Return each excerpt's text, or the template's refusal of it. Raises DataError."""
         request = {
             "template": template,
             "messages": messages,
@@ -66,7 +64,7 @@ class JinjaProcess:
         return [text if isinstance(text, str) else _refusal(*text) for text in answer["texts"]]
 
     def end(self) -> None:
-        """End the process: a waiting caller gets a DataError. The next request starts another."""
+        """End the process: a waiting caller gets a DataError, the next request starts a new one."""
         if (process := self._process) is not None and self._owner == os.getpid():
             process.kill()
             process.wait()
@@ -96,7 +94,7 @@ class JinjaProcess:
         return {"exceeded": "was ended while it ran"}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Return the process; a new one if there is none or if forked. Raises DataError."""
+        """Return the process, new if there is none or after a fork. Raises DataError."""
         process = self._process if self._owner == os.getpid() else None
         if process is not None and process.poll() is None:
             return process
@@ -141,15 +139,13 @@ _CALL: Message = {"function": {"name": "add", "arguments": {"summand": "two"}}}
 
 
 class Writer:
-    """Writes messages with a chat template (None where the base has none), or with another template
-    if there are tools.
-    """
+    """Writes messages with a base's chat template, if any, or its other template for tools."""
 
     def __init__(self, template: str | None, with_tools: str | None, texts: TextEncoder) -> None:
         self._template, self._with_tools, self._texts = template, with_tools, texts
 
     def template_for(self, tools: Sequence[Any] | None) -> str:
-        """Return the template for messages with these tools, or with none."""
+        """Return the template for messages with or without tools."""
         return str(self._with_tools if tools else self._template)
 
     def text(
@@ -159,8 +155,8 @@ class Writer:
         prompt: bool = False,
         template: str | None = None,
     ) -> str:
-        """Return the text of messages in normal form; as a prompt, with the beginning of an answer;
-        by another template in place of the base's. Raises DataError.
+        """Return the text of normal messages by the base's or the given template; with `prompt`,
+        with the beginning of an answer. Raises DataError.
         """
         part = Excerpt(0, len(messages), prompt)
         (text,) = self._texts_of(*self._shown(messages, tools), [part], template)
@@ -169,7 +165,7 @@ class Writer:
         return text
 
     def renders(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> Renders:
-        """Return the texts of messages and of their parts, each to be written on first use."""
+        """Return the texts of messages and their parts, each rendered on first use."""
         return Renders(self._texts_of, *self._shown(messages, tools))
 
     def _texts_of(
@@ -179,9 +175,7 @@ class Writer:
         excerpts: Sequence[Excerpt],
         template: str | None = None,
     ) -> list[str | DataError]:
-        """Return what the template writes of excerpts, or its refusals. Raises DataError beyond
-        bounds.
-        """
+        """Return the rendered excerpts, or refusals of them. Raises DataError beyond the bounds."""
         if self._template is None:
             raise DataError("the base has no chat template", NO_TEMPLATE)
         variables = self._texts.tokenizer.special_tokens_map
@@ -195,7 +189,7 @@ class Writer:
         tools: Sequence[Any] | None,
         arguments_as_text: bool | None = None,
     ) -> tuple[list[Message], Any]:
-        """Return messages and tools as the template is given them."""
+        """Return messages and tools in the form that the template is given."""
         if arguments_as_text is None:
             arguments_as_text = self._arguments_as_text
         shown = [as_template(message, arguments_as_text) for message in messages]
@@ -206,7 +200,7 @@ class Writer:
 
     @cached_property
     def _arguments_as_text(self) -> bool:
-        """Whether the template takes a call's arguments as JSON text alone."""
+        """Whether the template takes a call's arguments as JSON text only."""
         example = [user("Which?"), {"role": ASSISTANT, "content": "", "tool_calls": [_CALL]}]
 
         def written(as_text: bool) -> bool:

@@ -1,7 +1,6 @@
-"""A process that renders chat templates, for `jinja_process`.
+"""A process that renders chat templates, for `jinja_process`: JSON requests in, JSON answers out.
 
-It is started by its path, so that it loads transformers' function and nothing of coterie's. Each
-line of its input is a request in JSON, each of its output an answer.
+It is started by path, so that it loads transformers' function but nothing of coterie.
 """
 
 import json
@@ -14,7 +13,7 @@ _MEMORY = 1 << 29  # bytes that a template may take beside what Python itself do
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # other output must not be read as an answer
     ready: dict[str, Any] = {"ready": True}
@@ -37,7 +36,7 @@ def main() -> None:
 
 
 def _texts(render: Any, request: dict[str, Any]) -> list[Any]:
-    """Return the text of each excerpt of the messages, or a list with the reason of a refusal."""
+    """Return the text of each excerpt, or a list with the reason why it was refused."""
     texts = list[Any]()
     messages, kept = request["messages"], request["kept"]
     for begin, end, prompt in request["wanted"]:
@@ -73,7 +72,7 @@ def _bound_memory() -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Have the system end this process after so many seconds; 0: never."""
+    """Have the system end this process after this many seconds; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

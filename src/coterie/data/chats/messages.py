@@ -1,8 +1,8 @@
 """The normal form of messages, the same for training and for use.
 
 A message has a `role` and its `content` as text; an assistant's may have `reasoning_content` and
-`tool_calls`, whose arguments are objects. Others write the same in other ways: parts of text,
-arguments as JSON text, empty lists, ShareGPT's `from` and `value`.
+`tool_calls`, whose arguments are objects. Other accepted forms: content in parts, arguments as JSON
+text, empty lists, ShareGPT's `from` and `value`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,23 +41,23 @@ def user(text: str) -> Message:
 
 
 def is_answer(message: Message) -> bool:
-    """Return whether a message is an assistant's and not empty."""
+    """Whether a message is an assistant's and not empty."""
     parts = (str(message.get("content") or "").strip(), message.get("tool_calls"))
     return message["role"] == ASSISTANT and any(parts)
 
 
 def is_trained(message: Message) -> bool:
-    """Return whether a message is an answer that may be trained."""
+    """Whether a message is an answer to train on."""
     return is_answer(message) and message.get(WEIGHT) != 0
 
 
 def leading(messages: Sequence[Message]) -> int:
-    """Return how many messages at the beginning are a system's."""
+    """Return the number of system messages at the beginning."""
     return int(bool(messages) and messages[0]["role"] in ("system", "developer"))
 
 
 def normal_messages(value: Any, name: str = "messages") -> list[Message]:
-    """Return messages, a list or JSON text of it, in normal form. Raises Mistake."""
+    """Return messages, given as a list or as JSON text, in normal form. Raises Mistake."""
     value = parsed(value, name)
     if not isinstance(value, Sequence) or not value:
         kind = "empty" if value in ([], ()) else f"{type(value).__name__}, not a list of messages"
@@ -66,8 +66,8 @@ def normal_messages(value: Any, name: str = "messages") -> list[Message]:
 
 
 def normal_tools(value: Any) -> list[Any] | None:
-    """Return descriptions of tools, a list or JSON text of it or of each, as `{"type": "function",
-    "function": {...}}`; None where there are none. Raises Mistake.
+    """Return tools as `{"type": "function", "function": {...}}`, given as a list or as JSON text of
+    it or of each; None if there are none. Raises Mistake.
     """
     value = parsed(value, "tools")
     if not value:
@@ -104,7 +104,7 @@ def _message(value: Any, name: str) -> Message:
 
 
 def _content(value: Any, name: str) -> str:
-    """Return content as text: that of its parts, one behind the other."""
+    """Return content as text, with its parts concatenated."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = "".join(_part(part, name) for part in value)
     if not isinstance(value, str):
@@ -123,7 +123,7 @@ def _part(part: Any, name: str) -> str:
 
 
 def _reasoning(fields: Message, name: str) -> Message:
-    """Take the reasoning out of a message's fields, and return it under one name."""
+    """Remove the reasoning from a message's fields; return it under its normal name."""
     texts = [fields.pop(key) for key in REASONING if isinstance(fields.get(key), str)]
     if len({text for text in texts if text}) > 1:
         raise Mistake(f"{name} has several texts of reasoning ({', '.join(REASONING)})")
@@ -133,7 +133,7 @@ def _reasoning(fields: Message, name: str) -> Message:
 
 
 def _calls(fields: Message, name: str) -> Message:
-    """Take tool calls out of a message's fields, and return them in one form."""
+    """Remove the tool calls from a message's fields; return them in normal form."""
     calls = parsed(fields.pop("tool_calls", []), f"{name}.tool_calls")
     if former := fields.pop("function_call", None):  # OpenAI's until 2023
         calls = [former, *calls]
@@ -159,7 +159,7 @@ def _call(value: Any, name: str) -> Message:
 
 
 def _weight(fields: Message, name: str) -> Message:
-    """Take the weight out of a message's fields; return a weight of 0 if it is not trained."""
+    """Remove the weight from a message's fields; return a weight of 0 if it is not trained."""
     weights = [(key, fields.pop(key)) for key in _WEIGHTS if key in fields]
     for key, weight in weights:
         if weight not in (0, 1):
@@ -168,7 +168,7 @@ def _weight(fields: Message, name: str) -> Message:
 
 
 def check_text(value: Any, name: str) -> None:
-    """Refuse half of a surrogate pair in any text of a value. Raises Mistake."""
+    """Refuse lone surrogates in any text of a value. Raises Mistake."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -181,7 +181,7 @@ def check_text(value: Any, name: str) -> None:
 
 
 def parsed(value: Any, name: str, kind: str = "a list") -> Any:
-    """Return a value that may be written as JSON text, as tables have it. Raises Mistake."""
+    """Return a value that may be JSON text, as in tables. Raises Mistake."""
     if not isinstance(value, str):
         return value
     if not value.strip():

@@ -1,6 +1,4 @@
-"""Conversations from rows (`messages`, ShareGPT's form, prompts and completions), and their
-parts.
-"""
+"""Conversations from rows: `messages`, ShareGPT's form, or prompts and completions."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +49,7 @@ class Conversation:
         return bool(self.trained if self.text is None else self.text[1].strip())
 
     def document(self) -> Document:
-        """Return it as JSON, keyed by its content, so that equal ones stay in one split."""
+        """Return the conversation as JSON, keyed by content so that equal ones share a split."""
         content = [self.messages, self.given, self.tools, self.text]
         key = json.dumps(content, ensure_ascii=False, sort_keys=True)
         text = json.dumps([self.where, *content], ensure_ascii=False)
@@ -67,8 +65,8 @@ class Conversation:
 def read_conversations(
     rows: Iterable[tuple[str, Mapping[str, Any]]], column: str | None = None
 ) -> list[Conversation]:
-    """Return the conversations of rows, each in a column or in the usual ones. Raises DataError for
-    rows without one, by file and row.
+    """Return the conversations of rows, each in `column` or in the usual columns. Raises DataError
+    that names file and row of those without one.
     """
     conversations = list[Conversation]()
     remedy = (
@@ -104,7 +102,7 @@ def _conversation(where: str, row: Mapping[str, Any], column: str | None) -> Con
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a prompt or completion is plain text, not messages as JSON text."""
+    """Whether a prompt or completion is plain text, not messages as JSON text."""
     if not isinstance(value, str):
         return False
     try:
@@ -127,7 +125,7 @@ def _pair(where: str, prompt: str, completion: str, fields: Mapping[str, Any]) -
 
 
 def _with_system(messages: list[Message], system: Any) -> tuple[list[Message], int]:
-    """Return messages with a column's system message in front, and how many were added."""
+    """Return messages after a column's system message, and how many were added."""
     if system is None or (isinstance(system, str) and not system.strip()):
         return messages, 0
     (message,) = normal_messages([{"role": "system", "content": system}], "system")
@@ -141,7 +139,7 @@ def _with_system(messages: list[Message], system: Any) -> tuple[list[Message], i
 def _with_tools(
     messages: list[Message], fields: Mapping[str, Any]
 ) -> tuple[list[Message], list[Any] | None]:
-    """Return messages, and the tools of a column or of the first message."""
+    """Return messages, and the tools given by a column or by the first message."""
     sources = [fields.get(name) for name in _TOOLS]
     if "tools" in messages[0]:
         first = dict(messages[0])
@@ -154,8 +152,8 @@ def _with_tools(
 
 
 def answers_apart(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation for each trained answer, the last message of it; none for what an
-    assistant says before anybody else, which is context then.
+    """Yield, for each trained answer, the conversation that ends with it; none for an assistant's
+    opening words, which are context.
     """
     roles = [message["role"] for message in conversation.messages]
     first = next((i for i, role in enumerate(roles) if role in ("user", "tool")), len(roles))
@@ -168,17 +166,12 @@ def answers_apart(conversation: Conversation) -> Iterator[Conversation]:
 def longest_that(
     fits: Callable[[Conversation], bool], conversation: Conversation, guess: int = 1
 ) -> tuple[Conversation, int]:
-    """Return a conversation without its oldest turns, as few of them as are needed, if any, and how
-    many turns are kept; a system's message and the last turn with a trained answer stay, even if
-    they do not fit.
+    """Return a conversation without its oldest turns, as few as needed, and the number of turns
+    kept.
 
-    Steps from the guess on are doubled, then halved, so that nothing is tried that is much longer
-    than what is returned.
-
-    Args:
-        fits: Returns whether a conversation fits; if so, one with fewer turns fits, too.
-        conversation: The conversation to shorten.
-        guess: The number of turns to try first.
+    A system message and the last turn with a trained answer stay, even if they do not fit. The
+    search starts at `guess` turns with steps that are doubled, then halved, so that nothing much
+    longer than the result is tried. `fits` must hold for fewer turns if it holds for more.
     """
     turns = _turns(conversation)[::-1]  # the last one first
     most, least, step = 0, len(turns) + 1, 1  # of turns that fit; of those that do not
@@ -196,7 +189,7 @@ def longest_that(
 
 
 def without_greeting(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield a conversation without the words of an assistant that begins it, if it goes on."""
+    """Yield a conversation without an assistant's opening words, if more follows."""
     kept = leading(conversation.messages)
     roles = [message["role"] for message in conversation.messages]
     first = next((i for i, role in enumerate(roles) if i >= kept and role != ASSISTANT), kept)
@@ -205,7 +198,7 @@ def without_greeting(conversation: Conversation) -> Iterator[Conversation]:
 
 
 def _turns(conversation: Conversation) -> list[int]:
-    """Return where a conversation may begin: its turns, up to the last trained answer."""
+    """Return the turns at which a conversation may begin, up to the last trained answer."""
     messages = conversation.messages
     answers = (i for i, message in enumerate(messages) if is_answer(message))
     last = max(conversation.trained or answers, default=0)
@@ -215,7 +208,7 @@ def _turns(conversation: Conversation) -> list[int]:
 
 
 def _from(conversation: Conversation, start: int) -> Conversation:
-    """Return a conversation that begins with a later message."""
+    """Return the conversation from a later message on."""
     kept = leading(conversation.messages)
     messages = [*conversation.messages[:kept], *conversation.messages[start:]]
     given = max(conversation.given - (start - kept), 0)

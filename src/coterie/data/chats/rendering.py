@@ -1,4 +1,4 @@
-"""The text that a chat template renders of a conversation, and the parts that it leaves out."""
+"""The text that a chat template renders for a conversation, and the parts that it omits."""
 
 import json
 import re
@@ -25,7 +25,7 @@ _OPENS, _CLOSES = (f"\U000f0000{secrets.token_hex(8)}{sign}" for sign in "<>")
 
 
 def with_marks(template: str) -> str:
-    """Return a template that writes out its `{% generation %}` marks, for `spans_of`."""
+    """Return a template that outputs its `{% generation %}` marks, for `spans_of`."""
 
     def tag(match: re.Match[str]) -> str:
         left, closes, right = match.groups()
@@ -37,7 +37,7 @@ def with_marks(template: str) -> str:
 
 
 def spans_of(text: str) -> tuple[str, list[Span]]:
-    """Return a text of a template with marks, without them, and the spans between them."""
+    """Return a text rendered with marks without them, and the spans between them."""
     spans, pieces, length = list[Span](), list[str](), 0
     for i, piece in enumerate(re.split(f"{_OPENS}|{_CLOSES}", text)):
         if i % 2:
@@ -48,11 +48,11 @@ def spans_of(text: str) -> tuple[str, list[Span]]:
 
 
 class Rewritten(Exception):
-    """The template rewrites what came before an answer."""
+    """The template changes the text before an answer."""
 
 
 class Excerpt(NamedTuple):
-    """An excerpt of a conversation, to be written: a system's message, and others."""
+    """An excerpt of a conversation to render: a system message, if any, and others."""
 
     begin: int  # the first of the others
     end: int  # behind the last
@@ -60,7 +60,7 @@ class Excerpt(NamedTuple):
 
 
 class Renders:
-    """The texts of a conversation and of its parts, each written once."""
+    """The texts of a conversation and its parts, each rendered once."""
 
     def __init__(self, write: WriteParts, messages: Sequence[Message], tools: Any) -> None:
         self._write, self.messages, self._tools = write, messages, tools
@@ -69,7 +69,7 @@ class Renders:
         self._known: dict[bool, dict[int, Span]] = {}
 
     def upto(self, end: int, prompt: bool = False) -> str:
-        """Return the text of the first messages, with a prompt or not. Raises DataError."""
+        """Return the text of the first `end` messages, with a prompt if asked. Raises DataError."""
         return self._of(Excerpt(0, end, prompt))
 
     @property
@@ -78,7 +78,7 @@ class Renders:
         return self.upto(len(self.messages))
 
     def before(self, number: int) -> str | None:
-        """Return the prompt for an answer; None if the template writes none for a first one."""
+        """Return the prompt for an answer; None if the template writes none for a first message."""
         try:
             return self.upto(number, prompt=True)
         except DataError:
@@ -87,9 +87,7 @@ class Renders:
             return None
 
     def added(self, numbers: Sequence[int]) -> list[Span]:
-        """Return the characters that these messages add, answers to their prompts. Raises
-        Rewritten.
-        """
+        """Return the spans that these messages add; answers, to their prompts. Raises Rewritten."""
         known = self._by_windows(prompt=False)
         return [known[i] if i in known else self._added(i) for i in numbers]
 
@@ -101,7 +99,7 @@ class Renders:
         return len(before), len(behind)
 
     def starts(self, prompt: bool = False) -> list[int]:
-        """Return the first characters of the answers in the text of all messages, where known."""
+        """Return where answers start in the text of all messages, as far as known."""
         known, text = self._by_windows(prompt), self.upto(len(self.messages), prompt)
         numbers = [i for i, message in enumerate(self.messages) if is_answer(message)]
         first = [self.before(i) for i in numbers if i < self._bounds[1]]
@@ -109,11 +107,10 @@ class Renders:
         return starts + [known[i][0] for i in numbers if i in known]
 
     def _by_windows(self, prompt: bool) -> dict[int, Span]:
-        """Return the characters that messages add to what was before, but those of the first
-        window. To write all that is before each of them would take a time quadratic in messages.
+        """Return the spans that messages after the first window add to the text before them.
 
-        What messages add to a few before them is looked for in the text of all, behind what those
-        add: so it is told that they add the same there.
+        Each message is rendered after a few predecessors only, as rendering all of them takes
+        quadratic time, and its text is then located in that of all messages.
         """
         if prompt not in self._known:
             spans = self._known.setdefault(prompt, {})
@@ -139,8 +136,8 @@ class Renders:
         return self._known[prompt]
 
     def _window(self, begin: int, numbers: range, prompt: bool) -> tuple[str, dict[int, Span]]:
-        """Return what messages add to those from `begin` on, and the place of each in it. Raises
-        Rewritten or DataError.
+        """Return the text from message `begin` on, and each message's span in it. Raises Rewritten,
+        DataError.
         """
         is_last = numbers.stop == len(self.messages)
         whole = self._of(Excerpt(begin, numbers.stop, prompt and is_last))
@@ -156,7 +153,7 @@ class Renders:
         return whole[len(before) :], places
 
     def _edges(self, begin: int, numbers: range) -> list[Excerpt]:
-        """Return the parts whose texts end where messages begin and end."""
+        """Return the excerpts whose texts end where messages begin and end."""
         ends = [Excerpt(begin, i) for i in range(numbers.start, numbers.stop + 1)]
         return ends + [Excerpt(begin, i, prompt=True) for i in numbers if self._is_answer(i)]
 
@@ -164,7 +161,7 @@ class Renders:
         return bool(self.messages[number]["role"] == ASSISTANT)
 
     def _of(self, part: Excerpt) -> str:
-        """Return the text of a part. Raises DataError."""
+        """Return the text of an excerpt. Raises DataError."""
         self._ask([part])
         text = self._texts[part]
         if isinstance(text, DataError):
@@ -172,7 +169,7 @@ class Renders:
         return text
 
     def _ask(self, parts: Iterable[Excerpt]) -> None:
-        """Have those parts written that are not yet."""
+        """Render the excerpts that are not rendered yet."""
         missing = [part for part in dict.fromkeys(parts) if part not in self._texts]
         for i in range(0, len(missing), _AT_ONCE):
             some = missing[i : i + _AT_ONCE]
@@ -181,7 +178,7 @@ class Renders:
 
 
 def _bounds(messages: Sequence[Message]) -> list[int]:
-    """Return where windows of a conversation begin, with users behind an answer; and its end."""
+    """Return where windows begin, each at a user's message after an answer, and the end."""
     bounds = [0]
     for i in range(1, len(messages)):
         is_turn = messages[i]["role"] == "user" and is_answer(messages[i - 1])
@@ -191,7 +188,9 @@ def _bounds(messages: Sequence[Message]) -> list[int]:
 
 
 def as_template(message: Message, arguments_as_text: bool) -> Message:
-    """Return a message as templates know it: reasoning under all names, arguments maybe as text."""
+    """Return a message in the form for templates: reasoning under all names, arguments maybe as
+    text.
+    """
     shown = {key: value for key, value in message.items() if key != WEIGHT}
     if REASONING[0] in shown:
         shown |= dict.fromkeys(REASONING, shown[REASONING[0]])
@@ -208,7 +207,7 @@ def _as_text(call: Message) -> Message:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a conversation that its text should hold, and the word that stands for it."""
+    """A part of a conversation that its text should contain, and the word that replaces it."""
 
     name: str
     text: str
@@ -218,11 +217,9 @@ class _Part:
 def left_out(
     write: Write, messages: Sequence[Message], tools: Sequence[Any] | None, trained: Sequence[int]
 ) -> list[str]:
-    """Return the names of those parts of a conversation that the template does not write: contents,
-    tool calls, tools, and the reasoning of trained answers.
-
-    Each part is replaced by a word of its own, by which it is found in the text, whatever the
-    template does to it.
+    """Return the names of the parts that the template omits: contents, tool calls, tools, and the
+    reasoning of trained answers. Each is replaced by a unique word that is then searched in the
+    text.
     """
     parts: list[_Part] = []
 

@@ -1,4 +1,4 @@
-"""Splits of a client's conversations, or of separate documents, in batches of packed rows."""
+"""Splits of a client's conversations or separate documents, in batches of packed rows."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -17,24 +17,18 @@ from coterie.data.splits import Numbers, Split, Tokens
 
 @dataclass(frozen=True)
 class ChatBatch:
-    """One batch, whose rows hold one or several conversations each, one behind the other.
+    """One batch, whose rows hold one or several conversations each, one after another."""
 
-    Args:
-        ids: (B, C + 1) int64 token ids; 0 behind the end of a row.
-        counted: (B, C + 1) bool: which tokens the loss and every score count, as targets. Never the
-            first of a conversation.
-        positions: (B, C + 1) int64: each token's place in its conversation; -1 behind the end.
-    """
-
-    ids: Tensor
+    ids: Tensor  # (B, C + 1) int64 token ids; 0 after the end of a row
+    # (B, C + 1) bool: targets of loss and scores; never the first token of a conversation
     counted: Tensor
-    positions: Tensor
+    positions: Tensor  # (B, C + 1) int64: place within the conversation; -1 after the end
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def at(self, rows: slice | Tensor) -> "ChatBatch":
-        """Return some rows."""
+        """Return the given rows."""
         return ChatBatch(self.ids[rows], self.counted[rows], self.positions[rows])
 
     def split(self, rows: int) -> "list[ChatBatch]":
@@ -43,7 +37,7 @@ class ChatBatch:
 
     @property
     def predictions(self) -> int:
-        """Targets that count."""
+        """The number of counted targets."""
         return int(self.counted[:, 1:].sum())
 
     @property
@@ -68,29 +62,19 @@ class ChatBatch:
 
 @dataclass(frozen=True, eq=False)
 class ChatSplit(Split):
-    """One split of a client's conversations: a row holds as many as fit, none is in two rows.
-    Documents that begin with a token of the base are such, too, see `data.text_streams`.
+    """A split of conversations: a row holds as many as fit, and none spans two rows.
 
-    Args:
-        name: See `Split`.
-        tokens: (tokens,) unsigned, read-only: all conversations, one behind the other.
-        counted: (tokens,) unsigned: 1 for tokens that the loss and every score count.
-        lengths: (conversations,) unsigned: tokens of each, at most C + 1.
-        context: C; a row is C + 1 ids at most.
-        seed: See `Split`.
-        packing: Whether a row may hold several conversations.
-
-    Raises:
-        DataError: There is no conversation.
+    Documents that begin with a token of the base's are handled alike, see `data.text_streams`.
+    Raises DataError if there is no conversation.
     """
 
     name: str
-    tokens: Tokens
-    counted: Tokens
-    lengths: Tokens
-    context: int
+    tokens: Tokens  # (tokens,) unsigned, read-only: all conversations concatenated
+    counted: Tokens  # (tokens,) unsigned: 1 for tokens that loss and scores count
+    lengths: Tokens  # (conversations,) unsigned: tokens of each, at most C + 1
+    context: int  # C; a row has at most C + 1 ids
     seed: int
-    packing: bool = True
+    packing: bool = True  # whether a row may hold several conversations
 
     def __post_init__(self) -> None:
         if not len(self.lengths):
@@ -101,7 +85,7 @@ class ChatSplit(Split):
 
     @cached_property
     def rows(self) -> list[list[int]]:
-        """The conversations of each row, by their numbers."""
+        """The numbers of the conversations in each row."""
         if not self.packing:
             return [[number] for number in range(len(self.lengths))]
         return packed(self.lengths.astype(np.int64), self.context + 1)
@@ -126,11 +110,11 @@ class ChatSplit(Split):
         return self.tokens[self.place(number)].astype(np.int64)
 
     def place(self, number: int) -> slice:
-        """Return where the tokens of one conversation are."""
+        """Return the slice of the tokens of one conversation."""
         return slice(int(self._starts[number]), int(self._starts[number + 1]))
 
     def take(self, numbers: Numbers) -> ChatBatch:
-        """Return the rows of these numbers, as wide as the longest of them."""
+        """Return the rows of these numbers, padded to the longest."""
         rows = [self.rows[number] for number in numbers]
         widths = [sum(int(self.lengths[number]) for number in row) for row in rows]
         shape = (len(rows), max([2, *widths]))
@@ -153,7 +137,7 @@ class ChatSplit(Split):
         return ChatBatch.joined(batches).at(torch.from_numpy(order))
 
     def digest(self) -> str:
-        """Return the SHA-256 of the tokens, of which are counted, and of the lengths."""
+        """Return the SHA-256 of tokens, counted flags and lengths."""
         digest = hashlib.sha256()
         for values in (self.tokens, self.counted, self.lengths):
             digest.update(np.ascontiguousarray(values, dtype=np.uint32))
@@ -163,12 +147,8 @@ class ChatSplit(Split):
 def packed(lengths: Numbers, room: int) -> list[list[int]]:
     """Return the conversations of each row: longest first, each where the least room is left.
 
-    Best fit decreasing is within 11/9 of the fewest rows (Johnson, 1974). Rows are the same on
-    every machine.
-
-    Args:
-        lengths: (N,) tokens of each, none above `room`.
-        room: Tokens of a row.
+    Best fit decreasing needs at most 11/9 of the fewest rows (Johnson, 1974), and gives the same
+    rows on every machine. No length may exceed `room`.
     """
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # room and number of each row that has any, in rising order

@@ -1,11 +1,11 @@
-"""A base's chat template: conversations become token ids, and which of them are the assistant's.
+"""A base's chat template: the token ids of conversations, and which of them are the assistant's.
 
-Where the template says by `{% generation %}` what the assistant writes, that is taken. Otherwise an
-answer is the text by which the conversation up to it is longer than the prompt for it, if the one
-begins with the other and the whole conversation with both: then these are the very characters that
-the model is to write. Where a template rewrites what came before (Qwen3 leaves out earlier
-thoughts), each answer becomes a conversation of its own, as the model would see it. A template for
-which none of this holds is refused, as is a conversation of which it leaves out a part.
+If the template has `{% generation %}` marks, these delimit answers. Otherwise an answer is the text
+by which the conversation up to it is longer than its prompt, provided that the conversation begins
+with the prompt and the whole one with both: these are exactly the characters that the model is to
+write. If a template rewrites what came before (Qwen3 leaves out earlier thoughts), each answer
+becomes a conversation of its own, as the model would see it. Other templates are refused, as are
+conversations of which the template omits a part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,11 +62,7 @@ _LEFT_OUT = (
 
 
 class TooLong(DataError):
-    """Messages are longer than they may be.
-
-    Args:
-        tokens: The number of their tokens, or a lower bound.
-    """
+    """Messages are longer than allowed; `tokens` is their length or a lower bound of it."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__(f"the messages have {tokens:,} tokens", "Leave out the oldest.")
@@ -78,9 +74,9 @@ class ChatTemplate:
 
     Args:
         tokenizer: A fast tokenizer of transformers.
-        template: Jinja; None: the tokenizer's own, which it may lack: then only prompts and
-            completions of plain text can be encoded.
-        control_tokens: What is done with control tokens in messages.
+        template: Jinja; None: the tokenizer's own. Without either, only prompts and completions of
+            plain text can be encoded.
+        control_tokens: How control tokens in messages are treated.
     """
 
     def __init__(
@@ -97,19 +93,17 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template marks answers by `{% generation %}`."""
+        """Whether the template marks answers with `{% generation %}`."""
         return self.template is not None and with_marks(self.template) != self.template
 
     @cached_property
     def way(self) -> str:
-        """How answers are found, in words. Raises DataError if the template does not tell, or no
-        answer has an end.
-        """
+        """How answers are located, in words. Raises DataError if they cannot be, or never end."""
         return self._checked() if self.template is not None else "completions"
 
     @cached_property
     def stops(self) -> tuple[int, ...]:
-        """The ids that end an answer: the template's, and the tokenizer's end token."""
+        """The ids that end an answer: the template's and the tokenizer's end tokens."""
         ends = list(self.texts.end)
         try:
             example = Conversation("example", _EXAMPLE)
@@ -123,7 +117,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, prompt: bool = False
     ) -> str:
-        """Return messages as text; as a prompt, with an answer's beginning. Raises DataError."""
+        """Return messages as text; with `prompt`, with an answer's beginning. Raises DataError."""
         return self.texts.unmarked(self._writer.text(messages, tools, prompt))
 
     def prompt(
@@ -134,39 +128,33 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the token ids that a model continues with its answer.
 
-        Args:
-            messages: In any form that `normal_messages` takes.
-            tools: Descriptions of tools.
-            most: Most tokens; longer messages are refused early.
-
-        Raises:
-            DataError: They are not messages, or the template refuses them or leaves out a part.
-            TooLong: They have more than `most` tokens.
+        `messages` may have any form that `normal_messages` takes. Raises DataError for invalid
+        messages, or if the template refuses them or omits a part; TooLong beyond `most` tokens.
         """
         renders, text = self._rendered(messages, tools, most)
         ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()
         return ids
 
     def opened(self, messages: Sequence[Message], answer: str = "") -> str:
-        """Return the text of `prompt` and of an answer so far, marked, which `TextEncoder.prompt`
-        encodes as they are. Raises DataError.
+        """Return the text of `prompt` and of an answer so far, marked, for `TextEncoder.prompt`.
+        Raises DataError.
         """
         return self.texts.begun(self._rendered(messages)[1] + answer)
 
     def encode(
         self, conversation: Conversation, loss: Loss = "answers", room: int | None = None
     ) -> list[Rendered]:
-        """Return a conversation as token ids, or as several, where the template rewrites what came
-        before an answer.
+        """Return a conversation as token ids, or as several if the template rewrites earlier
+        messages.
 
         Args:
             conversation: The conversation.
             loss: Which tokens are counted.
-            room: Most tokens of each: the oldest messages are left out, but for a system's; if the
-                last exchange alone is too long, its beginning is cut. None: all.
+            room: Most tokens of each: the oldest messages except a system's are left out; if the
+                last exchange alone is too long, its beginning is cut. None: no bound.
 
         Raises:
-            DataError: It cannot be rendered, a part of it is left out, or nothing ends an answer.
+            DataError: It cannot be rendered, a part of it is omitted, or an answer has no end.
         """
         try:
             whole = self._whole(conversation, loss)
@@ -191,7 +179,7 @@ class ChatTemplate:
     def _longest(
         self, conversation: Conversation, loss: Loss, room: int | None, guess: int = 1
     ) -> tuple[Rendered, int]:
-        """Return what there is room for, and how many turns that is. Raises as `_whole`."""
+        """Return the ids that fit in `room`, and the number of their turns. Raises as `_whole`."""
         if room is None:
             return self._whole(conversation, loss), 0
         rendered: dict[int, Rendered] = {}  # by how many messages there are
@@ -245,14 +233,14 @@ class ChatTemplate:
         return replace(ending(ids, flags), without_tools=without_tools)
 
     def _answers(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the characters of the trained answers. Raises Rewritten."""
+        """Return the spans of the trained answers. Raises Rewritten."""
         if self.has_marks:
             return self._marked(renders, conversation)
         numbers = [i for i in conversation.trained if i or renders.before(i) is not None]
         return renders.added(numbers)
 
     def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the marked characters of the trained answers, without the ends of prompts."""
+        """Return the marked spans of the trained answers, without the ends of prompts."""
         marked = with_marks(self._writer.template_for(conversation.tools))
         text, spans = spans_of(
             self._writer.text(conversation.messages, conversation.tools, template=marked)
@@ -276,7 +264,7 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """What a prompt adds to the messages before it."""
+        """The text that a prompt appends to the messages."""
         messages = _EXAMPLE[:1]
         prompt = self._writer.text(messages, prompt=True)
         return prompt.removeprefix(self._writer.text(messages))
@@ -287,7 +275,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         most: int | None = None,
     ) -> tuple[Renders, str]:
-        """Return the texts of messages that are asked, and their prompt. Raises as `prompt`."""
+        """Return the texts of messages to answer, and their prompt. Raises as `prompt`."""
         normal, described = normal_messages(messages), normal_tools(tools)
         self.texts.check([normal, described])
         try:
@@ -312,8 +300,8 @@ class ChatTemplate:
     def _refuse_left_out(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, trained: Sequence[int]
     ) -> bool:
-        """Refuse messages of which the template leaves out a part; return whether it leaves out
-        the tools, which some that write calls do not describe.
+        """Refuse messages of which the template omits a part; return whether it omits the tools, as
+        some templates do that write calls.
         """
         missing = left_out(self._writer.text, messages, tools, trained)
         if parts := [name for name in missing if not name.startswith(TOOLS)]:
@@ -328,7 +316,9 @@ class ChatTemplate:
         }
 
     def _checked(self) -> str:
-        """Return how answers are found, in words. Raises DataError if none is, or none ends."""
+        """Return how answers are located, in words. Raises DataError if they cannot be, or never
+        end.
+        """
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
             if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):
