@@ -18,7 +18,7 @@ from coterie.models.routing import Gate, Router
 
 
 class AdapterBlock(nn.Module):
-    """The trainable part of a block: a LoRA for each attention linear, a mixture for the MLP."""
+    """The trainable part of a block: a LoRA per attention linear, a mixture for the MLP."""
 
     def __init__(self, shape: BlockShape, layout: Layout) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class AdapterBlock(nn.Module):
 
 
 class Adapter(nn.Module):
-    """All trainable tensors of one client, without any reference to the backbone. Its values are
-    zero until `initial` is loaded.
+    """All trainable tensors of one client, without any reference to the backbone. They are zero
+    until `initial` is loaded.
 
     Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r),
     `blocks.0.mlp.specialist.down.A` (s, r, in), `blocks.0.mlp.router.weight` (n, d_model),
@@ -54,15 +54,15 @@ class Adapter(nn.Module):
         return by_role(self)
 
     def loras(self) -> dict[str, LoRA]:
-        """All low-rank updates by the name of their module."""
+        """All low-rank updates by module name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, LoRA)}
 
     def routers(self) -> list[Router]:
-        """Those of all blocks."""
+        """Return the routers of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """Return for each generalist of a pool its share of the stacks of all blocks."""
+        """Return, for each generalist of a pool, its slices of the stacks of all blocks."""
         stacks = self.parameters_by_role()[EXPERT]
         count = self.layout.generalists if stacks else 0
         return [
@@ -72,14 +72,14 @@ class Adapter(nn.Module):
 
     @property
     def trainable_parameters(self) -> int:
-        """Values that are trained: all but what is frozen at its initial value."""
+        """The number of trained values: all but those frozen at their initial value."""
         by_role = self.parameters_by_role()
         trained = [named for role, named in by_role.items() if role is not BACKBONE]
         return sum(p.numel() for named in trained for p in named.values())
 
     @property
     def active_parameters(self) -> int:
-        """Values that one token uses: of the experts of an MLP, those it is routed to."""
+        """The number of values that one token uses: of an MLP's experts, those it is routed to."""
         mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
         parts = chain.from_iterable(mixture.modules() for mixture in mixtures)
         loras = [part for part in parts if isinstance(part, LoRA)]
@@ -88,14 +88,14 @@ class Adapter(nn.Module):
         return sum(p.numel() for p in self.blocks.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of the tensors of one role, fp32 on the CPU; of EXPERT those of ONE
+        """Return initial values of the tensors of one role, fp32 on the CPU; for EXPERT, of ONE
         member of a pool.
 
         A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)),
-        the default of `nn.Linear`: for the router that makes logits of a standard deviation near
-        0.6 at any width, enough to break the ties of top-k and far from saturation. B and biases
-        are zero. Each tensor is drawn from a stream of its own, named by (seed, role, name): an
-        adapter with more experts of a role starts with the same first experts.
+        the default of `nn.Linear`: router logits then have a standard deviation near 0.6 at any
+        width, enough to break the ties of top-k and far from saturation. B and biases are zero.
+        Each tensor is drawn from its own stream, named by (seed, role, name), so an adapter with
+        more experts of a role starts with the same first experts.
         """
         parameters = self.parameters_by_role()[role]
         return {

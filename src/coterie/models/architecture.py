@@ -1,4 +1,4 @@
-"""Where an adapter attaches to a base model, read from its configuration without its weights."""
+"""Where an adapter attaches to a base model, read from its configuration without weights."""
 
 import math
 import os
@@ -38,23 +38,16 @@ _SETTINGS = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 @dataclass(frozen=True)
 class Architecture:
-    """The layers that an adapter attaches to, with their sizes.
+    """The layers that an adapter attaches to, with their sizes."""
 
-    Args:
-        family: The name of one of `FAMILIES`.
-        blocks: From the input to the output.
-        d_model: Width of the residual stream.
-        vocabulary: Number of token ids.
-    """
-
-    family: str
-    blocks: tuple[BlockShape, ...]
-    d_model: int
-    vocabulary: int
+    family: str  # name of one of `FAMILIES`
+    blocks: tuple[BlockShape, ...]  # from input to output
+    d_model: int  # width of the residual stream
+    vocabulary: int  # number of token ids
 
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":
-        """Return the architecture of a causal LM. Raises ModelError where it lacks layers."""
+        """Return the architecture of a causal LM. Raises ModelError if it lacks layers."""
         family = family_of(model)
         blocks = shape_of(family, model)
         config: Any = model.config
@@ -62,13 +55,13 @@ class Architecture:
 
     @classmethod
     def from_base(cls, base: str | Path) -> "Architecture":
-        """Return the architecture of a base without its weights, see `outline`."""
+        """Return the architecture of a base from its `outline`."""
         return cls.of(outline(base))
 
 
 def outline(base: str | Path) -> nn.Module:
-    """Return a base from its configuration alone, on the meta device. Raises ModelError where it is
-    missing or unknown to transformers.
+    """Return a base made from its configuration alone, on the meta device. Raises ModelError if it
+    is missing or unknown to transformers.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
@@ -86,8 +79,7 @@ def outline(base: str | Path) -> nn.Module:
 
 
 def trusted() -> bool:
-    """Whether code contained in a base may run: only the environment of this process can allow it,
-    never a recipe.
+    """Whether code contained in a base may run: only this process's environment can allow it.
 
     A recipe may come from a server, and a personal model from a stranger: neither can set it.
     """
@@ -98,9 +90,8 @@ def trusted() -> bool:
 def configuration(base: str | Path, **settings: Any) -> Any:
     """Return transformers' configuration of a base, with other values for some settings.
 
-    Raises:
-        ModelError: It needs code of its own, which is not run unless `trusted`; or whatever
-            transformers raises.
+    Raises ModelError if it needs code of its own, which only runs if `trusted`, or whatever
+    transformers raises.
     """
     from transformers import AutoConfig
 
@@ -114,7 +105,7 @@ def configuration(base: str | Path, **settings: Any) -> Any:
 
 
 def _foreign_code(source: str) -> list[str]:
-    """Return the modules of its own that a base needs, since transformers has none for it."""
+    """Return the base's own modules of code that it needs, as transformers has none for it."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     settings, _ = PreTrainedConfig.get_config_dict(source)
@@ -126,7 +117,7 @@ def _foreign_code(source: str) -> list[str]:
 
 
 def _check_parts(settings: Mapping[str, Any], source: str) -> None:
-    """Refuse more layers or experts than any base has, which would take hours to make."""
+    """Refuse more layers or experts than any base has; building them would take hours."""
     for name, value in settings.items():
         if isinstance(value, dict):
             _check_parts(value, source)
@@ -180,8 +171,8 @@ def _check_files(folder: Path) -> None:
 
 
 def refuse_adapter(base: str | Path) -> None:
-    """Refuse a folder or a Hub id that holds a PEFT adapter, which transformers would load on top
-    of the base that it names, without a word. Raises ModelError.
+    """Refuse a folder or Hub id of a PEFT adapter, which transformers would silently load on top of
+    the base that it names. Raises ModelError.
     """
     if Path(base).is_dir():
         has_adapter = (Path(base) / "adapter_config.json").is_file()
@@ -199,8 +190,8 @@ def refuse_adapter(base: str | Path) -> None:
 
 
 def files_of(base: str | Path) -> list[Path]:
-    """Return the files of a base on this machine, [] of one on the Hub that is not here. Raises
-    ModelError, see `locate`.
+    """Return the files of a base on this machine, [] if it is on the Hub only. Raises ModelError as
+    `locate`.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -218,7 +209,7 @@ def files_of(base: str | Path) -> list[Path]:
 
 
 def tokenizer(base: str | Path) -> Any:
-    """Return a base's own tokenizer. Raises ModelError where it has none."""
+    """Return a base's tokenizer. Raises ModelError if it has none."""
     from transformers import AutoTokenizer
 
     source = locate(base)
@@ -239,14 +230,14 @@ def tokenizer(base: str | Path) -> Any:
 
 
 def _raise_signals(error: BaseException) -> None:
-    """Raise an interrupt or an exit again; a panic of a library in Rust is neither."""
+    """Raise an interrupt or exit again, but not a panic of a library in Rust."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
 
 @contextmanager
 def explained(base: str | Path) -> Iterator[None]:
-    """Turn what transformers raises while it loads `base` into a ModelError."""
+    """Turn errors of transformers while it loads `base` into a ModelError."""
     try:
         yield
     except ModelError:

@@ -1,4 +1,4 @@
-"""A client's folder in a run: its tensors as safetensors, described by a JSON. Never pickle."""
+"""A client's folder in a run: tensors as safetensors, described by JSON. Never pickle."""
 
 import json
 import math
@@ -32,7 +32,7 @@ FOREIGN = "It was changed by hand, or written by another version of coterie."
 
 @dataclass(frozen=True)
 class Origin:
-    """The method's and recipe's names, the rounds done, and the seed of a personal model's run."""
+    """Names of method and recipe, rounds done, and seed of a personal model's run."""
 
     method: str
     recipe: str
@@ -42,70 +42,50 @@ class Origin:
 
 @dataclass(frozen=True)
 class About:
-    """The content of `client.json`.
-
-    Args:
-        client: The client's id.
-        base: Hub id, local folder, or `embedded`.
-        layout: The adapter's shape.
-        context: The window length that it was trained with, in tokens.
-        method: Name of the method.
-        recipe: Name of the recipe.
-        round: Rounds done.
-        seed: The run's seed.
-        chat_template: The chat template that it was trained with, if not the base's own.
-        quantise: Bits of the base's weights that it was trained on; None: all of them.
-        control_tokens: What was done with control tokens in its texts.
-        tokenizer: Of the base that it was trained on; None of a model that an earlier coterie
-            saved.
-        content: What it was trained on; None of a model that an earlier coterie saved.
-    """
+    """The content of `client.json`."""
 
     client: str
-    base: str
+    base: str  # Hub id, local folder, or `embedded`
     layout: Layout
-    context: int
+    context: int  # the training window length in tokens
     method: str
     recipe: str
-    round: int
+    round: int  # rounds done
     seed: int
-    chat_template: str | None = None
+    chat_template: str | None = None  # used in training, if not the base's own
+    # bits of the base's weights in training; None: unquantised
     quantise: Quantisation | None = None
-    content: Content | None = None
-    control_tokens: ControlTokens = "text"
+    content: Content | None = None  # the kind of training text; None in models of earlier versions
+    control_tokens: ControlTokens = "text"  # how control tokens in texts were treated
+    # of the base in training; None in models of earlier versions
     tokenizer: TokenizerDigest | None = None
 
 
 def save(folder: Path, about: About, tensors: Named) -> None:
-    """Write a personal model to `folder`. Raises SaveError; the previous files stay valid."""
+    """Write a personal model to `folder`. Raises SaveError, with the previous files intact."""
     optional = ("chat_template", "content", "tokenizer")  # which many are without
     content = {k: v for k, v in asdict(about).items() if v is not None or k not in optional}
     write(folder, WEIGHTS, tensors, content)
 
 
 def write(folder: Path, weights: str, tensors: Named, content: Mapping[str, Any]) -> None:
-    """Write a personal model of any kind. Raises SaveError; the previous files stay valid."""
+    """Write a personal model of any kind. Raises SaveError, with the previous files intact."""
     with replaced(folder) as new:
         save_tensors(new / weights, tensors, {"format": "pt"})
         write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, **content})
 
 
 def verify(folder: Path) -> None:
-    """Refuse a personal model whose files are not those that were saved, before any of them is
-    used. One that an earlier coterie saved has no checksums.
-
-    Raises:
-        CheckpointError: Naming the file that has changed, is missing, or is one more.
+    """Refuse a personal model whose files are not as saved, before any is used. Models of earlier
+    versions have no checksums. Raises CheckpointError that names a changed, missing or extra file.
     """
     if (folder / SUMS).exists() or CHECKSUMS.keys() <= _content(folder).keys():
         check_all_sums(folder)
 
 
 def read_about(folder: Path) -> About:
-    """Read `client.json` in `folder`, of a language model.
-
-    Raises:
-        CheckpointError: It is missing, damaged, of a newer format, or of a classifier.
+    """Return `client.json` of a language model. Raises CheckpointError if it is missing, damaged,
+    newer, or a classifier's.
     """
     content = read_about_json(folder)
     if content.get("kind") == CLASSIFIER:
@@ -129,11 +109,7 @@ _T = TypeVar("_T")
 
 
 def checked(kind: type[_T], content: Mapping[str, Any], folder: Path) -> _T:
-    """Return the content of client.json as its dataclass.
-
-    Raises:
-        CheckpointError: A value is missing, unknown, of the wrong type or out of range.
-    """
+    """Return client.json's content as its dataclass. Raises CheckpointError for invalid values."""
     if foreign := sorted(content.keys() - {field.name for field in fields(cast(Any, kind))}):
         raise CheckpointError(f"{folder / ABOUT}: {foreign[0]}: unknown", FOREIGN)
     try:
@@ -147,7 +123,7 @@ def checked(kind: type[_T], content: Mapping[str, Any], folder: Path) -> _T:
 
 
 def read_about_json(folder: Path) -> dict[str, Any]:
-    """Read `client.json` in `folder`, of any kind of model. Raises CheckpointError."""
+    """Return the content of `client.json` for any kind of model. Raises CheckpointError."""
     return {k: v for k, v in _content(folder).items() if k not in CHECKSUMS}
 
 
@@ -162,7 +138,7 @@ def _content(folder: Path) -> dict[str, Any]:
 
 
 def expert_names(layout: Layout) -> tuple[str, ...]:
-    """Return the experts' names in the order of the router: G or G1, G2, ..., then S or S1, ..."""
+    """Return the experts' names in router order: G or G1, G2, ..., then S or S1, ..."""
     counts = {"G": layout.generalists, "S": layout.specialists}
     return tuple(
         letter if count == 1 else f"{letter}{j}"
@@ -172,7 +148,7 @@ def expert_names(layout: Layout) -> tuple[str, ...]:
 
 
 def check_size(architecture: Architecture, about: About, tensors: Named, source: str) -> None:
-    """Refuse a layout that does not match the tensors before memory is allocated: a JSON may claim
+    """Refuse a layout that does not match the tensors before memory is allocated: JSON may claim
     billions of experts. Raises CheckpointError.
     """
     try:
@@ -189,11 +165,8 @@ _UNLIKE = "The file belongs to another base or layout than client.json says."
 
 
 def fill(parameters: Named, tensors: Named, source: str) -> None:
-    """Give a model's own tensors the values of `source`.
-
-    Raises:
-        CheckpointError: Names are unknown or missing, shapes differ, or values are not finite;
-            nothing was changed.
+    """Copy the values of `source` to a model's tensors. Raises CheckpointError for wrong names or
+    shapes, or values that are not finite; nothing is changed then.
     """
     try:
         check_alike(parameters, tensors, source)

@@ -40,8 +40,8 @@ class Backbone:
     Args:
         model: A Hugging Face causal LM; it is frozen, put into eval mode and given slots, in place.
         source: Where its tokenizer comes from: a folder or a Hub id.
-        quantised: Bits of its blocks' weights, see `models.quantised`; None: they stay.
-        plain: Whether weights that were quantised are kept as plain ones of the same values.
+        quantised: Bits of its blocks' weights, see `models.quantised`; None: unchanged.
+        plain: Whether quantised weights are kept as plain ones of the same values.
 
     Raises:
         ModelError: It lacks layers that an adapter attaches to.
@@ -92,16 +92,15 @@ class Backbone:
 
         Args:
             base: A Hub id, a local folder, or "embedded" (the small model in the package).
-            dtype: Of the weights and of the computation. bf16 is slow on CPUs without native
-                support.
-            device: Where it lives.
-            quantised: Bits of its blocks' weights: "int8", "int4" or "nf4"; None: as `dtype` says.
-                They are read in the precision that they are stored in.
+            dtype: Of weights and computation. bf16 is slow on CPUs without native support.
+            device: The device to load it to.
+            quantised: "int8", "int4" or "nf4" for its blocks, whose weights are then read in their
+                stored precision; None: `dtype`.
             plain: See `Backbone`.
 
         Raises:
-            ModelError: The base is missing, incomplete, damaged or unsupported, or the device is
-                not there.
+            ModelError: The base is missing, incomplete, damaged or unsupported, or there is no such
+                device.
         """
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -136,7 +135,7 @@ class Backbone:
         return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
-        """Return a twin with modules of its own, but the same weights, for another thread."""
+        """Return a copy with its own modules but shared weights, for another thread."""
         memo |= {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
         twin = memo[id(self)] = copy(self)
         twin._in_use = threading.RLock()
@@ -146,7 +145,7 @@ class Backbone:
 
     @property
     def nbytes(self) -> int:
-        """What its weights take, in bytes."""
+        """The size of its weights in bytes."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @classmethod
@@ -164,14 +163,12 @@ class Backbone:
 
     @property
     def context_limit(self) -> int:
-        """The most tokens that the base was made to see at once."""
+        """The base's maximum context length in tokens."""
         return int(self.config.max_position_embeddings)
 
     def checked(self, ids: Tensor, predicts: bool = False) -> Tensor:
-        """Return (B, C) token ids on the base's device.
-
-        Raises:
-            ModelError: They are not (B, C) int64, or longer than the base's context.
+        """Return (B, C) token ids on the base's device. Raises ModelError if they are not (B, C)
+        int64, or longer than the base's context.
         """
         if ids.ndim != 2 or ids.dtype != torch.int64 or not len(ids) or ids.shape[1] <= predicts:
             raise ModelError(
@@ -187,7 +184,7 @@ class Backbone:
         return ids.to(self.device, non_blocking=True)
 
     def check_ids(self, ids: Tensor | Sequence[int]) -> None:
-        """Refuse token ids that the base has no row for in its embedding. Raises ModelError."""
+        """Refuse token ids without a row in the base's embedding. Raises ModelError."""
         largest = int(ids.max()) if isinstance(ids, Tensor) else max(ids, default=0)
         if largest >= self.architecture.vocabulary:
             problem = missing_row(self.tokenizer, largest, self.architecture.vocabulary)
@@ -195,7 +192,7 @@ class Backbone:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The base's own tokenizer, loaded when first used. Raises ModelError without one."""
+        """The base's tokenizer, loaded on first use. Raises ModelError if it has none."""
         if self._source is None:
             raise ModelError(
                 "this base was made in memory and has no tokenizer",
@@ -205,7 +202,7 @@ class Backbone:
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weight and bias of the output layer, if its logits are not scaled or capped."""
+        """Weight and bias of the output layer, unless logits are scaled or capped."""
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
@@ -216,17 +213,18 @@ class Backbone:
         return (head.weight, head.bias) if same else None
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, C) token ids -> (B, C, d_model): the last hidden states, for the output layer.
+        """Return the last hidden states, (B, C, d_model), of (B, C) token ids, for the output
+        layer.
 
-        `positions`, (B, C), are those of the tokens: where they begin anew, so does what a token
-        sees, see `check_packing`. None: each row is one text.
+        Where `positions`, (B, C), restart, a new text begins that attends to itself only, see
+        `check_packing`. None: each row is one text.
         """
         placed = {} if positions is None else {"position_ids": positions}
         states: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
         return states
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(B, C) -> (B, C, V), see `hidden`."""
+        """Return (B, C, V) logits of (B, C) token ids, see `hidden`."""
         placed = {} if positions is None else {"position_ids": positions}
         logits: Tensor = self.model(ids, use_cache=False, **placed).logits
         return logits
@@ -234,8 +232,8 @@ class Backbone:
     def check_packing(self) -> None:
         """Refuse a base in which texts of one row would see each other. Raises ModelError.
 
-        transformers keeps them apart by their positions, in its masks for eager attention, SDPA and
-        flex attention; whether it does so for this base is tried out once.
+        transformers separates them by positions in its masks for eager attention, SDPA and flex
+        attention; whether it does so for this base is tested once.
         """
         if not self.packs:
             raise ModelError(
@@ -261,7 +259,7 @@ class Backbone:
 
     @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
-        """Count the operations of a forward pass over `context` tokens, per token."""
+        """Return the operations per token of a forward pass over `context` tokens."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.utils.flop_counter import FlopCounterMode
 
@@ -281,8 +279,8 @@ class Backbone:
     def using(
         self, adapter: Attachable | None, record: list[Routing] | None = None
     ) -> Iterator[None]:
-        """Attach an adapter within the block; afterwards what was attached before is back. Other
-        threads wait for the end of the block.
+        """Attach an adapter within the block, then restore what was attached before. Other threads
+        wait for the end of the block.
 
         Args:
             adapter: On the backbone's device; None for the base alone.

@@ -1,4 +1,4 @@
-"""A classifier of one client: a network of its own, all of it trained and shared."""
+"""A client's classifier: a network that is trained and shared as a whole."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,17 +20,14 @@ from coterie.models.vectorised import Stacked, unflatten
 
 
 class Classifier:
-    """A network with one role: GENERALIST.
-
-    It trains with the statistics of the batch and scores with the running ones, where it normalises
-    batches.
+    """A network with one role: GENERALIST. Batch normalisation uses the batch's statistics in
+    training, the running ones in scoring.
 
     Args:
-        shape: Of the network.
-        device: Where its tensors are; on "meta" it has shapes but no values.
-        start: Parameters and running statistics that it starts from, by name, whatever the seed is;
-            None: drawn.
-        statistics: Whether the running statistics are shared too, as values of the GENERALIST.
+        shape: The shape of the network.
+        device: The device of its tensors; on "meta" it has shapes but no values.
+        start: Initial parameters and running statistics by name, for any seed; None: drawn.
+        statistics: Whether running statistics are shared, too, as values of the GENERALIST.
 
     Raises:
         ModelError: `start` is of another network.
@@ -70,7 +67,7 @@ class Classifier:
         return statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
-        """Return the statistics to start from, or means 0 and variances 1; on the CPU."""
+        """Return the initial running statistics on the CPU; by default means 0 and variances 1."""
         fresh = {
             name: torch.full(buffer.shape, float(name.endswith("running_var")))
             for name, buffer in self.buffers().items()
@@ -80,18 +77,18 @@ class Classifier:
     embed = None
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """None for experts of a pool: it is one network."""
+        """Return []: a single network has no experts of a pool."""
         return []
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Nothing: it has no places."""
+        """Do nothing: there are no places for experts."""
 
     def loras(self) -> dict[str, LoRA]:
-        """None: the network is trained itself."""
+        """Return {}: the network itself is trained."""
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of one role, with the statistics where these are shared."""
+        """Return initial values of one role, with running statistics if these are shared."""
         if role is not GENERALIST:
             return {}
         return self._started(self.shape.initial(seed)) | (
@@ -99,23 +96,23 @@ class Classifier:
         )
 
     def _started(self, fresh: Tensors) -> Tensors:
-        """Return the values to start from, in place of fresh ones if there are any."""
+        """Return the values of `start`, or else the fresh ones."""
         if self._start is None:
             return fresh
         return {name: self._start[name].detach().cpu().clone() for name in fresh}
 
     @property
     def trainable_parameters(self) -> int:
-        """Values that are trained: all."""
+        """The number of trained values: all."""
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     @property
     def active_parameters(self) -> int:
-        """Values that one example uses: all."""
+        """The number of values that one example uses: all."""
         return self.trainable_parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images or (B, T) texts -> (B, classes) logits."""
+        """Return (B, classes) logits of (B, C, H, W) images or (B, T) texts."""
         logits: Tensor = self.network(x)
         return logits
 
@@ -124,11 +121,10 @@ class Classifier:
     def gradient(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the batch's mean cross-entropy with respect to the given
-        parameters only.
+        """Return the gradient of the batch's mean cross-entropy with respect to `wrt`.
 
-        Batch normalisation uses the statistics of the batch, and its running statistics follow
-        them. No `.grad` is touched.
+        Batch normalisation uses the statistics of the batch, and updates the running ones. No
+        `.grad` is touched.
 
         Args:
             batch: B examples.
@@ -137,12 +133,12 @@ class Classifier:
 
         Returns:
             The gradients in the order of `wrt`, fp32, and the detached scalars "loss" and
-            "accuracy" of the batch.
+            "accuracy" of the
+            batch.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, the batch does not fit the
-                network, or it would be cut where every example counts for the statistics of the
-                batch.
+            ModelError: `wrt` is empty or has a foreign parameter, the batch does not fit the
+                network, or micro-batches would change its batch statistics.
         """
         x, y = self.checked(batch)
         size = micro_batch or len(y)
@@ -156,19 +152,19 @@ class Classifier:
     def gradient_elsewhere(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return `gradient` at a model that is not the client's: running statistics stay."""
+        """Return `gradient` at another client's model; running statistics stay unchanged."""
         with self._untracked():
             return self.gradient(batch, wrt, micro_batch)
 
     @property
     def separable(self) -> bool:
-        """Whether `per_example` can be computed: not with batch normalisation, nor of texts."""
+        """Whether `per_example` works: not with batch normalisation, nor on texts."""
         return type(self) is Classifier and self.stacks and not self._batch_norms
 
     def per_example(
         self, batch: Examples, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradients of each example, (B, ...) for all parameters; and statistics."""
+        """Return the gradients of each example, (B, ...) for all parameters, and statistics."""
         points = torch.cat([p.detach().flatten() for p in wrt]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
         by_name = unflatten(gradients, self.parameters_by_role()[GENERALIST])
@@ -176,7 +172,7 @@ class Classifier:
 
     @property
     def stacks(self) -> bool:
-        """Whether many clients' networks can be computed at once, with the same result."""
+        """Whether many clients' networks can be computed at once with the same result."""
         return isinstance(self.network, Network)
 
     def gains(self, examples: int) -> bool:
@@ -190,16 +186,16 @@ class Classifier:
     def vectorised(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`gradient` at many points at once, each with a batch and running statistics of its own;
+        """Return `gradient` at many points at once, each with its own batch and running statistics;
         or `gradient_elsewhere`.
 
         Args:
-            points: (m, d) fp32: at each row all parameters, flat, in the order of
+            points: (m, d) fp32: each row has all parameters, flat, in the order of
                 `parameters_by_role()[GENERALIST]`.
             x: (m, B, C, H, W) fp32.
             y: (m, B) int64.
-            running: (m, s) fp32 on the network's device: at each row all running statistics, flat,
-                in the order of `buffers`. They follow the batches, in place. None: it is elsewhere.
+            running: (m, s) fp32 on the network's device: each row has all running statistics, flat,
+                in the order of `buffers`, and is updated in place. None: `gradient_elsewhere`.
 
         Returns:
             Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
@@ -221,11 +217,8 @@ class Classifier:
 
     @torch.no_grad()
     def score(self, batches: Iterable[Examples]) -> Tensor:
-        """Return the negative log-likelihood of every example's label.
-
-        Returns:
-            (3,) float64 on the CPU: its sum in nats, the number of examples, and how many of them
-            have their label as the likeliest.
+        """Return (3,) float64 on the CPU: the summed negative log-likelihood of labels in nats, the
+        number of examples, and the number classified correctly.
         """
         total = devices.exact(torch.zeros(3, device=self.device))
         for batch in batches:
@@ -237,7 +230,7 @@ class Classifier:
         return total.cpu()
 
     def flops(self) -> int:
-        """Floating-point operations of one example's forward pass."""
+        """Return the floating-point operations of one example's forward pass."""
         from torch.utils.flop_counter import FlopCounterMode
 
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -247,7 +240,7 @@ class Classifier:
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Return the gradients of the mean loss, the summed loss, and how many labels are right."""
+        """Return the gradients of the mean loss, the summed loss, and the number of hits."""
         gradients: list[Tensor] = []
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))
@@ -261,11 +254,8 @@ class Classifier:
         return gradients, losses, correct
 
     def checked(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """Return the batch on the network's device.
-
-        Raises:
-            ModelError: Its labels are not (B,) int64 with B at least 1, one is out of range, or its
-                inputs do not fit the network.
+        """Return the batch on the network's device. Raises ModelError if labels are not (B,) int64,
+        B >= 1, or out of range, or inputs do not fit the network.
         """
         x, y = batch.x, batch.y
         if y.dtype != torch.int64 or y.ndim != 1 or len(y) == 0 or len(x) != len(y):
@@ -285,7 +275,7 @@ class Classifier:
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def check_whole(self, micro_batch: int, examples: int) -> None:
-        """Refuse to cut a batch that is normalised by its own statistics. Raises ModelError."""
+        """Refuse micro-batches if batch statistics normalise the batch. Raises ModelError."""
         if micro_batch < examples and self._batch_norms:
             raise ModelError(
                 f"micro_batch {micro_batch} would split a batch of {examples}, but batch "
@@ -296,7 +286,7 @@ class Classifier:
     @contextmanager
     def batch_statistics(self) -> Iterator[None]:
         """Normalise batches by their own statistics within the block. Raises ModelError for a batch
-        that is too small to have any.
+        too small to have any.
         """
         modal: Sequence[nn.Module] = (
             self._batch_norms if isinstance(self.network, Network) else [self.network]
@@ -319,13 +309,13 @@ class Classifier:
 
     @contextmanager
     def comparing(self) -> Iterator[None]:
-        """Normalise batches by their own statistics, without changing the running ones."""
+        """Normalise batches by their own statistics without updating the running ones."""
         with self._untracked(), self.batch_statistics() if self._batch_norms else nullcontext():
             yield
 
     @contextmanager
     def _untracked(self) -> Iterator[None]:
-        """Within the block running statistics are neither used in training nor changed."""
+        """Neither use running statistics in training nor update them within the block."""
         for norm in self._batch_norms:
             norm.track_running_stats = False
         try:

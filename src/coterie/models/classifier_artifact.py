@@ -1,4 +1,4 @@
-"""The files of a classifier: its tensors as safetensors, and `client.json`. Never pickle."""
+"""The files of a classifier: tensors as safetensors, and `client.json`. Never pickle."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,27 +29,18 @@ COMMON = "common"  # what the names of the common expert's tensors begin with
 
 @dataclass(frozen=True)
 class Share:
-    """A client's share of a pool.
+    """A client's share of a pool."""
 
-    Args:
-        size: M, experts in the pool.
-        experts: The numbers of those that the client has, in rising order.
-        mixture: What it trained, see `PoolLayout`.
-        answer: What classifies a sample, see `PoolLayout`.
-        common: The common expert's network; None without a gate.
-        gate_width: Hidden units of the gate; None without one.
-        data: How the common expert is given images; None: as it wants them.
-        own: The same for its own experts.
-    """
-
-    size: int
-    experts: tuple[int, ...]
-    mixture: Mixture
-    answer: Literal["best", "mixture"]
+    size: int  # M, experts in the pool
+    experts: tuple[int, ...]  # numbers of those that the client has, ascending
+    mixture: Mixture  # what it trained, see `PoolLayout`
+    answer: Literal["best", "mixture"]  # what classifies a sample, see `PoolLayout`
+    # the common expert's network; None without a gate
     common: NetworkShape | TextShape | None = None
-    gate_width: int | None = None
+    gate_width: int | None = None  # hidden units of the gate; None without one
+    # how the common expert is given images; None: as it expects them
     data: Normalisation | None = None
-    own: Normalisation | None = None
+    own: Normalisation | None = None  # the same for the client's experts
 
     def __post_init__(self) -> None:
         if list(self.experts) != sorted(set(self.experts)) or not all(
@@ -64,7 +55,7 @@ class Share:
 
     @property
     def layout(self) -> PoolLayout:
-        """Of a model with a place for each of these experts."""
+        """The layout of a model with a place for each of these experts."""
         return PoolLayout(
             pool=self.size, chosen=len(self.experts), mixture=self.mixture, answer=self.answer
         )
@@ -72,23 +63,14 @@ class Share:
 
 @dataclass(frozen=True)
 class AboutClassifier:
-    """The content of `client.json` of a classifier, with an `Origin`.
-
-    Args:
-        client: The client's id.
-        network: The client's own, or what each of its experts is.
-        pool: Where the experts are from; None for a network of its own.
-        names: Of the classes.
-        mean: Of each channel of images, subtracted.
-        std: Of each channel of images, divided by.
-    """
+    """The content of `client.json` of a classifier, with an `Origin`."""
 
     client: str
-    network: NetworkShape | TextShape
-    pool: Share | None
-    names: tuple[str, ...]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    network: NetworkShape | TextShape  # of the client, or of each of its experts
+    pool: Share | None  # the source of its experts; None for a single network
+    names: tuple[str, ...]  # of the classes
+    mean: tuple[float, ...]  # subtracted from each channel of images
+    std: tuple[float, ...]  # divisor of each channel of images
     method: str
     recipe: str
     round: int
@@ -123,18 +105,15 @@ def save_classifier(
     origin: Origin,
 ) -> None:
     """Write a client's classifier to `folder`: everything needed to use it, except a text
-    tokenizer, which its base provides.
+    tokenizer, which its base provides. Raises SaveError.
 
     Args:
         folder: Made if it is missing.
         client: The client's id.
-        model: With the client's values.
+        model: Has the client's values loaded.
         data: Any of its splits, for the normalisation of images.
         names: Of the classes; their numbers if there are none.
-        origin: Where it comes from.
-
-    Raises:
-        SaveError: It could not be written.
+        origin: The run that it comes from.
     """
     share, tensors = None, own_tensors(model)
     if isinstance(model, PoolClassifier):
@@ -160,10 +139,8 @@ def save_classifier(
 
 
 def read_classifier(folder: Path) -> AboutClassifier:
-    """Return what `client.json` in `folder` says of a classifier.
-
-    Raises:
-        CheckpointError: It is missing, damaged, of a newer format, or of a language model.
+    """Return `client.json` of a classifier. Raises CheckpointError if it is missing, damaged,
+    newer, or a language model's.
     """
     content = read_about_json(folder)
     if content.pop("kind", None) != CLASSIFIER:
@@ -174,7 +151,7 @@ def read_classifier(folder: Path) -> AboutClassifier:
 
 
 def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
-    """Return a client's tensors by their names in the file: `expert/<number>/...`, `gate/...`."""
+    """Return a client's tensors by name in the file: `expert/<number>/...`, `gate/...`."""
     if isinstance(model, Classifier):
         return _values(model)
     tensors = prefixed(GATE, _values(model.gate)) if model.gate is not None else {}
@@ -184,7 +161,7 @@ def own_tensors(model: Classifier | PoolClassifier) -> Tensors:
 
 
 def present_experts(model: PoolClassifier) -> list[int]:
-    """Return the numbers of the experts that are there, in the order of their places."""
+    """Return the numbers of the client's experts in the order of their places."""
     return [number for number in model.numbers.tolist() if number != ABSENT]
 
 

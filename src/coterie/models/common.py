@@ -1,4 +1,4 @@
-"""The common expert (DDOME, Section 3): a frozen network that embeds everybody's data."""
+"""The common expert (DDOME, Section 3): a frozen network that embeds all clients' data."""
 
 import json
 import math
@@ -34,7 +34,7 @@ _ROWS = 512  # scored at a time
 
 
 class Normalisation(NamedTuple):
-    """The normalisation of inputs: each channel's value that is subtracted, and the divisor."""
+    """Normalisation of inputs: the value subtracted from each channel, and the divisor."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -68,19 +68,18 @@ class Pretraining(BaseModel):
 
 
 class CommonExpert:
-    """A trained network that stays as it is: it uses its running statistics, and has no gradients.
+    """A trained, frozen network that uses its running statistics and has no gradients.
 
     Args:
-        shape: Of the network.
-        tensors: Its parameters and running statistics, by name: others may start from them.
-        device: Where it computes.
-        data: How the batches that it is given are normalised; None: not at all.
-        expected: How it wants them; None: as they are. A network that starts from `tensors` gets
-            them as they are in any case.
+        shape: The shape of the network.
+        tensors: Parameters and running statistics by name, from which other networks may start.
+        device: The device to compute on.
+        data: How the given batches are normalised; None: not at all.
+        expected: How the network wants them; None: as they are. Networks that start from `tensors`
+            get them as they are in any case.
 
     Raises:
-        ModelError: The tensors are of another network, or a normalisation is not one of so many
-            channels.
+        ModelError: The tensors are of another network, or a normalisation has other channels.
     """
 
     def __init__(
@@ -99,29 +98,29 @@ class CommonExpert:
 
     @cached_property
     def width(self) -> int:
-        """Length of an embedding, e."""
+        """The length of an embedding, e."""
         return self.embed(self.shape.example()).shape[1]
 
     def flops(self) -> int:
-        """Floating-point operations of one example's embedding and its classification."""
+        """Return the floating-point operations of embedding and classifying one example."""
         return self._model.flops()
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """Return a batch of B inputs -> (B, e), what its last layer sees."""
+        """Return the (B, e) inputs of the last layer for a batch of B inputs."""
         embedding: Tensor = cast(Any, self._model.network).features(
             self._normalised(x.to(self.device))
         )
         return embedding
 
     def classifier(self, device: torch.device | str = "cpu") -> Classifier:
-        """Return a classifier with its values, which takes batches as it does."""
+        """Return a classifier with the same values, which takes the same batches."""
         model = Classifier(self.shape, device, self.tensors)
         model.network.register_forward_pre_hook(lambda _, inputs: (self._normalised(inputs[0]),))
         return model
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return a batch as the network wants it."""
+        """Return a batch normalised for the network."""
         if self._change is None:
             return x
         factor, offset = (values.to(x.device) for values in self._change)
@@ -154,16 +153,16 @@ def trained(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> CommonExpert:
-    """Return a common expert trained on examples that no client has, once for each shape, settings
-    and examples: it is kept in the cache.
+    """Return a common expert trained on examples that no client has, once per shape, settings and
+    examples: it is kept in the cache.
 
-    PyTorch's random generators are left as they were.
+    PyTorch's random generators are left unchanged.
 
     Args:
-        shape: Of the network.
+        shape: The shape of the network.
         public: At least two examples.
-        settings: How it is trained.
-        device: Where it is trained, and computes.
+        settings: The training settings.
+        device: The device to train and compute on.
         cache: Folder of trained experts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
             ~/.cache/coterie.
 
@@ -188,7 +187,7 @@ def trained(
 
 
 def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining) -> str:
-    """Return a hash of everything that determines the trained network, but the machine."""
+    """Return a hash of all that determines the trained network except the machine."""
     inputs, labels = public.inputs[public.rows], public.labels[public.rows]
     about = [
         FORMAT,
@@ -250,7 +249,7 @@ def _train(
 
 
 def _write(entry: Path, tensors: Named) -> None:
-    """Write an entry, which several processes may do at the same time. Raises SaveError."""
+    """Write an entry, safely if several processes do so at once. Raises SaveError."""
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent) as folder:

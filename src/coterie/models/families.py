@@ -1,4 +1,4 @@
-"""The families of causal LMs that adapters attach to: which modules of a block are its layers."""
+"""Families of causal LMs that adapters attach to: which modules of a block are its layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class MLPShape:
-    """The MLP of a block: its layers up and down, or gate, up and down."""
+    """The MLP of a block: layers up and down, or gate, up and down."""
 
     linears: tuple[LinearShape, ...]
 
@@ -42,37 +42,26 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class Family:
-    """The module names of one family of causal LMs.
+    """The module names of one family of causal LMs."""
 
-    Args:
-        name: For messages.
-        blocks: Path of the list of blocks.
-        attention: Path of the attention within a block.
-        linears: Names of its linears, in the order in which it calls them.
-        mlp: The MLP's linears: our name -> theirs, in our order. Two of ours may be parts of one of
-            theirs, one above the other.
-        activation: Name of the MLP's activation.
-        models: The models that are known to be of it, for messages, if they are not its name.
-        place: Path of the MLP within a block; "": its layers are the block's own.
-    """
-
-    name: str
-    blocks: str
-    attention: str
-    linears: tuple[str, ...]
+    name: str  # for messages
+    blocks: str  # path of the list of blocks
+    attention: str  # path of the attention within a block
+    linears: tuple[str, ...]  # names of the attention's linears in call order
+    # our name of each linear -> theirs, in our order; two may be halves of one of theirs
     mlp: dict[str, str]
-    activation: str
-    models: str = ""
-    place: str = "mlp"
+    activation: str  # name of the MLP's activation
+    models: str = ""  # the family's known models, for messages, if not `name`
+    place: str = "mlp"  # path of the MLP within a block; "": its layers are the block's own
 
     @property
     def fused(self) -> str | None:
-        """The name of the layer that is gate and up together, where there is one."""
+        """The name of the layer that combines gate and up, if there is one."""
         gate = self.mlp.get("gate")
         return gate if gate == self.mlp["up"] else None
 
     def within(self, name: str) -> str:
-        """Return the path within a block of a module of the MLP."""
+        """Return the path of an MLP's module within a block."""
         return f"{self.place}.{name}" if self.place else name
 
 
@@ -119,7 +108,7 @@ REMEDY = f"Use a base of one of these kinds: {_KINDS}."
 
 
 def family_of(model: nn.Module) -> Family:
-    """Return the family whose layers the model's blocks have. Raises ModelError without one."""
+    """Return the family that matches a model's layers. Raises ModelError if there is none."""
     known = [f for f in FAMILIES if isinstance(find(model, f.blocks), nn.ModuleList)]
     if not known:
         paths = " nor ".join(dict.fromkeys(family.blocks for family in FAMILIES))
@@ -138,7 +127,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def find(module: nn.Module, path: str) -> nn.Module | None:
-    """Return the module at a path; None where there is none."""
+    """Return the module at a path; None if there is none."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -146,7 +135,7 @@ def find(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
-    """Return the shapes of a model's blocks. Raises ModelError where one lacks a layer."""
+    """Return the shapes of a model's blocks. Raises ModelError if one lacks a layer."""
     shapes = []
     for index, block in enumerate(_blocks(model, family)):
         if misfit(family, block):
@@ -167,7 +156,7 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
 
 
 def misfit(family: Family, block: nn.Module) -> tuple[str, str] | None:
-    """Return the first layer that a block lacks for a family, and what it has there; else None."""
+    """Return the first layer of a family that a block lacks, and what it has instead; or None."""
     paths = [f"{family.attention}.{name}" for name in family.linears]
     paths += [family.within(name) for name in family.mlp.values()]
     for path in paths:
@@ -185,7 +174,7 @@ def is_transposed(layer: nn.Module | None) -> bool:
 
 
 def _problem(family: Family, block: nn.Module, index: int) -> str:
-    """Say what a block lacks."""
+    """Return a description of what a block lacks."""
     path, instead = cast(tuple[str, str], misfit(family, block))
     where = f"block {index} ({family.blocks}.{index})"
     if instead:

@@ -1,5 +1,5 @@
-"""Classifiers trained to suit clients never seen: FedSR's has a random representation, FedADG's
-aligns features to a distribution.
+"""Classifiers trained to suit unseen clients: FedSR's has a random representation, FedADG's aligns
+features to a distribution.
 """
 
 from abc import ABC, abstractmethod
@@ -20,28 +20,18 @@ from coterie.models.networks import Shape
 
 @dataclass(frozen=True)
 class StochasticLayout(NetworkLayout):
-    """The terms of FedSR's objective beside the cross-entropy.
+    """Weights in FedSR's objective."""
 
-    Args:
-        l2: alpha_L2R.
-        cmi: alpha_CMI.
-    """
-
-    l2: float = 0.01
-    cmi: float = 0.001
+    l2: float = 0.01  # alpha_L2R
+    cmi: float = 0.001  # alpha_CMI
 
 
 @dataclass(frozen=True)
 class AdversarialLayout(NetworkLayout):
-    """The parts that FedADG trains beside the classifier.
+    """The parts that FedADG trains besides the classifier."""
 
-    Args:
-        align: The share of the adversarial loss in the feature extractor's.
-        hidden: Width of the noise, the random projection, and the generator's and discriminator's
-            hidden layers.
-    """
-
-    align: float = 0.15
+    align: float = 0.15  # share of the adversarial loss in the feature extractor's loss
+    # width of the noise, the random projection and the hidden layers of generator and discriminator
     hidden: int = 128
 
 
@@ -49,16 +39,11 @@ Objective = tuple[Tensor, set[nn.Parameter]]  # a mean loss, and who follows its
 
 
 class ExtendedClassifier(Classifier, ABC):
-    """A classifier with more parts than it predicts with, and more to its objective than the
-    cross-entropy; its figures are of the latter.
+    """A classifier with parts that only training uses and further terms in its objective; scores
+    are those of the cross-entropy alone.
 
-    Args:
-        shape: Of the plain network.
-        layout: What the objective has beside the cross-entropy.
-        device: See `Classifier`.
-        start: See `Classifier`; of the plain network, by its own names. Without it that is drawn as
-            the plain network would be.
-        statistics: See `Classifier`.
+    `start` is of the plain network, by its own names; without it, that is drawn as alone. For other
+    arguments see `Classifier`.
     """
 
     stacks = False
@@ -94,10 +79,10 @@ class ExtendedClassifier(Classifier, ABC):
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
     ) -> tuple[Tensor, Sequence[Objective]]:
-        """Return training logits, (B, classes), and losses; a parameter follows one at most."""
+        """Return training logits, (B, classes), and losses; each parameter is in one at most."""
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of one role, running statistics included where it has them."""
+        """Return initial values of one role, with running statistics if shared."""
         fresh = self.network.initial(seed)
         if role is GENERALIST:
             fresh |= self._started(
@@ -108,13 +93,13 @@ class ExtendedClassifier(Classifier, ABC):
 
     @property
     def trainable_parameters(self) -> int:
-        """Values that are trained: all that is not frozen."""
+        """The number of values that are not frozen."""
         by_role = self.parameters_by_role().items()
         trained = [named for role, named in by_role if role is not BACKBONE]
         return sum(p.numel() for named in trained for p in named.values())
 
     def plain(self) -> Classifier | None:
-        """Return a plain classifier that predicts alike; None for texts, whose head differs."""
+        """Return a plain classifier with equal predictions; None for texts, whose head differs."""
         if hasattr(self.network, "outer"):
             return None
         start = {name: tensor.detach() for name, tensor in self.network.plain().items()}
@@ -144,7 +129,7 @@ class ExtendedClassifier(Classifier, ABC):
 
 
 class StochasticClassifier(ExtendedClassifier):
-    """FedSR's model: it trains with one sample of z for each example, and predicts with the mean.
+    """FedSR's model: it trains on one sample of z per example, and predicts with the mean.
 
     The objective is CE + alpha_L2R E|z|^2 + alpha_CMI KL(N(mu(x), sigma(x)^2) || N(mu_y,
     sigma_y^2)). The authors' code predicts with the mean probabilities of 20 samples, does not
@@ -159,7 +144,7 @@ class StochasticClassifier(ExtendedClassifier):
 
     @property
     def active_parameters(self) -> int:
-        """Values that one example uses: of the plain network and mu."""
+        """The number of values that one example uses: plain network and mu."""
         return _size(_parameters(self.network.base, self.network.head, self.network.mean))
 
     def objectives(
@@ -178,10 +163,10 @@ class AdversarialClassifier(ExtendedClassifier):
     """FedADG's model: feature extractor F, classifier C, generator G and discriminator D, trained
     at once, each on its own loss.
 
-    With features h = F(x) and drawn ones h' = G(noise, y), least squares: D minimises (1 - D(h',
-    y))^2 + D(h, y)^2; F and C minimise (1 - align) CE + align (1 - D(h, y))^2, so that features
-    come to look like drawn ones; G minimises D(h', y)^2, so that what it draws stays near the
-    features. Where D is not trained, F and C follow the cross-entropy alone, and G rests.
+    With features h = F(x) and generated ones h' = G(noise, y), least squares: D minimises (1 -
+    D(h', y))^2 + D(h, y)^2; F and C minimise (1 - align) CE + align (1 - D(h, y))^2, so that
+    features become like generated ones; G minimises D(h', y)^2, so that it stays near the features.
+    If D is not trained, F and C minimise the cross-entropy alone, and G is not trained either.
     """
 
     network: Adversarial
@@ -192,7 +177,7 @@ class AdversarialClassifier(ExtendedClassifier):
 
     @property
     def active_parameters(self) -> int:
-        """Values that one example uses: of F and C."""
+        """The number of values that one example uses: F and C."""
         return _size(_parameters(self.network.base, self.network.head))
 
     def objectives(
@@ -226,6 +211,8 @@ def _size(parameters: set[nn.Parameter]) -> int:
 def normal_divergence(
     mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor
 ) -> Tensor:
-    """KL(N(mean, spread^2) || N(other_mean, other_spread^2)), (B, e) each -> (B,), in nats."""
+    """Return KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of (B, e) each, (B,) in
+    nats.
+    """
     scaled = (spread.square() + (mean - other_mean).square()) / (2 * other_spread.square())
     return (other_spread.log() - spread.log() + scaled - 0.5).sum(dim=1)

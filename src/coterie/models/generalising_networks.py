@@ -1,4 +1,4 @@
-"""The networks of `models.generalising`: a plain one, and what is trained beside it."""
+"""The networks of `models.generalising`: a plain one, and what is trained besides it."""
 
 from typing import Any
 
@@ -13,10 +13,8 @@ from coterie.models.networks import initial
 
 
 class Extended(nn.Module):
-    """A plain network, as `base`, and what is trained beside it.
-
-    A linear `head` classifies features, (B, e): the plain network's own, or a new one where that
-    sees other features, as in a network for texts.
+    """A plain network, `base`, and what is trained besides it. A linear `head` classifies features,
+    (B, e): the plain network's own, or a new one if it sees other features, as for texts.
     """
 
     def __init__(self, base: Any, width: int, classes: int) -> None:
@@ -33,13 +31,13 @@ class Extended(nn.Module):
 
     @property
     def beside(self) -> nn.ModuleDict:
-        """All but the plain network."""
+        """All modules but the plain network."""
         return nn.ModuleDict(
             {name: module for name, module in self.named_children() if name != "base"}
         )
 
     def initial(self, seed: int) -> Tensors:
-        """Return initial values of what is beside the plain network; see `networks.initial`."""
+        """Return initial values of all but the plain network, see `networks.initial`."""
         return initial(self.beside, seed)
 
     def plain(self) -> Tensors:
@@ -47,18 +45,18 @@ class Extended(nn.Module):
         return dict(self.base.named_parameters()) | statistics(self.base)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return inputs -> (B, e)."""
+        """Return (B, e) features of inputs."""
         features: Tensor = self.base.features(x)
         return features
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return inputs -> (B, classes)."""
+        """Return (B, classes) logits of inputs."""
         logits: Tensor = self.head(self.features(x))
         return logits
 
 
 class Reference(nn.Module):
-    """R(z|y) = N(mu_y, sigma_y^2) for each class, z being (e,): at first N(0, (log 2)^2)."""
+    """R(z|y) = N(mu_y, sigma_y^2) for each class, z being (e,): initially N(0, (log 2)^2)."""
 
     def __init__(self, classes: int, width: int) -> None:
         super().__init__()
@@ -66,16 +64,14 @@ class Reference(nn.Module):
         self.spread = nn.Parameter(torch.empty(classes, width))  # before the softplus
 
     def forward(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) -> mu_y and sigma_y, (B, e) each."""
+        """Return mu_y and sigma_y, (B, e) each, of (B,) labels."""
         return self.mean[y], softplus(self.spread[y])
 
 
 class Stochastic(Extended):
-    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features: mu and
-    softplus^-1(sigma) are linear in these.
-
-    At first mu(x) is the features themselves, so that with mu(x) for z it predicts as the plain
-    network does.
+    """A network whose head sees z ~ N(mu(x), sigma(x)^2), as wide as its features, in which mu and
+    softplus^-1(sigma) are linear. Initially mu(x) is the features, so that with z = mu(x) it
+    predicts as the plain network does.
     """
 
     def __init__(self, base: Any, width: int, classes: int) -> None:
@@ -99,7 +95,7 @@ class Stochastic(Extended):
         return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
 
     def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return inputs -> mu(x) and sigma(x), (B, e) each."""
+        """Return mu(x) and sigma(x), (B, e) each, of inputs."""
         features = self.features(x)
         return self.mean(features), softplus(self.spread(features))
 
@@ -109,8 +105,8 @@ class Stochastic(Extended):
 
 
 class Adversarial(Extended):
-    """A network, a generator of features for a class, and a discriminator of the two behind a
-    random projection, which stays as it is.
+    """A network, a generator of a class's features, and a discriminator of both after a fixed
+    random projection of the features.
 
     The discriminator is local; the projection is the same for all. `hidden` is the width of the
     noise, the projection, and both hidden layers.
@@ -134,13 +130,13 @@ class Adversarial(Extended):
             tag(module, role)
 
     def generate(self, y: Tensor) -> Tensor:
-        """(B,) labels -> (B, e): features of each one's class, made of uniform noise."""
+        """Return (B, e) features of the classes of (B,) labels, generated from uniform noise."""
         noise = torch.rand(len(y), self.noise, device=y.device)
         drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
         return drawn
 
     def judge(self, features: Tensor, y: Tensor) -> Tensor:
-        """(B, e) and labels -> (B, 1) in [0, 1]: how much the features look generated."""
+        """Return (B, 1) in [0, 1]: how generated (B, e) features of labels look."""
         judged: Tensor = self.discriminator(
             torch.cat([self.projection(features), self._coded(y)], dim=1)
         )

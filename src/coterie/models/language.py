@@ -1,4 +1,4 @@
-"""A language model of one client: the shared backbone with the client's adapter."""
+"""A client's language model: the shared backbone with the client's adapter."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +28,13 @@ class LanguageModel:
     """A backbone with one client's adapter.
 
     The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are
-    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until some come
-    from it.
+    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until bound.
 
-    Where they do, `numbers`, (K,) int64, says which members they are, and `embedded` gives the
-    embeddings of the client's own text, (N, e). The router's logit of generalist j gets log(K p_j),
+    If they are bound, `numbers`, (K,) int64, are their members in the pool, and `embedded`, (N, e),
+    the embeddings of the client's own text. The router's logit of generalist j gets log(K p_j),
     with p the gate's `affinity` to that text, renormalised over the K: routers and gate learn by
-    one gradient, and a gate that is undecided changes nothing. p is the same for all tokens: if it
-    depended on the window that is predicted, each token would be told of those behind it.
+    one gradient, and an undecided gate changes nothing. p is the same for all tokens: if it
+    depended on the predicted window, it would tell each token of later ones.
 
     Args:
         backbone: The frozen base, which other models may share.
@@ -56,7 +55,7 @@ class LanguageModel:
         return self.backbone.device
 
     def buffers(self) -> dict[str, Tensor]:
-        """None: a language model has no running statistics."""
+        """Return {}: a language model has no running statistics."""
         return {}
 
     initial_buffers = buffers
@@ -67,12 +66,14 @@ class LanguageModel:
         return self.adapter.expert_slots()
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over which generalists a client has, (K,) int64, and how to embed its text."""
+        """Take over a client's generalists by number, (K,) int64, and how to embed its text."""
         self.numbers, self.embedded = numbers, embeddings
 
     @property
     def embed(self) -> Callable[[TextBatch], Tensor] | None:
-        """What embeds windows, (B, e) on the CPU: their mean hidden state; None without a gate."""
+        """A function that embeds windows, (B, e) on the CPU, by mean hidden states; None without a
+        gate.
+        """
         return self._embed if self.layout.members else None
 
     @torch.no_grad()
@@ -86,13 +87,13 @@ class LanguageModel:
             return self.backbone.hidden(ids).float().mean(dim=1).cpu()
 
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """1/N sum_i softmax g(x_i), (M,): how much embedded text, (N, e), wants each member."""
+        """Return 1/N sum_i softmax g(x_i), (M,): how much (N, e) embeddings want each member."""
         assert self.adapter.gate is not None
         scores: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
         return scores
 
     def towards(self) -> Tensors:
-        """Return the gradient of -1/N sum_i log sum_j softmax g(x_i)_j over members j here."""
+        """Return the gradient of -1/N sum_i log sum_j softmax g(x_i)_j over the bound members j."""
         assert self.adapter.gate is not None
         assert self.embedded is not None
         logits = self.adapter.gate(self.embedded().to(self.device))
@@ -102,7 +103,7 @@ class LanguageModel:
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """Return the layout and tensors without a pool: what the gate says are routers' biases."""
+        """Return layout and tensors without a pool: the gate's logits become routers' biases."""
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
             return self.layout, tensors
@@ -115,7 +116,7 @@ class LanguageModel:
         }
 
     def _bias(self) -> Tensor | None:
-        """(n,) the gate's part of the routers' logits: log(K p_j), 0 for specialists; or None."""
+        """Return the gate's part of routers' logits, (n,): log(K p_j), 0 for specialists."""
         count = self.layout.generalists
         if not self.layout.members or (self.numbers != ABSENT).sum() == count == 1:
             return None
@@ -132,7 +133,7 @@ class LanguageModel:
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None
     ) -> Iterator[None]:
-        """Attach the adapter, or what stands for it, and give the routers the gate's bias."""
+        """Attach the adapter, or one in its place, and give the routers the gate's bias."""
         bias = self._bias()
         advised = [] if bias is None else self.adapter.routers()
         with self.backbone.using(adapter or self.adapter, record):
@@ -145,11 +146,9 @@ class LanguageModel:
                     router.bias = None
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the adapter's parameters by role."""
         return self.adapter.parameters_by_role()
 
     def loras(self) -> dict[str, LoRA]:
-        """Return the adapter's low-rank updates by the name of their module."""
         return self.adapter.loras()
 
     def initial(self, role: Role, seed: int) -> Tensors:
@@ -157,7 +156,7 @@ class LanguageModel:
         return self.adapter.initial(role, seed)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (B, C, V) logits."""
+        """Return (B, C, V) logits of (B, C) int64 token ids."""
         with self._using():
             return self.backbone.logits(self.backbone.checked(ids))
 
@@ -165,7 +164,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """Return the logits of the targets of a batch that count, (T, V), and these, (T,)."""
+        """Return the logits of a batch's counted targets, (T, V), and these targets, (T,)."""
         windows = Windows.of(self.backbone, batch)
         with self._using():
             logits = self.backbone.logits(windows.inputs, windows.positions)
@@ -173,14 +172,14 @@ class LanguageModel:
 
     @torch.no_grad()
     def generate(self, ids: Tensor, **settings: Any) -> Tensor:
-        """Continue (B, C) token ids by transformers' `generate`, with its settings."""
+        """Continue (B, C) token ids by transformers' `generate` with its settings."""
         with self._using():
             return cast(Tensor, self.backbone.model.generate(ids.to(self.device), **settings))
 
     @torch.no_grad()
     def routing(self, ids: Tensor) -> Tensor:
-        """(B, C) int64 -> (blocks, B, C, n): the weight that each token gives each expert, fp32.
-        Raises ModelError without a router.
+        """Return each token's weight for each expert, (blocks, B, C, n) fp32, of (B, C) int64 token
+        ids. Raises ModelError without a router.
         """
         if not self.layout.routed:
             raise ModelError(
@@ -194,14 +193,11 @@ class LanguageModel:
 
     @torch.no_grad()
     def score(self, batches: Iterable[TextBatch]) -> Tensor:
-        """Return the negative log-likelihood of every next token; of conversations, of those that
-        count.
+        """Return (2,) float64: the summed negative log-likelihood in nats, and the number of
+        predicted tokens.
 
-        Args:
-            batches: Each (B, C + 1) int64, all rows of one length, or conversations.
-
-        Returns:
-            (2,) float64: its sum in nats, and the number of predicted tokens.
+        Batches are (B, C + 1) int64 each, or conversations, of which only counted tokens are
+        scored.
         """
         total, tokens = devices.exact(torch.zeros((), device=self.backbone.device)), 0
         with self._using():
@@ -214,27 +210,27 @@ class LanguageModel:
     def gradient(
         self, batch: TextBatch, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the whole batch's objective with respect to the given parameters
-        only.
+        """Return the gradient of the whole batch's objective with respect to `wrt`.
 
-        The objective is the mean next-token cross-entropy + lambda * load balancing. It is the same
-        whatever the size of the micro-batches: f, which is not linear in the batch, is found for
-        the whole batch first where its gradient needs it. No `.grad` is touched, and nothing waits
-        for the device, except for the group sizes on the way when k < n.
+        The objective is the mean next-token cross-entropy + lambda * load balancing. It does not
+        depend on the size of micro-batches: f, which is not linear in the batch, is computed for
+        the whole batch first if its gradient needs it. No `.grad` is touched, and nothing waits for
+        the device, except for group sizes when k < n.
 
         Args:
-            batch: (B, C + 1) int64, or conversations: then the mean is over the tokens that count,
-                and load balancing over all that are there.
+            batch: (B, C + 1) int64, or conversations: then the cross-entropy is a mean over the
+                counted tokens, and load balancing over all.
             wrt: Parameters of this model's adapter.
             micro_batch: Rows per forward pass; all at once by default.
 
         Returns:
             The gradients in the order of `wrt`, fp32, and detached statistics: the scalars "loss"
-            (the cross-entropy) and "balance", and, if there is a router, "router" (blocks, n), the
-            mean routing weight.
+            (the
+            cross-entropy) and "balance", and, with a router, "router" (blocks, n), the mean routing
+            weight.
 
         Raises:
-            ModelError: `wrt` is empty or holds a foreign parameter, or the batch has another form.
+            ModelError: `wrt` is empty or has a foreign parameter, or the batch has another form.
         """
         windows = Windows.of(self.backbone, batch)
         parts = windows.split(micro_batch or len(windows))
@@ -262,15 +258,13 @@ class LanguageModel:
     def per_example(
         self, batch: TextBatch, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of each row's objective, exactly that of `gradient` of a batch of
-        this row alone, but without dropout.
+        """Return each row's gradient, exactly `gradient` of a batch of this row alone, but without
+        dropout. Raises ModelError as `gradient`.
 
         Returns:
             The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of
-            `gradient`, means over rows.
-
-        Raises:
-            ModelError: See `gradient`.
+            `gradient`, means
+            over rows.
         """
         windows = Windows.of(self.backbone, batch)
         check_trained(self.adapter.parameters(), wrt)
@@ -296,7 +290,7 @@ class LanguageModel:
 
     @torch.no_grad()
     def _load(self, parts: Sequence[Windows]) -> Tensor:
-        """Return (blocks, n) f over all parts; dropout is the same in the pass that follows."""
+        """Return (blocks, n) f over all parts; the next pass draws the same dropout."""
         users: list[Tensor] = []
         with devices.forked(self.backbone.device):
             for part in parts:
@@ -308,7 +302,7 @@ class LanguageModel:
 
     @contextmanager
     def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Within the block only `wrt` requires gradients, and dropout is on."""
+        """Let only `wrt` require gradients, with dropout on, within the block."""
         self.adapter.train()
         try:
             with training(self.adapter, wrt):

@@ -1,4 +1,4 @@
-"""The layers of which convolutional and residual networks are made."""
+"""The layers of convolutional and residual networks."""
 
 import math
 from typing import Literal, cast
@@ -11,9 +11,8 @@ _LARGEST_GROUPS = 32  # of group normalisation, as its authors propose
 
 
 class Convolution(nn.Sequential):
-    """3x3 convolution, normalisation and ReLU, then max pooling by 2 if asked for.
-
-    Without normalisation the convolution has a bias.
+    """3x3 convolution, normalisation and ReLU, optionally with max pooling by 2. Without
+    normalisation the convolution has a bias.
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
@@ -70,10 +69,9 @@ class Subsampling(nn.Module):
 
 
 class Block(nn.Module):
-    """relu(s(x) + f(x)), f being two convolutions, and s the identity where f keeps the size.
-
-    Where f `halves` height and width, s is a 1x1 convolution if it `projects` (option B of He et
-    al.), or else subsampling (option A).
+    """relu(s(x) + f(x)), f being two convolutions, and s the identity if f keeps the size. If f
+    `halves` height and width, s is a 1x1 convolution if it `projects` (option B of He et al.), or
+    else subsampling (option A).
     """
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, halves: bool, projects: bool) -> None:

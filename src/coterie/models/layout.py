@@ -1,4 +1,4 @@
-"""What a client's model looks like: its experts by role, their ranks, and their routing."""
+"""The structure of a client's model: experts by role, ranks, and routing."""
 
 import math
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Layout:
     Args:
         generalists: g, shared experts per MLP.
         specialists: s_i, local experts per MLP; g + s_i >= 1.
-        members: M, members of a server's pool, of which the generalists are those g that a gate
-            chose; 0: everybody has the same ones.
-        biased: Whether routers add a constant to their logits: what is left of a gate in a personal
+        members: M, members of a server's pool, of which a gate chooses g generalists; 0: all
+            clients have the same ones.
+        biased: Whether routers add a constant to their logits: the remnant of a gate in a personal
             model.
         rank: r of the attention LoRAs.
         alpha: LoRA scale; an update is gamma B A with gamma = alpha / sqrt(r) (rank-stabilised).
@@ -91,33 +91,33 @@ class Layout:
             raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
 
     def factors(self, role: Role) -> tuple[Role, Role]:
-        """Return the roles of A and B of a low-rank update whose expert has this role."""
+        """Return the roles of A and B of a low-rank update of an expert with this role."""
         return BACKBONE if self.frozen_a else role, SPECIALIST if self.local_b else role
 
     @property
     def experts(self) -> int:
-        """n, all experts of an MLP."""
+        """n, the number of experts of an MLP."""
         return self.generalists + self.specialists
 
     @property
     def active(self) -> int:
-        """k, the experts that each token uses: min(top_k, n), or all n with equal weights."""
+        """k, the number of experts that each token uses: min(top_k, n), or n with equal weights."""
         return self.experts if self.routing == "equal" else min(self.top_k, self.experts)
 
     @property
     def routed(self) -> bool:
-        """Whether the MLPs have a router: a single expert needs none, equal weights neither."""
+        """Whether MLPs have a router: not with a single expert or equal weights."""
         return self.routing == "learned" and self.experts > 1
 
     @property
     def plain(self) -> bool:
-        """Whether it uses no setting of LoRA experts, so that any kind of model fits it."""
+        """Whether no setting of LoRA experts is used, so that any kind of model fits."""
         special = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
         return not self.routed and not any(special)
 
     @property
     def expert_rank(self) -> int:
-        """R of the experts."""
+        """The experts' r."""
         return self.mlp_rank or self.rank
 
     @property
@@ -126,10 +126,10 @@ class Layout:
         balancing.
 
         Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist,
-        so that where generalists have half of the probability, its target, the loss is k, as the
+        so that at its target, where generalists have half of the probability, the loss is k, as the
         uniform one is at its own. As printed it is 2 (g^2 + s^2) times smaller: with three
-        specialists a twentieth, which does nothing. With experts of one kind only it is the uniform
-        loss.
+        specialists a twentieth, which has no effect. With experts of one kind only it is the
+        uniform loss.
         """
         g, s = self.generalists, self.specialists
         if not self.routed or self.balance == "none":
@@ -142,7 +142,7 @@ class Layout:
 
     @property
     def balance_has_gradient(self) -> bool:
-        """Whether load balancing moves anything: with k = n all f_j are 1, and sum_j P_j = 1."""
+        """Whether load balancing has an effect: with k = n all f_j are 1, and sum_j P_j = 1."""
         if not self.balance_coefficients or self.balance_weight == 0:
             return False
         return len(set(self.balance_coefficients)) > 1 or self.active < self.experts
@@ -164,18 +164,17 @@ class CommonLayout(NetworkLayout):
 
 @dataclass(frozen=True)
 class PoolLayout(NetworkLayout):
-    """The size of a pool, the number of experts that a client has, and how their outputs become
-    one.
+    """The size of a pool, the number of experts at a client, and how their outputs are combined.
 
     Args:
         pool: M, experts at the server.
         chosen: K, places at a client.
         mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p
-            renormalised over those it has; "probabilities", the same of their softmax; "scores", of
+            renormalised over its experts; "probabilities", the same of their softmax; "scores", of
             logits with p as the gate gives it over all M; "mean", equal weights of probabilities,
             without a gate.
-        answer: How a sample is classified: "best", by the expert with the highest score among those
-            the client has; or by the "mixture".
+        answer: What classifies a sample: "best", the client's expert with the highest score, or the
+            "mixture".
         start: Whether experts start at random, each from values of its own, all from the common
             expert's, or from those where they fit.
 
@@ -199,27 +198,22 @@ class PoolLayout(NetworkLayout):
 
     @property
     def gated(self) -> bool:
-        """Whether a gate says what each expert counts."""
+        """Whether a gate weights the experts."""
         return self.mixture != "mean"
 
 
 @dataclass(frozen=True)
 class GateTarget:
-    """A batch that teaches the gate to recognise an anchor's data.
+    """A batch that teaches the gate to recognise an anchor's data."""
 
-    Args:
-        embedding: (B, e).
-        expert: The number of the expert that all of it should go to.
-    """
-
-    embedding: Tensor
-    expert: int
+    embedding: Tensor  # (B, e)
+    expert: int  # the number of the expert that all of it should go to
 
     def __len__(self) -> int:
         return len(self.embedding)
 
     def split(self, rows: int) -> "list[GateTarget]":
-        """In order, at most `rows` examples each."""
+        """Return batches of at most `rows` examples each, in order."""
         return [
             GateTarget(embedding, self.expert) for embedding in torch.split(self.embedding, rows)
         ]

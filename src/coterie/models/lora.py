@@ -1,5 +1,5 @@
-"""Low-rank updates: W = W0 + gamma B A, with gamma = alpha / sqrt(r) (rank-stabilised LoRA,
-Kalajdzievski 2023).
+"""Low-rank updates: W = W0 + gamma B A, gamma = alpha / sqrt(r) (rank-stabilised, Kalajdzievski
+2023).
 """
 
 import math
@@ -17,10 +17,9 @@ def gamma(alpha: float, rank: int) -> float:
 
 
 def project(base: nn.Module, x: Tensor) -> Tensor:
-    """(T, in) -> (T, out): a frozen linear layer, into a tensor that may be updated in place.
+    """Return a frozen linear layer's (T, out) of (T, in), in a tensor that may be updated in place.
 
-    GPT-2's Conv1D would return a view, and updating a view in place costs autograd copies of the
-    whole tensor.
+    GPT-2's Conv1D returns a view; updating that in place costs autograd copies of the whole tensor.
     """
     if hasattr(base, "nf"):
         return torch.addmm(base.bias, x, base.weight)  # type: ignore[arg-type]
@@ -29,16 +28,10 @@ def project(base: nn.Module, x: Tensor) -> Tensor:
 
 
 class LoRA(nn.Module):
-    """Updates of one linear layer, `count` of one role in one stack: A (count, r, in), B (count,
-    out, r), both fp32.
+    """A stack of `count` updates of one linear layer: A (count, r, in), B (count, out, r), both
+    fp32.
 
-    Args:
-        roles: Of A and of B.
-        count: Updates in the stack; 1 for attention, otherwise the experts of that role.
-        inputs: The layer's input width.
-        outputs: Its output width.
-        rank: r.
-        alpha: The numerator of gamma.
+    `roles` are those of A and of B; `count` is 1 for attention, otherwise the experts of that role.
     """
 
     def __init__(
@@ -58,17 +51,17 @@ class LoRA(nn.Module):
 
 
 class SingleLoRA(LoRA):
-    """The one update of an attention layer, of a generalist's roles in every variant of CoMiGS."""
+    """The one update of an attention layer, a generalist's in every variant of CoMiGS."""
 
     def __init__(self, inputs: int, outputs: int, layout: Layout) -> None:
         super().__init__(layout.factors(GENERALIST), 1, inputs, outputs, layout.rank, layout.alpha)
         self.dropout = layout.dropout
 
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
-        """(..., in) -> (..., out): base(x) + gamma B A x, in the dtype of x.
+        """Return base(x) + gamma B A x, (..., in) -> (..., out), in the dtype of x.
 
-        The long side comes last in every thin product, those of the backward pass too: on CPUs that
-        is up to four times as fast.
+        The long side comes last in every thin product, also in the backward pass: on CPUs that is
+        up to four times as fast.
         """
         tokens = x.flatten(0, -2)
         codes = (

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy straight from hidden states, without all logits at once."""
+"""Next-token cross-entropy from hidden states, without materialising all logits."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ WORDS_AT_ONCE = 256
 
 
 class _HeadLoss(torch.autograd.Function):
-    """The sum of the NLL through a frozen head, which keeps only dL/dhidden, (T, d)."""
+    """The sum of the NLL through a frozen head; it keeps only dL/dhidden, (T, d)."""
 
     @staticmethod
     def forward(
@@ -32,20 +32,16 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """sum_t -log softmax(W h_t + bias)[target_t], differentiable by the hidden states only.
+    """Return sum_t -log softmax(W h_t + bias)[target_t], differentiable by hidden states only.
 
-    Args:
-        hidden: (T, d).
-        weight: (V, d), frozen.
-        bias: (V,) or None, frozen.
-        targets: (T,) int64.
+    `hidden` is (T, d), `weight` (V, d) and `bias` (V,) or None, both frozen, `targets` (T,) int64.
     """
     loss: Tensor = _HeadLoss.apply(hidden, weight, bias, targets)  # type: ignore[no-untyped-call]
     return loss
 
 
 def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """(T,) the NLL of each target, at least fp32; without gradient."""
+    """Return the NLL of each target, (T,), at least fp32; without gradient."""
     return _by_vocabulary(hidden, weight, bias, targets, None)
 
 
@@ -56,12 +52,12 @@ def _by_vocabulary(
     targets: Tensor,
     gradient: Tensor | None,
 ) -> Tensor:
-    """Return (T,) the NLL of each target; add its gradient to `gradient`, (T, d), zeros, if given.
+    """Return the NLL of each target, (T,); add its gradient to `gradient`, (T, d), if given.
 
-    The vocabulary comes in blocks, with a softmax that is rescaled as the largest logit grows
-    (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each block of W is
-    read once and multiplied twice, by all tokens, while its logits are in the cache. With the
-    target y apart, the gradient is sum_{v != y} p_v W_v - (1 - p_y) W_y, where nothing cancels.
+    The vocabulary is processed in blocks, with a softmax that is rescaled as the largest logit
+    grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each block of
+    W is read once and multiplied twice, by all tokens, while its logits are in the cache. With the
+    target y apart, the gradient is sum_{v != y} p_v W_v - (1 - p_y) W_y, without cancellation.
     """
     top = hidden.new_full((len(hidden), 1), torch.finfo(_exact(hidden)).min, dtype=_exact(hidden))
     others, target_logit = torch.zeros_like(top), torch.zeros_like(top)
@@ -100,7 +96,7 @@ def _exact(hidden: Tensor) -> torch.dtype:
 
 
 def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """Return the first row of W in each block, and that behind it."""
+    """Return the first and end row of W for each block."""
     most = LOGITS_AT_ONCE if hidden.device.type == "cpu" else ON_ACCELERATORS
     size, count = max(most // max(len(hidden), 1), WORDS_AT_ONCE), len(weight)
     return [(start, min(start + size, count)) for start in range(0, count, size)]

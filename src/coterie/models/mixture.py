@@ -1,4 +1,4 @@
-"""A mixture of LoRA experts on a frozen MLP: router, experts, and how they are computed."""
+"""A mixture of LoRA experts on a frozen MLP: router, experts, and their computation."""
 
 import math
 
@@ -29,7 +29,7 @@ TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of
 
 
 class Mixture(nn.Module):
-    """The adapter of one MLP: its experts by role, stacked, and its router."""
+    """The adapter of one MLP: stacked experts by role, and a router."""
 
     def __init__(self, shape: MLPShape, layout: Layout) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Mixture(nn.Module):
         self.router = Router(shape.width, n, k, layout.biased) if layout.routed else None
 
     def _by_role(self, layer: str, matrix: str) -> list[Tensor]:
-        """One matrix of the experts of each role, (., ., .), generalists first."""
+        """Return one matrix of the experts of each role, (., ., .), generalists first."""
         return [
             getattr(self.get_submodule(f"{role}.{layer}"), matrix)
             for role in ("generalist", "specialist")
@@ -60,11 +60,11 @@ class Mixture(nn.Module):
         ]
 
     def _stack(self, layer: str, matrix: str, dtype: torch.dtype) -> Tensor:
-        """(n, ., .) one matrix of all experts."""
+        """Return one matrix of all experts, (n, ., .)."""
         return stacked(self._by_role(layer, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """(..., d_model) -> (..., d_model) in the dtype of x; appends the decision to `record`."""
+        """Return (..., d_model) in the dtype and shape of x; append the decision to `record`."""
         tokens = x.flatten(0, -2)
         routing = self.router(tokens) if self.router is not None else None
         if record is not None and routing is not None:
@@ -85,7 +85,7 @@ class Mixture(nn.Module):
     def _experts(
         self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None
     ) -> Tensor:
-        """(T, d_model) -> (T, d_model) with weights (T, n), None for 1; without a plan, dropout."""
+        """Return (T, d_model) with weights (T, n), or None for 1; without a plan, with dropout."""
         bases = [project(layer, x) for layer in base.first]
         # (linears, n, r, d_model)
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])
@@ -105,7 +105,7 @@ class Mixture(nn.Module):
         )
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
-        """(T, n) in the dtype of x; None for a single expert."""
+        """Return (T, n) weights in the dtype of x; None for a single expert."""
         if routing is not None:
             return routing.weights.to(x.dtype)
         n = self.layout.experts
@@ -115,11 +115,11 @@ class Mixture(nn.Module):
         self, x: Tensor, selected: Tensor | None, activation: Activation
     ) -> tuple[Plan, Tensor | None]:
         """Return the plan for T tokens that use the selected experts, (T, k), or all; and the order
-        of the tokens that it is made for, if another.
+        of tokens that it is made for, if changed.
 
-        Sorted by the set of their experts, tokens are consecutive, and nothing as wide as the
-        hidden layer is gathered or scattered. A GPU would have too little to do for each of so many
-        sets, and has fewer but larger groups.
+        Sorted by their sets of experts, tokens are consecutive, and nothing as wide as the hidden
+        layer is gathered or scattered. A GPU would have too little work for each of so many sets,
+        so it gets fewer, larger groups.
         """
         n, active = self.layout.experts, self.layout.active
         cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
@@ -145,7 +145,7 @@ class Mixture(nn.Module):
         A1: Tensor,
         activation: Activation,
     ) -> tuple[Tensor, Tensor]:
-        """Return the same m and c by autograd, with a dropout mask on the input of every LoRA."""
+        """Return the same m and c by autograd, with dropout on the input of every LoRA."""
         A2 = self._stack("down", "A", x.dtype)
         B1 = [self._stack(name, "B", x.dtype).mT for name in self.first]
         m, c = torch.zeros_like(bases[0]), []

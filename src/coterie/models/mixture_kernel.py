@@ -23,7 +23,7 @@ class Activation:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Activation":
-        """Return the fused derivative where torch has one, otherwise autograd's."""
+        """Return torch's fused derivative if there is one, otherwise autograd's."""
         if isinstance(module, nn.SiLU):
             return cls._fused(torch.ops.aten.silu, torch.ops.aten.silu_backward)
         if isinstance(module, nn.GELU):
@@ -62,37 +62,27 @@ class Activation:
 
 @dataclass(frozen=True)
 class FrozenMLP:
-    """The base's MLP, alike for all families.
+    """The base's MLP, in the same form for all families."""
 
-    Args:
-        first: The layers d_model -> f: (up,) or (gate, up).
-        down: The layer f -> d_model.
-        activation: On the first of `first`.
-    """
-
-    first: tuple[nn.Module, ...]
-    down: nn.Module
-    activation: Activation
+    first: tuple[nn.Module, ...]  # layers d_model -> f: (up,) or (gate, up)
+    down: nn.Module  # layer f -> d_model
+    activation: Activation  # applied to the first of `first`
 
 
 @dataclass(frozen=True)
 class Plan:
     """Which experts to compute for which tokens, in which order.
 
-    Args:
-        pieces: Experts that the same tokens meet one after the other, and those tokens. If they are
-            consecutive, the experts are all that they use, and the pieces together reach every
-            token.
-        activation: The MLP's.
-        gamma: The scale of the updates.
+    `pieces` are experts with the tokens that use them one after the other. If these are
+    consecutive, the experts are all that they use, and the pieces cover every token.
     """
 
     pieces: tuple[tuple[Sequence[int], Rows], ...]
     activation: Activation
-    gamma: float
+    gamma: float  # scale of the updates
 
     def sums(self, like: Tensor) -> Tensor:
-        """Return what `_accumulate` fills: unset if the first expert of consecutive rows writes."""
+        """Return the buffer for `_accumulate`, uninitialised if each row's first expert writes."""
         return (
             torch.empty_like(like)
             if all(isinstance(rows, slice) for _, rows in self.pieces)
@@ -100,7 +90,9 @@ class Plan:
         )
 
     def scratch(self, like: Tensor, count: int) -> Callable[[int], list[Tensor]]:
-        """For t tokens of a piece, `count` tensors (t, f) that every piece overwrites."""
+        """Return a function: t tokens of a piece -> `count` tensors (t, f), overwritten by every
+        piece.
+        """
         longest = max((_length(rows) for _, rows in self.pieces), default=0)
         whole = like.new_empty((count, longest, like.shape[1] + PADDING))
         return lambda tokens: list(whole[:, :tokens, : like.shape[1]])
@@ -109,7 +101,7 @@ class Plan:
 def consecutive_pieces(
     sets: Iterable[tuple[Sequence[int], int, int]], chunk: int
 ) -> Iterator[tuple[Sequence[int], Rows]]:
-    """Return consecutive tokens with all their experts, of sets like those of `by_experts`."""
+    """Yield consecutive tokens with all their experts, of sets as from `by_experts`."""
     for experts, first, last in sets:
         for start in range(first, last, chunk):
             yield experts, slice(start, min(start + chunk, last))
@@ -118,7 +110,7 @@ def consecutive_pieces(
 def grouped_pieces(
     selected: Tensor, experts: int, chunk: int
 ) -> Iterator[tuple[Sequence[int], Rows]]:
-    """Return (T, k) pairs sorted by chunk and expert. On a GPU this waits for the group sizes."""
+    """Yield (T, k) pairs sorted by chunk and expert. On a GPU this waits for the group sizes."""
     tokens, active = selected.shape
     chunks = -(-tokens // chunk)
     token = torch.arange(tokens, device=selected.device)
@@ -137,12 +129,11 @@ class _Hidden(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, *wide: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Weights (n, T), or None for 1; codes (linears, n, r, T); and what is wide, see `_sorted`:
-        bases b, A2 and B1.
+        """Return m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a
+        token does not use j.
 
-        Returns:
-            m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a token
-            does not use j.
+        Takes weights (n, T), or None for 1; codes (linears, n, r, T); and `wide`, see `_sorted`:
+        bases b, A2 and B1.
         """
         ctx.plan = plan
         ctx.save_for_backward(weights, codes, *wide)
@@ -236,7 +227,7 @@ class _Hidden(torch.autograd.Function):
 def _sorted(
     wide: Sequence[Any], linears: int
 ) -> tuple[Sequence[Any], Sequence[Any], list[Sequence[Any]]]:
-    """Bases (T, f) of each first layer; A2 (n, r, f) by role; B1 (n, f, r) by layer and role."""
+    """Return bases (T, f) per first layer; A2 (n, r, f) by role; B1 (n, f, r) by layer and role."""
     parts = wide[linears:]
     roles = len(parts) // (1 + linears)
     A2, *B1 = (parts[start : start + roles] for start in range(0, len(parts), roles))
@@ -244,7 +235,7 @@ def _sorted(
 
 
 def _stacks(wide: Sequence[Tensor], codes: Tensor) -> tuple[Sequence[Tensor], Tensor, list[Tensor]]:
-    """Bases; A2 (n, r, f); B1 (n, r, f) of each first layer, made for one pass and not kept."""
+    """Return bases; A2 (n, r, f); B1 (n, r, f) per first layer, made for one pass and not kept."""
     bases, A2, B1 = _sorted(wide, len(codes))
     return (
         bases,
@@ -254,12 +245,12 @@ def _stacks(wide: Sequence[Tensor], codes: Tensor) -> tuple[Sequence[Tensor], Te
 
 
 def stacked(by_role: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(n, ., .) one matrix of all experts, of which those of each role are given."""
+    """Return one matrix of all experts, (n, ., .), given those of each role."""
     return (by_role[0] if len(by_role) == 1 else torch.cat(list(by_role))).to(dtype)
 
 
 def _unstacked(gradient: Tensor | None, by_role: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Return the gradient of each role's, where there is one."""
+    """Return the gradient of each role's matrix, if it has one."""
     if gradient is None:
         return [None] * len(by_role)
     return [
@@ -279,7 +270,7 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the inverse; autograd would add up what it does not know to be a permutation."""
+        """Return the gradient in the inverse order; autograd would sum, unaware of permutations."""
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
@@ -292,7 +283,7 @@ def _first(
     B1: Sequence[Tensor],
     out: Sequence[Tensor],
 ) -> None:
-    """Compute b + gamma B1_j z_j of a piece, (t, f) for each layer, of codes (linears, r, T)."""
+    """Compute b + gamma B1_j z_j of a piece, (t, f) per layer, of codes (linears, r, T)."""
     for b, z, B, p in zip(bases, _columns(codes, rows), B1, out, strict=True):
         torch.addmm(b, z.T, B, alpha=gamma, out=p)
 
@@ -302,17 +293,17 @@ def _length(rows: Rows) -> int:
 
 
 def _rows(tensor: Tensor, rows: Rows) -> Tensor:
-    """`tensor[rows]`; indexing by a tensor would be several times slower than selecting."""
+    """Return `tensor[rows]`; indexing by a tensor is several times slower than selecting."""
     return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def _columns(tensor: Tensor, rows: Rows) -> Tensor:
-    """`tensor[..., rows]`."""
+    """Return `tensor[..., rows]`."""
     return tensor[..., rows] if isinstance(rows, slice) else tensor.index_select(-1, rows)
 
 
 def _put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
-    """`tensor[..., rows] = values`."""
+    """Set `tensor[..., rows] = values`."""
     if isinstance(rows, slice):
         tensor[..., rows] = values
     else:
@@ -322,10 +313,8 @@ def _put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
 def _accumulate(
     total: Tensor, rows: Rows, term: Tensor, weight: Tensor | None, first: bool
 ) -> None:
-    """total[rows] += weight * term, with a weight (t,) for each row; the first of all experts of
-    consecutive rows writes instead.
-
-    May overwrite `term`.
+    """Compute total[rows] += weight * term with weights (t,) per row, or write it for the first of
+    all experts of consecutive rows. May overwrite `term`.
     """
     if not isinstance(rows, slice):
         total.index_add_(0, rows, term if weight is None else term.mul_(weight[:, None]))

@@ -1,4 +1,4 @@
-"""A network's tensors: files of weights, whether tensors fit a network, and which are trained."""
+"""A network's tensors: files of weights, whether they fit, and which are trained."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +15,10 @@ _SMALL = 1_000_000  # values that cost nothing, see `check_size`
 
 
 def load(path: Path, shape: Shape) -> Tensors:
-    """Return a network's parameters and running statistics from a file of safetensors.
+    """Return a network's parameters and running statistics from a safetensors file, without the
+    batch counts of normalisation.
 
-    How many batches a normalisation has seen, which such files often say, is left aside.
-
-    Raises:
-        CheckpointError: There is no such file, or it is damaged.
-        ModelError: It is of another network.
+    Raises CheckpointError if it is missing or damaged, ModelError if it is of another network.
     """
     named, _ = load_tensors(path)
     tensors = {
@@ -46,8 +43,8 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
 
 
 def check_size(shape: Shape, tensors: Named, source: str) -> None:
-    """Refuse a shape that is far larger than its tensors before anything of its size is made: a
-    file may claim billions of units. Raises ModelError.
+    """Refuse a shape that is far larger than its tensors before anything of its size is allocated:
+    a file may claim billions of units. Raises ModelError.
     """
     held = sum(tensor.numel() for tensor in tensors.values())
     try:
@@ -63,11 +60,7 @@ def check_size(shape: Shape, tensors: Named, source: str) -> None:
 
 def check(shape: Shape, tensors: Named, source: str) -> None:
     """Refuse tensors that are not all the parameters and running statistics of a network of this
-    shape, fp32 and finite.
-
-    Raises:
-        ModelError: Naming the source and the first tensor that is foreign, missing, of another
-            form, or not finite.
+    shape, fp32 and finite. Raises ModelError that names the source and the first wrong tensor.
     """
     try:
         network = shape.build("meta")
@@ -82,7 +75,7 @@ def check(shape: Shape, tensors: Named, source: str) -> None:
 
 
 def check_trained(parameters: Iterable[nn.Parameter], wrt: Sequence[nn.Parameter]) -> None:
-    """Refuse to train anything but a model's own parameters, at least one. Raises ModelError."""
+    """Refuse to train no parameters, or others than a model's own. Raises ModelError."""
     trained = set(map(id, wrt))
     if not trained or not trained <= set(map(id, parameters)):
         raise ModelError(

@@ -18,7 +18,7 @@ from coterie.models.layers import Block, Convolution, GlobalMax, Norm, Residual,
 
 
 class Shape(Protocol):
-    """All that it takes to build a network without data: a `NetworkShape` or a `TextShape`."""
+    """All that determines a network without data: a `NetworkShape` or a `TextShape`."""
 
     @property
     def classes(self) -> int: ...
@@ -32,17 +32,16 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """All that it takes to build a network, without any data.
+    """All that determines a network of images without data.
 
     Args:
-        network: Which one.
+        network: The architecture.
         inputs: Channels, height and width of an image.
         classes: Width of the output.
-        hidden: Widths of the MLP's hidden layers; an MLP has no other settings, and no
-            normalisation.
-        norm: What follows each convolution.
+        hidden: Widths of the MLP's hidden layers, its only setting; an MLP has no normalisation.
+        norm: The normalisation after each convolution.
         width: w, channels of the first convolution; the others are multiples of it. None: the
-            network's own, 16 of a ResNet-20 or -56 and 64 of the others.
+            network's default, 16 for ResNet-20 and -56 and 64 for the others.
 
     Raises:
         ModelError: A size is not positive, or there is no such network or normalisation.
@@ -73,7 +72,7 @@ class NetworkShape:
 
     @property
     def channels(self) -> int:
-        """w, given or the network's own."""
+        """w, given or the network's default."""
         if self.width is not None:
             return self.width
         return 16 if self.network in ("resnet20", "resnet56") else 64
@@ -84,7 +83,7 @@ class NetworkShape:
         return f"a {self.network} for {self.inputs} and {self.classes} classes"
 
     def build(self, device: torch.device | str = "cpu") -> "Network":
-        """Return the network with `initial` values of seed 0, every parameter a GENERALIST."""
+        """Return the network with `initial` values of seed 0; every parameter is a GENERALIST."""
         with torch.device("meta"):
             network = NETWORKS[self.network](self)
         tag(network, GENERALIST)
@@ -100,7 +99,7 @@ class NetworkShape:
         return initial(self.build("meta"), seed)
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse what is not finite fp32 (B, C, H, W) of this size. Raises ModelError."""
+        """Refuse inputs that are not finite fp32 (B, C, H, W) of this size. Raises ModelError."""
         if x.dtype != torch.float32 or x.ndim != 4 or x.shape[1:] != self.inputs:
             expected = f"float32 [examples, {', '.join(map(str, self.inputs))}]"
             raise ModelError(f"a batch of {x.dtype}{list(x.shape)} images", f"Expected {expected}.")
@@ -111,12 +110,12 @@ class NetworkShape:
             )
 
     def example(self) -> Tensor:
-        """(1, C, H, W): a black image."""
+        """Return a black image, (1, C, H, W)."""
         return torch.zeros(1, *self.inputs)
 
 
 class Network(nn.Module):
-    """A linear `head` on the `features` of an image, of which there are `head.in_features`."""
+    """A linear `head` on the `features` of an image, of width `head.in_features`."""
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, classes)."""
@@ -137,7 +136,7 @@ class MLP(Network, nn.Sequential):
         return cast(nn.Linear, self[-1])
 
     def features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, e), the last hidden layer; without one, the flattened image."""
+        """Return the last hidden layer, (B, e), of (B, C, H, W), or else the flattened image."""
         x = x.flatten(1)
         *hidden, _ = self.children()
         for layer in hidden:
@@ -145,14 +144,10 @@ class MLP(Network, nn.Sequential):
         return x
 
     def stacked(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Return the network at m points at once: one batched matrix product a layer.
+        """Return (m, B, classes) logits at m points at once: one batched matrix product per layer.
 
-        Args:
-            parameters: Weights (m, out, in) and biases (m, out) of the layers in turn.
-            x: (m, B, C, H, W).
-
-        Returns:
-            (m, B, classes) logits.
+        `parameters` are weights (m, out, in) and biases (m, out) of the layers in turn; x is (m, B,
+        C, H, W).
         """
         x = x.flatten(2)
         for depth, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):
@@ -161,7 +156,7 @@ class MLP(Network, nn.Sequential):
 
 
 class CNN(Network):
-    """Two convolutions of width w and 2w, with pooling above one pixel, and a linear layer."""
+    """Two convolutions of width w and 2w, pooled while above one pixel, and a linear layer."""
 
     def __init__(self, shape: NetworkShape) -> None:
         super().__init__()
@@ -176,11 +171,9 @@ class CNN(Network):
 
 
 class ResNet9(Network):
-    """Convolutions of w, 2w, 4w and 8w channels, residual blocks behind the second and the last,
-    global max pooling and a linear layer.
-
-    With w = 64 and ten classes it has 6.57 million parameters. The last three convolutions pool
-    while the map is larger than one pixel.
+    """Convolutions of w, 2w, 4w and 8w channels, residual blocks after the second and the last,
+    global max pooling and a linear layer: 6.57 million parameters with w = 64 and ten classes. The
+    last three convolutions pool while the map is larger than one pixel.
     """
 
     def __init__(self, shape: NetworkShape) -> None:
@@ -206,16 +199,13 @@ class ResNet(Network):
 
     Each stage but the first halves height and width. Modules are named as in
     akamaster/pytorch_resnet_cifar10 (subsampling) and kuangliu/pytorch-cifar (projections), so that
-    weights of these load as they are.
+    their weights can be loaded.
 
     ResNet-20 for CIFAR (He et al., 2016, Section 4.2) has 0.27 million parameters with w = 16 and
     ten classes, ResNet-56 has 0.86 million. ResNet-34 for small images, without the first stride
     and pooling of ImageNet's, has 21.3 million.
 
-    Args:
-        shape: Of the network.
-        blocks: Of each stage.
-        projects: See `Block`.
+    `blocks` are those of each stage; for `projects` see `Block`.
     """
 
     def __init__(
@@ -245,7 +235,7 @@ class ResNet(Network):
         return self.linear
 
     def features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, e), the mean of each channel behind the last stage."""
+        """Return the mean of each channel after the last stage, (B, e), of (B, C, H, W)."""
         x = self.bn1(self.conv1(x)).relu()
         for stage in self.stages:
             x = self.get_submodule(stage)(x)
@@ -263,11 +253,11 @@ NETWORKS: Mapping[str, Callable[["NetworkShape"], Network]] = {
 
 
 def initial(network: nn.Module, seed: int) -> Tensors:
-    """PyTorch's default initial values of every parameter, fp32 on the CPU.
+    """Return PyTorch's default initial values of every parameter, fp32 on the CPU.
 
     Weights and biases of linear layers and convolutions are U(-1/sqrt(fan in), 1/sqrt(fan in));
-    normalisation starts as the identity. Each tensor is drawn from a stream of its own, named by
-    (seed, "generalist", name).
+    normalisation starts as the identity. Each tensor is drawn from its own stream, named by (seed,
+    "generalist", name).
     """
     values: Tensors = {}
     for prefix, owner in network.named_modules():

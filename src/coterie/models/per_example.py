@@ -1,15 +1,14 @@
-"""Gradients of each example of a batch, exactly, by one backward pass: of the low-rank updates and
-routers of a language model.
+"""Exact gradients of each example of a batch by one backward pass, of a language model's low-rank
+updates and routers.
 
-Every row of the batch is given a copy of its own of each parameter, without memory of its own: the
-same values with a stride of zero. As rows do not meet in a transformer, the derivative by a row's
-copy is that row's gradient, and a batched product finds those of all rows for the work of one
-product. At rank r, a context of C tokens and layers of width d it takes r d values a row and
-matrix, less than the C d that the layer keeps anyway: finding norms alone by Gram matrices of
-tokens ("ghost norms": Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li et al.,
-"Large Language Models Can Be Strong Differentially Private Learners", ICLR 2022), and the clipped
-sum by a second backward pass, would be more work here, not less. Memory is bounded by how many rows
-are taken at once.
+Every row of the batch gets a copy of each parameter that takes no memory: the same values with a
+stride of zero. As rows do not interact in a transformer, the derivative by a row's copy is that
+row's gradient, and a batched product computes those of all rows for the work of one product. At
+rank r, a context of C tokens and layers of width d it takes r d values per row and matrix, less
+than the C d that the layer keeps anyway: computing norms alone by Gram matrices of tokens ("ghost
+norms": Goodfellow, "Efficient Per-Example Gradient Computations", 2015; Li et al., "Large Language
+Models Can Be Strong Differentially Private Learners", ICLR 2022), and the clipped sum by a second
+backward pass, would be more work here. Memory is bounded by the number of rows taken at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +29,13 @@ Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a par
 
 
 def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
-    """Return leaves (rows, ...), without memory of their own, whose gradients are each row's."""
+    """Return leaves (rows, ...) that take no memory and whose gradients are each row's."""
     return {p: p.detach().expand(rows, *p.shape).requires_grad_() for p in parameters}
 
 
 @dataclass(frozen=True)
 class CopiedAdapter:
-    """An adapter, without dropout, whose rows have copies of the parameters in `copied`."""
+    """An adapter without dropout, whose rows have copies of the parameters in `copied`."""
 
     adapter: Adapter
     copied: Copies
@@ -62,7 +61,7 @@ class _Block:
         self._mixture, self._copied = block.mlp, copied
 
     def mlp(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        """See `Mixture.forward`: the same, by autograd, all experts for all tokens.
+        """Return `Mixture.forward` by autograd, all experts for all tokens.
 
         OPT's blocks lay the rows of a batch end to end before the MLP, (B C, d_model).
         """
@@ -110,7 +109,7 @@ def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:
 
 
 def _update(x: Tensor, update: tuple[LoRA, int], copied: Copies) -> Tensor:
-    """Gamma B A x: (B, C, in) -> (B, C, out), in the dtype of x."""
+    """Return gamma B A x, (B, C, in) -> (B, C, out), in the dtype of x."""
     lora, place = update
     A, B = (copied[p][:, place] if p in copied else p[place] for p in (lora.A, lora.B))
     return (x @ (lora.gamma * A).to(x.dtype).mT) @ B.to(x.dtype).mT

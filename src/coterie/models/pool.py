@@ -1,4 +1,4 @@
-"""A client's share of a server's pool: K of its M experts, and the gate (DDOME, Section 4)."""
+"""A client's share of a server's pool: K of M experts, and the gate (DDOME, Section 4)."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,16 +26,16 @@ class PoolClassifier:
     """K networks of one architecture and a gate: a two-layer perceptron from a common expert's
     embeddings to M logits.
 
-    Which experts are in the places says `numbers`, (K,) int64, in ascending order; `ABSENT` behind
-    them where there are fewer.
+    `numbers`, (K,) int64, has the experts in the places, ascending, then `ABSENT` if there are
+    fewer.
 
     Args:
-        shape: Of every expert.
-        layout: How many there are.
-        common: The frozen embedder; None where the mixture needs no gate.
+        shape: The shape of every expert.
+        layout: The size of the pool, and how experts are combined.
+        common: The frozen embedder; None if the mixture needs no gate.
         start: Initial values of every expert; None for random ones.
         gate_width: Hidden units of the gate.
-        device: Where its tensors are.
+        device: The device of its tensors.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class PoolClassifier:
         return self._buffers
 
     def initial_buffers(self) -> Tensors:
-        """See `Classifier.initial_buffers`, of each place."""
+        """Return `Classifier.initial_buffers` of each place."""
         initial = [
             _named(place, expert.initial_buffers()) for place, expert in enumerate(self.experts)
         ]
         return {name: buffer for buffers in initial for name, buffer in buffers.items()}
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """Return what travels with the expert in each place: parameters and statistics."""
+        """Return the parameters and statistics in each place, which are sent with its expert."""
         return self._expert_slots
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
@@ -100,14 +100,14 @@ class PoolClassifier:
 
     @property
     def statistics(self) -> None:
-        """Running statistics belong to no role: they travel with their expert."""
+        """Return no shared statistics: they are sent with their expert."""
 
     def loras(self) -> dict[str, LoRA]:
-        """None: whole networks are trained."""
+        """Return {}: whole networks are trained."""
         return {}
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values: of ONE expert, running statistics included, or of the gate."""
+        """Return initial values of ONE expert, with running statistics, or of the gate."""
         if role is EXPERT:
             return self.experts[0].initial(GENERALIST, seed)
         if role is GATE and self.gate is not None:
@@ -116,17 +116,19 @@ class PoolClassifier:
 
     @property
     def trainable_parameters(self) -> int:
-        """Values that a client trains: of all its places, and the gate."""
+        """The number of values that a client trains: all its places, and the gate."""
         return sum(p.numel() for named in self._parameters.values() for p in named.values())
 
     @property
     def active_parameters(self) -> int:
-        """Values that one example uses: of one expert, or of all in a mixture, and the gate."""
+        """The number of values that one example uses: one expert, or all in a mixture, and the
+        gate.
+        """
         unused = self.layout.chosen - 1 if self.layout.answer == "best" else 0
         return self.trainable_parameters - unused * self.experts[0].trainable_parameters
 
     def flops(self) -> int:
-        """Floating-point operations of one example: embedding, gate, and experts that answer."""
+        """Return the floating-point operations of one example: embedding, gate and experts."""
         experts = 1 if self.layout.answer == "best" else self.layout.chosen
         flops = experts * self.experts[0].flops()
         if self.gate is not None and self.common is not None:
@@ -137,7 +139,7 @@ class PoolClassifier:
 
     @property
     def embed(self) -> Callable[[Examples], Tensor] | None:
-        """What embeds a batch, (B, e) on the CPU: the common expert; None without a gate."""
+        """The common expert's embedding of batches, (B, e) on the CPU; None without a gate."""
         common = self.common
         if self.gate is None or common is None:
             return None
@@ -145,7 +147,9 @@ class PoolClassifier:
 
     @torch.no_grad()
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """sum_i softmax g(x_i), (M,) float64: how much embedded data, (N, e), wants each expert."""
+        """Return sum_i softmax g(x_i), (M,) float64: how strongly (N, e) embeddings choose each
+        expert.
+        """
         return self._logits(embeddings).softmax(dim=1).cpu().double().sum(dim=0)
 
     def gradient(
@@ -154,22 +158,23 @@ class PoolClassifier:
         wrt: Sequence[nn.Parameter],
         micro_batch: int | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the mean cross-entropy of the mixture; of a `GateTarget`, that of
-        the gate.
+        """Return the gradient of the mixture's mean cross-entropy; of a `GateTarget`, that of the
+        gate.
 
         Args:
-            batch: B examples with embeddings, or without any for a client that has one expert,
-                which is then trained on its own.
-            wrt: Parameters of this model; what the loss does not depend on gets zeros.
+            batch: B examples with embeddings, or without any for a client with one expert, which is
+                then trained alone.
+            wrt: Parameters of this model; those that the loss does not depend on get zeros.
             micro_batch: Examples per forward pass; all at once by default.
 
         Returns:
             The gradients in the order of `wrt`, and the detached scalars "loss" and "accuracy" of
-            the batch.
+            the
+            batch.
 
         Raises:
-            ModelError: There is no expert, the batch does not fit, or it would be cut where every
-                example counts for its statistics.
+            ModelError: There is no expert, the batch does not fit, or micro-batches would change
+                its statistics.
         """
         if isinstance(batch, GateTarget):
             logits = self._logits(batch.embedding)
@@ -198,7 +203,7 @@ class PoolClassifier:
     def gradient_elsewhere(
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
     ) -> Any:
-        """Refused: experts of a pool are compared by no method. Raises ModelError."""
+        """Raise ModelError: no method compares experts of a pool."""
         raise ModelError(
             "a pool of experts cannot give gradients at another client's model",
             "Use a method without a pool, such as cobo.",
@@ -210,12 +215,11 @@ class PoolClassifier:
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Examples]) -> tuple[Tensor, Tensor]:
-        """Classify examples with embeddings and labels.
+        """Return (3,) float64, see `Classifier.score`, of examples with embeddings and labels; and
+        (2, classes, M) float64: the examples of each class given to each expert, and those
+        classified correctly.
 
-        Returns:
-            (3,) float64, see `Classifier.score`; and (2, classes, M) float64: how many examples of
-            each class were given to each expert, and how many of them were then classified right.
-            In a mixture an example counts for the expert with the highest score.
+        In a mixture an example counts for the expert with the highest score.
         """
         score = torch.zeros(3, dtype=torch.float64)
         choices = torch.zeros(2, self.shape.classes, self.layout.pool, dtype=torch.float64)
@@ -230,10 +234,8 @@ class PoolClassifier:
 
     @torch.no_grad()
     def predict(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """(B, classes) log-probabilities of examples with embeddings, and (B,) the number of the
-        expert with the highest score for each.
-
-        Labels must be there, but nothing depends on them.
+        """Return (B, classes) log-probabilities of examples with embeddings, and (B,) the expert
+        with the highest score for each. Labels must be present but are not used.
         """
         places = self._weights(batch).argmax(dim=1)
         if self.layout.answer == "mixture":
@@ -247,7 +249,7 @@ class PoolClassifier:
         return outputs, self.numbers.to(self.device)[places]
 
     def _present(self) -> list[Classifier]:
-        """Return the experts that the client has."""
+        """Return the client's experts."""
         count = int((self.numbers != ABSENT).sum())
         if not count:
             raise ModelError(
@@ -257,13 +259,13 @@ class PoolClassifier:
         return self.experts[:count]
 
     def _logits(self, embeddings: Tensor) -> Tensor:
-        """(B, e) -> (B, M)."""
+        """Return the gate's (B, M) logits of (B, e) embeddings."""
         assert self.gate is not None
         logits: Tensor = self.gate.network(embeddings.to(self.device))
         return logits
 
     def _weights(self, batch: Examples) -> Tensor:
-        """(B, k): the logarithm of what each of the client's experts counts for each example."""
+        """Return the log-weight of each of the client's experts for each example, (B, k)."""
         k = len(self._present())
         alone = k == 1 and (batch.embedding is None or self.layout.mixture != "scores")
         if self.gate is None or alone:
@@ -279,7 +281,7 @@ class PoolClassifier:
         return scores[:, numbers].log_softmax(dim=1)
 
     def _mixed(self, batch: Examples) -> tuple[Tensor, Tensor]:
-        """(B, classes) log-probabilities of the mixture, and the labels."""
+        """Return the mixture's (B, classes) log-probabilities, and the labels."""
         weights = self._weights(batch)
         x, target = self.experts[0].checked(batch)
         # (B, k, classes)
@@ -298,5 +300,5 @@ def _stats(outputs: Tensor, target: Tensor, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _named(place: int | str, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Return tensors under their names within the pool."""
+    """Return tensors by their names within the pool."""
     return {f"{place}.{name}": tensor for name, tensor in tensors.items()}

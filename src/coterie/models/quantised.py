@@ -1,9 +1,8 @@
-"""Frozen linear layers in 8 or 4 bits, so that a large base fits where people are: weights are
-kept as codes with scales, and computed with as numbers, one layer at a time.
+"""Frozen linear layers in 8 or 4 bits, so that a large base fits users' machines: weights are kept
+as codes with scales, and dequantised one layer at a time.
 
-The gradient goes through the numbers that the codes stand for, exactly. What is trained, the
-adapter, is in fp32 as ever (Dettmers et al., "QLoRA", NeurIPS 2023). Everything is in plain
-PyTorch, so it works on every device.
+The gradient with respect to inputs is exact for the dequantised weights. The trained adapter stays
+in fp32 (Dettmers et al., "QLoRA", NeurIPS 2023). Everything is plain PyTorch, for every device.
 """
 
 from typing import Any, Literal, cast, get_args
@@ -29,7 +28,7 @@ NF4 = (
 
 
 class QuantisedLinear(nn.Module):
-    """A frozen linear layer whose weight, (out, in), is codes and scales; its bias stays.
+    """A frozen linear layer whose weight, (out, in), is codes and scales; its bias stays unchanged.
 
     int8: w = scale c, one scale for each output. int4: w = scale c + least with c in 0 ... 15, for
     each group of 32 inputs. nf4: w = scale q_c with q the quantiles of a normal distribution, for
@@ -60,7 +59,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("levels", levels, persistent=False)
 
     def weight_as(self, dtype: torch.dtype) -> Tensor:
-        """Return what the codes stand for, (out, in)."""
+        """Return the dequantised weight, (out, in)."""
         if self.kind == "int8":
             return self.codes.to(dtype).mul_(self.scale.to(dtype))
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
@@ -79,7 +78,7 @@ class QuantisedLinear(nn.Module):
         return y
 
     def part(self, rows: slice) -> "QuantisedLinear":
-        """Return some of its outputs as a layer; they share its memory."""
+        """Return some of its outputs as a layer that shares its memory."""
         layer = QuantisedLinear.__new__(QuantisedLinear)
         nn.Module.__init__(layer)
         layer.kind, layer.in_features = self.kind, self.in_features
@@ -94,7 +93,7 @@ class QuantisedLinear(nn.Module):
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b. Neither pass keeps W: both make it from its codes."""
+    """x W^T + b. Neither pass keeps W: both dequantise it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
@@ -109,13 +108,13 @@ class _Product(torch.autograd.Function):
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor, None]:
-    """(out, in) -> codes int8 (out, in), scales (out, 1)."""
+    """Return int8 codes (out, in) and scales (out, 1) of (out, in)."""
     scale = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-12)
     return (weight / scale).round_().to(torch.int8), scale, None
 
 
 def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, in) -> two codes in a byte (out, in / 2), scales and least values (out, groups)."""
+    """Return codes (out, in / 2), two per byte, scales and minima (out, groups), of (out, in)."""
     groups = _grouped(weight, GROUPS["int4"])
     least, most = groups.aminmax(dim=-1)
     least = least.to(torch.float16)
@@ -125,7 +124,7 @@ def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _nf4(weight: Tensor) -> tuple[Tensor, Tensor, None]:
-    """(out, in) -> two codes in a byte (out, in / 2), scales (out, groups)."""
+    """Return codes (out, in / 2), two per byte, and scales (out, groups), of (out, in)."""
     groups = _grouped(weight, GROUPS["nf4"])
     scale = groups.abs().amax(dim=-1).clamp(min=1e-7).to(torch.float16)
     levels = torch.tensor(NF4, device=weight.device)
@@ -137,21 +136,21 @@ _ENCODE = {"int8": _int8, "int4": _int4, "nf4": _nf4}
 
 
 def _grouped(weight: Tensor, size: int) -> Tensor:
-    """(out, in) -> (out, groups, size); the last group is filled up with its last weight."""
+    """Return (out, groups, size) of (out, in), the last group padded with its last weight."""
     missing = -weight.shape[1] % size
     filled = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
     return filled.view(len(weight), -1, size)
 
 
 def _packed(codes: Tensor) -> Tensor:
-    """(out, groups, size) of 0 ... 15 -> (out, groups size / 2) uint8."""
+    """Return (out, groups size / 2) uint8 of (out, groups, size) codes in 0 ... 15."""
     pairs = codes.to(torch.uint8).view(len(codes), -1, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def quantise(model: nn.Module, family: Family, kind: str) -> None:
-    """Put the linears of a base's attention and MLPs into 8 or 4 bits, in place; its embeddings and
-    its output layer stay. Raises ModelError for another kind.
+    """Quantise the linears of a base's attention and MLPs to 8 or 4 bits in place, not its
+    embeddings and output layer. Raises ModelError for another kind.
     """
     if kind not in get_args(Quantisation):
         raise ModelError(
@@ -169,7 +168,7 @@ def quantise(model: nn.Module, family: Family, kind: str) -> None:
 
 
 def dequantise(model: nn.Module) -> None:
-    """Put what `quantise` made into plain layers of the same values, in place."""
+    """Replace layers made by `quantise` by plain ones of the same values, in place."""
     for name, layer in list(model.named_modules()):
         if isinstance(layer, QuantisedLinear):
             plain = nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -179,5 +178,5 @@ def dequantise(model: nn.Module) -> None:
 
 
 def bytes_per_weight(kind: str) -> float:
-    """Return the bytes that a weight takes, with its share of scales."""
+    """Return the bytes per weight, including its share of scales."""
     return {"int8": 1.0, "int4": 0.5 + 4 / GROUPS["int4"], "nf4": 0.5 + 2 / GROUPS["nf4"]}[kind]

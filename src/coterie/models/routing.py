@@ -1,4 +1,4 @@
-"""Which experts a token uses, with which weights, and how evenly."""
+"""Which experts each token uses, their weights, and the balance of load."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,25 +15,20 @@ from coterie.models.layout import Layout
 
 @dataclass(frozen=True)
 class Routing:
-    """One routing decision for T tokens among n experts, at least fp32.
+    """One routing decision for T tokens among n experts, at least fp32."""
 
-    Args:
-        weights: (T, n) softmax over the k selected logits; 0 for experts that a token does not use.
-        probabilities: (T, n) softmax over all n logits.
-        selected: (T, k) the experts that each token uses; None when it uses all.
-    """
-
+    # (T, n) softmax over the k selected logits; 0 for experts that a token does not use
     weights: Tensor
-    probabilities: Tensor
-    selected: Tensor | None
+    probabilities: Tensor  # (T, n) softmax over all n logits
+    selected: Tensor | None  # (T, k) the experts that each token uses; None: all
 
     @classmethod
     def of(cls, logits: Tensor, weights: Tensor, selected: Tensor | None) -> "Routing":
-        """Return the decision for (T, n) logits, given what `top_k_weights` makes of them."""
+        """Return the decision for (T, n) logits, given the result of `top_k_weights`."""
         return cls(weights, weights if selected is None else logits.softmax(dim=-1), selected)
 
     def users(self) -> Tensor:
-        """(n,) how many tokens have each expert in their top-k: T f_j."""
+        """Return the number of tokens with each expert in their top-k, (n,): T f_j."""
         if self.selected is None:
             like = self.probabilities
             return torch.full_like(like[0], len(like), requires_grad=False)
@@ -44,7 +39,7 @@ class Routing:
         return self._mapped(lambda values: values.index_select(0, places))
 
     def part(self, number: int, parts: int) -> "Routing":
-        """One of so many equal parts of the tokens, in their order."""
+        """Return the decision for one of `parts` equal, consecutive parts of the tokens."""
         return self._mapped(lambda values: values.chunk(parts)[number])
 
     def _mapped(self, part: Callable[[Tensor], Tensor]) -> "Routing":
@@ -55,17 +50,10 @@ class Routing:
 def top_k_weights(
     logits: Tensor, active: int, unused: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of the experts and the experts themselves that each token uses.
+    """Return the softmax over the k = `active` largest of (..., n) logits, (..., n), 0 elsewhere,
+    and the selected experts, (..., k) int64, or None if it is all n.
 
-    Args:
-        logits: (..., n).
-        active: k.
-        unused: (..., k) which of the k largest logits do not count after all, where some tokens use
-            fewer experts than others; None: all count.
-
-    Returns:
-        (..., n) the softmax over the k selected logits, 0 elsewhere; and (..., k) int64 which those
-        are, None where it is all n.
+    `unused`, (..., k), marks selected logits that do not count, if some tokens use fewer experts.
     """
     if active == logits.shape[-1] and unused is None:
         return logits.softmax(dim=-1), None
@@ -77,8 +65,7 @@ def top_k_weights(
 
 class Router(nn.Module):
     """One linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
-
-    Unless it is `biased` itself, `bias`, (n,), is what its user lends it.
+    Unless it is `biased`, its user may set `bias`, (n,).
     """
 
     def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
@@ -89,21 +76,19 @@ class Router(nn.Module):
         self.active = active
 
     def forward(self, x: Tensor) -> Routing:
-        """(T, d_model) -> the decision for T tokens."""
+        """Return the decision for T tokens, (T, d_model)."""
         precise = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
         return self.decide(nn.functional.linear(x.to(precise), self.weight.to(precise), bias))
 
     def decide(self, logits: Tensor) -> Routing:
-        """(T, n) logits -> the decision for T tokens."""
+        """Return the decision for (T, n) logits."""
         return Routing.of(logits, *top_k_weights(logits, self.active))
 
 
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
-    """Return an order of the tokens in which those with the same experts follow each other, and
-    each set with its first token and its end.
-
-    selected: (T, k). On a GPU this waits for the sets.
+    """Return an order of the tokens, given their (T, k) experts, in which equal sets of experts are
+    consecutive, and each set with its first and end token. On a GPU this waits for the sets.
     """
     key, order = (1 << selected).sum(dim=-1).sort()
     ends = torch.unique_consecutive(key, return_counts=True)[1].cumsum(0)
@@ -122,7 +107,7 @@ class Gate(nn.Module):
         self.roles = dict.fromkeys(("first", "bias", "last"), Role.GATE)
 
     def forward(self, embeddings: Tensor) -> Tensor:
-        """(N, e) -> (N, M) logits."""
+        """Return (N, M) logits of (N, e) embeddings."""
         hidden = nn.functional.linear(embeddings, self.first, self.bias).relu()
         return nn.functional.linear(hidden, self.last)
 
@@ -149,7 +134,7 @@ class Totals:
         self.probabilities: Tensor | float = 0.0
 
     def add(self, nll: Tensor, record: Sequence[Routing], load: Tensor | None) -> Tensor | None:
-        """Note a micro-batch; return its share of the load-balancing loss, if that matters."""
+        """Add a micro-batch; return its share of the load-balancing loss, if that is used."""
         self.nll = self.nll + nll.detach()
         if not record:
             return None
@@ -182,7 +167,7 @@ class Totals:
 
 
 def balance_by_row(layout: Layout, records: Sequence[Sequence[Routing]]) -> Tensor:
-    """Return the sum over rows of the load-balancing loss of each row's decisions, by block."""
+    """Return the load-balancing loss of each row's decisions, summed over rows, by block."""
     terms = []
     for decisions in records:
         users = torch.stack([decision.users() for decision in decisions])

@@ -1,4 +1,4 @@
-"""Where a frozen base calls the adapter in use: slots for linears of its attention and MLPs."""
+"""Slots in a frozen base, at linears of its attention and MLPs, that call the adapter in use."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -17,20 +17,20 @@ from coterie.models.routing import Routing
 
 
 class Attachable(Protocol):
-    """An `Adapter`, or what stands for one: `blocks[i]` is called like an `AdapterBlock`."""
+    """An `Adapter` or a replacement: `blocks[i]` is called like an `AdapterBlock`."""
 
     @property
     def architecture(self) -> Architecture:
-        """What it was made for."""
+        """The architecture that it was made for."""
 
     @property
     def blocks(self) -> Any:
-        """From the input to the output."""
+        """The blocks from input to output."""
 
 
 @dataclass
 class Attached:
-    """The adapter in use, and where to note its decisions: the state of all slots of a backbone."""
+    """The adapter in use and the record of its decisions: the state of all slots of a backbone."""
 
     adapter: Attachable | None = None
     record: list[Routing] | None = None
@@ -40,7 +40,7 @@ class Attached:
 
 
 class LinearSlot(nn.Module):
-    """A frozen linear of the attention, with the LoRA of the adapter in use."""
+    """A frozen linear of the attention with the LoRA of the adapter in use."""
 
     def __init__(self, base: nn.Module, attached: Attached, block: int, name: str) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class LinearSlot(nn.Module):
 
 
 class MLPSlot(nn.Module):
-    """A frozen MLP, with the mixture of the adapter in use."""
+    """A frozen MLP with the mixture of the adapter in use."""
 
     def __init__(self, base: nn.Module, frozen: FrozenMLP, attached: Attached, block: int) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class MLPSlot(nn.Module):
 
 
 class _Together(nn.Module):
-    """Two layers with the same input, in the place of one that was both, one above the other."""
+    """Two layers with the same input, in place of one that stacked both."""
 
     def __init__(self, whole: nn.Linear | QuantisedLinear) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _Together(nn.Module):
 
 
 def _part(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
-    """Return some outputs of a layer as a layer; they share its memory."""
+    """Return some outputs of a layer as a layer that shares its memory."""
     if isinstance(whole, QuantisedLinear):
         return whole.part(rows)
     weight = whole.weight.detach()[rows]
@@ -98,7 +98,7 @@ def _part(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
 
 
 class _InTheBlock(nn.Module):
-    """The MLP of a block that has its layers itself (OPT)."""
+    """The MLP of a block that holds its layers itself (OPT)."""
 
     def __init__(self, up: nn.Module, activation: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _InTheBlock(nn.Module):
 
 
 def slotted(block: nn.Module, family: Family, attached: Attached, index: int) -> FrozenMLP:
-    """Give a block's MLP a slot, and return what it is made of."""
+    """Give a block's MLP a slot, and return its layers."""
     owner = block.get_submodule(family.place)
     activation = _fused(cast(nn.Module, getattr(owner, family.activation)))
     setattr(owner, family.activation, activation)
@@ -133,7 +133,7 @@ def slotted(block: nn.Module, family: Family, attached: Attached, index: int) ->
 
 
 def _fused(activation: nn.Module) -> nn.Module:
-    """Return torch's own module for an activation that transformers computes in Python, slowly."""
+    """Return torch's module for an activation that transformers computes slowly in Python."""
     from transformers import activations
 
     if isinstance(activation, (activations.NewGELUActivation, activations.GELUTanh)):
@@ -145,7 +145,7 @@ def _fused(activation: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def check_mlps(model: nn.Module, width: int) -> None:
-    """Refuse a base whose MLPs compute something else than its family's. Raises ModelError."""
+    """Refuse a base whose MLPs compute something else than their family's. Raises ModelError."""
     like = next(model.parameters())
     x = torch.linspace(-1, 1, width, device=like.device).sin().to(like.dtype)[None, None]
     off = 1e-3 if like.dtype.itemsize >= 4 else 0.05

@@ -23,20 +23,11 @@ _RANGE = 0.02  # standard deviation of initial weights, where a configuration na
 
 @dataclass(frozen=True)
 class TextShape:
-    """All that it takes to build a classifier of texts, without any data.
+    """All that determines a classifier of texts without data. Raises ModelError for bad sizes."""
 
-    Args:
-        base: What it starts from: a Hub id, a local folder, or "embedded".
-        classes: Width of the output.
-        length: Tokens of a text, at most.
-
-    Raises:
-        ModelError: A size is not positive.
-    """
-
-    base: str
-    classes: int
-    length: int
+    base: str  # the pretrained model: a Hub id, a local folder, or "embedded"
+    classes: int  # width of the output
+    length: int  # tokens of a text, at most
 
     def __post_init__(self) -> None:
         if min(self.classes, self.length) < 1:
@@ -52,18 +43,15 @@ class TextShape:
 
     @property
     def vocabulary(self) -> int:
-        """Number of token ids. Raises ModelError, see `build`."""
+        """The number of token ids. Raises ModelError as `build`."""
         return int(_config(self.base, self.classes).get_text_config().vocab_size)
 
     def build(self, device: torch.device | str = "cpu") -> "TextNetwork":
-        """Return the network, every parameter a GENERALIST: values of `initial` with seed 0. On
-        "meta" no weights are read.
+        """Return the network, every parameter a GENERALIST, with `initial` values of seed 0, and
+        PyTorch's random generators unchanged. On "meta" no weights are read.
 
-        PyTorch's random generators are left as they were.
-
-        Raises:
-            ModelError: The base is missing, incomplete, damaged, of a kind that cannot classify, or
-                was made for shorter texts.
+        Raises ModelError if the base is missing, incomplete, damaged, of a kind that cannot
+        classify, or made for shorter texts.
         """
         config = _config(self.base, self.classes).get_text_config()
         most = getattr(config, "max_position_embeddings", None)
@@ -79,11 +67,11 @@ class TextShape:
         return network.to(device)
 
     def initial(self, seed: int) -> Tensors:
-        """Return initial values of every parameter, fp32 on the CPU: those of the base, and of what
-        it lacks (its head, as a rule) random ones.
+        """Return initial values of every parameter, fp32 on the CPU: the base's, or random ones for
+        what it lacks (usually the head).
 
-        Random weights are N(0, s), s being the base's own initializer_range, norms start as the
-        identity, and biases at 0. Each tensor is drawn from a stream of its own, named by (seed,
+        Random weights are N(0, s), s being the base's initializer_range, norms start as the
+        identity, and biases at 0. Each tensor is drawn from its own stream, named by (seed,
         "generalist", name).
         """
         network, missing = _loaded(self.base, self.classes)
@@ -100,11 +88,8 @@ class TextShape:
         return values
 
     def check_inputs(self, x: Tensor) -> None:
-        """Refuse what are not texts for this network.
-
-        Raises:
-            ModelError: It is not (B, T) int64 with T at most `length`, a text is empty, or an id is
-                not in the vocabulary.
+        """Refuse invalid texts. Raises ModelError if they are not (B, T) int64 with T at most
+        `length`, a text is empty, or an id is not in the vocabulary.
         """
         if x.dtype != torch.int64 or x.ndim != 2 or not 1 <= x.shape[1] <= self.length:
             raise ModelError(
@@ -124,19 +109,16 @@ class TextShape:
             )
 
     def example(self) -> Tensor:
-        """(1, length): a text as long as can be."""
+        """Return a text of maximal length, (1, length)."""
         return torch.zeros(1, self.length, dtype=torch.int64)
 
 
 class TextNetwork(nn.Module):
-    """A sequence classifier of transformers that takes texts with -1 behind their ends.
+    """A sequence classifier of transformers that takes texts padded with -1.
 
-    Dropout, where its configuration has some, acts in training mode only, and is drawn from
-    PyTorch's global generator, which an engine seeds for every task.
-
-    Args:
-        model: It is given a padding token where it has none, since classifiers made of decoders
-            look for a text's last token by it.
+    Dropout, if configured, acts in training mode only, and is drawn from PyTorch's global
+    generator, which an engine seeds for every task. A `model` without a padding token is given one,
+    since classifiers made of decoders use it to locate a text's last token.
     """
 
     def __init__(self, model: Any) -> None:
@@ -150,18 +132,18 @@ class TextNetwork(nn.Module):
         tag(self, GENERALIST)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, classes) logits, the same however far a text is padded."""
+        """Return (B, classes) logits of (B, T) int64, independent of padding."""
         ids, mask = self._padded(x)
         return cast(Tensor, self.model(ids, attention_mask=mask).logits)
 
     def features(self, x: Tensor) -> Tensor:
-        """(B, T) int64 -> (B, e): the mean of the last hidden states of a text's tokens."""
+        """Return the mean of the last hidden states of a text's tokens, (B, e), of (B, T) int64."""
         ids, mask = self._padded(x)
         hidden: Tensor = self.model.base_model(ids, attention_mask=mask).last_hidden_state
         return (hidden * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
 
     def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids, and 1 where there is a token; both (B, longest text)."""
+        """Return ids, and 1 where there is a token; both (B, longest text)."""
         mask = x >= 0
         longest = int(mask.sum(dim=1).max())
         return x.where(mask, self.padding)[:, :longest], mask[:, :longest].long()
@@ -196,7 +178,7 @@ def _config(base: str, classes: int) -> Any:
 
 
 def _random(base: str, classes: int, device: str) -> Any:
-    """Return the model of a base without its weights."""
+    """Return the model of a base without its pretrained weights."""
     from transformers import AutoModelForSequenceClassification
 
     with explained(base), torch.device(device):
@@ -209,7 +191,7 @@ def _random(base: str, classes: int, device: str) -> Any:
 @lru_cache(maxsize=2)
 def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
     """Return the network of a base, on the CPU, and the names of the parameters that the base has
-    no values for: all, in a folder without weights. Raises ModelError, see `TextShape.build`.
+    no values for: all, in a folder without weights. Raises ModelError as `TextShape.build`.
     """
     from transformers import AutoModelForSequenceClassification
 

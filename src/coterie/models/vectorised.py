@@ -1,4 +1,4 @@
-"""Many networks of one architecture at once: gradients at many points, each with a batch."""
+"""Gradients of many networks of one architecture at once, each with its own batch."""
 
 from functools import cached_property
 from statistics import mean
@@ -14,16 +14,10 @@ from coterie.models.networks import MLP, Shape
 
 
 class Bounds(NamedTuple):
-    """The memory that many networks at once may take on a device, in bytes.
+    """Memory bounds of a device for many networks at once, in bytes."""
 
-    Attributes:
-        map: The output of a layer for one batch, averaged over a network's layers: above this,
-            networks are not faster together.
-        at_once: Parameters and layer outputs of the networks that are computed at once; further
-            networks follow in turn.
-    """
-
-    map: int
+    map: int  # mean output of a network's layers for one batch, above which stacking does not pay
+    # parameters and layer outputs of the networks computed at once; others follow in turn
     at_once: int
 
 
@@ -34,7 +28,7 @@ _ON_CPU, _ELSEWHERE = Bounds(1 << 17, 1 << 28), Bounds(1 << 22, 1 << 32)
 
 
 class Stacked:
-    """Computations of many networks of one shape at once, by the modules of one of them."""
+    """Many networks of one shape, computed at once by the modules of one of them."""
 
     def __init__(self, shape: Shape, network: nn.Module, device: torch.device) -> None:
         self.shape, self.network, self.device = shape, network, device
@@ -44,7 +38,7 @@ class Stacked:
 
     def gains(self, examples: int) -> bool:
         """Whether many clients' networks are faster together than one by one, each with a batch of
-        `examples` examples.
+        `examples`.
 
         Perceptrons are: one layer of all networks is one batched product. Convolutions become one
         grouped convolution, which saves calls but no arithmetic, so it depends on the size of a
@@ -54,7 +48,7 @@ class Stacked:
 
     @cached_property
     def _maps(self) -> list[int]:
-        """Bytes of each layer's output for one example."""
+        """The bytes of each layer's output for one example."""
         sizes: list[int] = []
         network = self.shape.build("meta").eval()
         for layer in network.modules():
@@ -66,7 +60,7 @@ class Stacked:
     def gradients(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See `Classifier.vectorised`, of inputs and labels that are on the device."""
+        """Return `Classifier.vectorised` of inputs and labels on the device."""
         gradients, stats = torch.empty(points.shape, device=self.device), []
         size = self.at_once(y.shape[1])
         for start in range(0, len(points), size):
@@ -83,7 +77,7 @@ class Stacked:
     def _at(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None, into: Tensor
     ) -> dict[str, Tensor]:
-        """Compute `gradients` of points that fit into memory at once, into `into` (m, d)."""
+        """Compute `gradients` of points that fit into memory, into `into`, (m, d)."""
         by_name = unflatten(points.detach().to(self.device), self._parameters)
         stacks = {name: stack.requires_grad_() for name, stack in by_name.items()}
         parts = {} if running is None else unflatten(running, self._buffers)
@@ -108,7 +102,7 @@ class Stacked:
         }
 
     def _stacked(self, stacks: Tensors, buffers: Tensors, x: Tensor) -> Tensor:
-        """(m, B, C, H, W) -> (m, B, classes) at m points; buffers are updated in place."""
+        """Return (m, B, classes) of (m, B, C, H, W) at m points; buffers are updated in place."""
         if isinstance(self.network, MLP):
             return self.network.stacked(list(stacks.values()), x)
 

@@ -17,27 +17,21 @@ TextBatch = Tensor | ChatBatch
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of token ids, and which of their tokens count.
+    """Rows of token ids, and which of their tokens count."""
 
-    Args:
-        ids: (B, C + 1) int64.
-        predictions: Targets that count.
-        routed: Inputs that have a next token: what load balancing and routing weights are means of.
-        positions: (B, C) each input's place in its own conversation, where a row holds several.
-        counted: (B, C) which targets count, on the CPU; None: all.
-        real: (B, C) which inputs have a next token in their conversation, on the CPU; None: all.
-    """
-
-    ids: Tensor
-    predictions: int
+    ids: Tensor  # (B, C + 1) int64
+    predictions: int  # number of counted targets
+    # number of inputs with a next token, over which load balancing and routing weights average
     routed: int
+    # (B, C) each input's place in its conversation, if a row holds several
     positions: Tensor | None = None
-    counted: Tensor | None = None
+    counted: Tensor | None = None  # (B, C) which targets count, on the CPU; None: all
+    # (B, C) which inputs have a next token in their conversation, on the CPU; None: all
     real: Tensor | None = None
 
     @classmethod
     def of(cls, backbone: Backbone, batch: TextBatch) -> "Windows":
-        """Return a batch on a base's device. Raises ModelError where they do not fit."""
+        """Return a batch on a base's device. Raises ModelError if they do not fit."""
         if isinstance(batch, Tensor):
             ids = backbone.checked(batch, predicts=True)
             return cls(ids, ids[:, 1:].numel(), ids[:, 1:].numel())
@@ -62,18 +56,18 @@ class Windows:
 
     @property
     def targets(self) -> Tensor:
-        """(T,) those that count, row by row."""
+        """The counted targets, (T,), row by row."""
         return self.chosen(self.ids[:, 1:].flatten())
 
     def chosen(self, values: Tensor) -> Tensor:
-        """Return of (B C, ...) values those of targets that count, (T, ...)."""
+        """Return the (T, ...) values of counted targets out of (B C, ...)."""
         if self.counted is None:
             return values
         places = torch.nonzero(self.counted.flatten())[:, 0]  # of a mask on the CPU: no waiting
         return values.index_select(0, places.to(values.device, non_blocking=True))
 
     def split(self, rows: int) -> list[Self]:
-        """In order, at most `rows` rows each."""
+        """Return parts of at most `rows` rows each, in order."""
         if rows >= len(self):
             return [self]
         return [self._part(slice(start, start + rows)) for start in range(0, len(self), rows)]
@@ -96,7 +90,7 @@ class Windows:
         )
 
     def of_tokens(self, record: Sequence[Routing]) -> Sequence[Routing]:
-        """Return routing decisions of the inputs that have a next token."""
+        """Return the routing decisions of inputs with a next token."""
         if self.real is None or self.real.all():
             return record
         places = self.real.flatten().nonzero()[:, 0].to(self.ids.device)
@@ -111,7 +105,7 @@ class Windows:
         ]
 
     def means(self, hidden: Tensor) -> Tensor:
-        """(B, C, d) -> (B, d): the mean over each row's tokens."""
+        """Return the mean over each row's tokens, (B, C, d) -> (B, d)."""
         if self.real is None:
             return hidden.mean(dim=1)
         weights = self.real.to(hidden.device, hidden.dtype)[..., None]
@@ -127,7 +121,7 @@ def nll_sum(backbone: Backbone, windows: Windows) -> Tensor:
 
 
 def nll_of(backbone: Backbone, windows: Windows) -> Tensor:
-    """(T,) the NLL of each target, at least fp32."""
+    """Return the NLL of each target, (T,), at least fp32."""
     head = backbone.head
     if head is None or (torch.is_grad_enabled() and windows.counted is None):
         all_logits = backbone.logits(windows.inputs, windows.positions).flatten(0, 1)
@@ -146,7 +140,7 @@ def nll_of(backbone: Backbone, windows: Windows) -> Tensor:
 
 
 def nll_by_row(backbone: Backbone, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Return the summed NLL, and the sum over rows of each row's mean, differentiable."""
+    """Return the summed NLL, and the sum of each row's mean, both differentiable."""
     if windows.counted is None:
         nll = nll_sum(backbone, windows)
         return nll, nll / windows.ids[:, 1:].shape[1]
