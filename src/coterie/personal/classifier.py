@@ -1,6 +1,4 @@
-"""A personal classifier in use: it predicts the class of a sample and, with a pool, reports the
-expert that the gate chooses.
-"""
+"""A personal classifier in use: it predicts classes and, with a pool, reports the chosen expert."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -30,12 +28,9 @@ _ROWS = 32  # samples at a time
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction for one sample.
+    """The most likely class of a sample: its number `label`, its name and its probability.
 
     Args:
-        label: The number of the most likely class.
-        name: The name of that class.
-        probability: The probability of that class.
         expert: The number in the pool of the client's expert that the gate scores highest; None
             without a gate.
     """
@@ -94,10 +89,8 @@ class PersonalClassifier:
     @torch.no_grad()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities as `__call__`, and (B,) the number of the client's expert that
-        the gate scores highest; None without a gate.
-
-        Raises:
-            ModelError: See `__call__`; or scores are not finite.
+        the gate scores highest, None without a gate. Raises ModelError also if scores are not
+        finite.
         """
         outputs = self._answer(x)
         if not usable(outputs[0]).all():
@@ -147,12 +140,8 @@ class PersonalClassifier:
     def load(
         cls, folder: Path, base: str | None = None, device: str = "cpu"
     ) -> "PersonalClassifier":
-        """Return the classifier in a client's folder.
-
-        Args:
-            folder: The client's folder.
-            base: The path of the base of a text classifier, if not the one in client.json.
-            device: The device of the computation.
+        """Return the classifier in a client's folder. `base` is the path of the base of a text
+        classifier, if not the one in client.json.
 
         Raises:
             CheckpointError: A file is missing or damaged, or the files do not fit each other.

@@ -84,16 +84,7 @@ def load_all(
         >>> sorted(models)
         ['c0-0', 'c3-1']
 
-    Args:
-        run: A run's folder, or a client's folder in it.
-        clients: The ids of the clients; default: all clients.
-        base: See `load`.
-        backbone: See `load`.
-        dtype: See `load`.
-        device: See `load`.
-
-    Raises:
-        Refused: See `load`.
+    By default, `clients` are all clients. Errors and the other arguments are those of `load`.
     """
     ids: list[str | None] = [*dict.fromkeys(map(names.normal, clients or ()))]
     if not ids:
@@ -130,13 +121,7 @@ def load_many(
         >>> sorted(words)
         ['client-0', 'client-1']
 
-    Args:
-        run: See `load_all`.
-        clients: See `load_all`.
-        base: See `load`.
-        backbone: See `load`.
-        dtype: See `load`.
-        device: See `load`.
+    The arguments are those of `load_all`.
 
     Raises:
         Refused: The run's models are classifiers.
@@ -153,10 +138,8 @@ def load_many(
 
 
 def clients_of(run: Path | str) -> list[str]:
-    """Return the ids of the clients that have a personal model in a run's folder.
-
-    Raises:
-        CheckpointError: There are none.
+    """Return the ids of the clients with a model in a run's folder. Raises CheckpointError for
+    none.
     """
     return list(_folders(Path(run)))
 
@@ -183,9 +166,7 @@ def _client_of(folder: Path) -> str:
 
 
 def folder_of(run: Path | str, client: str | None) -> Path:
-    """Return the folder of a client, from a run's folder or the client's own. Raises
-    CheckpointError.
-    """
+    """Return a client's folder, from a run's folder or the client's own. Raises CheckpointError."""
     run, client = Path(run), None if client is None else names.normal(client)
     if (run / ABOUT).is_file():
         if client not in (None, owner := read_about_json(run).get("client")):

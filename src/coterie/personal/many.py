@@ -1,5 +1,4 @@
-"""Batched inference with many personal models over one backbone: each row is computed by its
-client's model.
+"""Batched inference with many personal models over one backbone.
 
 The backbone computes all rows at once, as without adapters. The low-rank updates of the models are
 stacked, and a batched product applies to each row those of its model, as S-LoRA (Sheng et al. 2024)
@@ -29,20 +28,17 @@ CHOICES = 2
 
 
 class ManyModels:
-    """Personal models on one backbone, computed in one batch. Each row gets the output of its
-    client's model alone.
+    """Personal models, by client, on one backbone, computed in one batch. Each row gets the output
+    of its client's model alone.
 
     Layouts may differ: smaller ranks are padded with zeros and missing experts get no weight, so
-    that every row costs as much as the largest. A second, stacked copy of the adapters is kept.
-    A batch of all models in order uses it directly; for another selection of
-    clients their part is copied once, and the copies of the last two selections are kept.
-
-    Args:
-        models: The models by client.
+    that every row costs as much as the largest. A second, stacked copy of the adapters is kept. A
+    batch of all models in order uses it directly; for another selection of clients their part is
+    copied once, and the copies of the last two selections are kept.
 
     Raises:
-        ModelError: There are no models, or they do not share one backbone (those of `load_all` and
-            `load_many` do).
+        ModelError: There are no models, or they do not share one backbone, as those of `load_all`
+            and `load_many` do.
     """
 
     def __init__(self, models: Mapping[str, PersonalModel]) -> None:
@@ -81,14 +77,9 @@ class ManyModels:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:
-        """Run one forward pass, with the arguments and the result of the base's (attention_mask,
-        past_key_values, use_cache, ...).
-
-        Args:
-            input_ids: (B, C) int64.
-            clients: The client whose model computes each of the B rows, in any order, with
-                repetitions. One row of each client, in the order of `models`, is the fastest.
-            inputs: Further arguments of the base.
+        """Run one forward pass over (B, C) int64 ids, with the arguments and the result of the
+        base's (attention_mask, past_key_values, use_cache, ...). Each row is computed by the model
+        of its client; one row of each client, in the order of `models`, is the fastest.
 
         Raises:
             ModelError: A client is unknown, or there is not one client for each row.
@@ -111,21 +102,19 @@ class ManyModels:
         clients: Sequence[str] | None = None,
         **settings: Any,
     ) -> dict[str, str] | Tensor:
-        """Continue a prompt of each client in one batch by transformers' `generate`, with its
-        settings.
-
-        With sampling, rows share one stream of random numbers, so that texts differ from those
-        that each model generates alone.
+        """Continue a prompt of each client in one batch by transformers' `generate`. Sampled rows
+        share one stream of random numbers, so that texts differ from those that each model
+        generates alone.
 
         Args:
             prompts: Text by client, or token ids (B, C), which `settings` may give an
                 `attention_mask` with zeros for padding on the left.
             clients: For ids: the client whose model continues each row.
-            settings: Any arguments of transformers' `generate`; several sequences for a row of ids
-                follow each other.
+            settings: Any arguments of transformers' `generate`.
 
         Returns:
-            The prompts and their continuations: text by client for text, (B, ...) ids for ids.
+            The prompts and their continuations: text by client for text, (B, ...) ids for ids,
+            where several sequences for a row follow each other.
 
         Raises:
             ModelError: See `__call__`; a text would grow longer than the base's context; or several
@@ -139,15 +128,8 @@ class ManyModels:
         return dict(zip(prompts, texts, strict=True))
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
-        """Return the most likely next words of a text of each client, by client, best first,
-        computed in one batch; see `personal.words`.
-
-        Args:
-            texts: The text so far, by client; or one text for all models.
-            k: The most words to return.
-
-        Raises:
-            ModelError: A client is unknown.
+        """Return the k most likely next words of a text of each client, or of one text for all, by
+        client, best first; see `personal.words`. Raises ModelError for an unknown client.
         """
         texts = dict.fromkeys(self.models, texts) if isinstance(texts, str) else texts
         adapter = self._of(tuple(texts), len(texts))

@@ -1,5 +1,5 @@
-"""A personal model in use: it continues text, suggests words, and reports which expert had the
-largest weight. Used like a transformers model.
+"""A personal language model in use: it continues text, suggests words, and reports experts'
+weights.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ ANSWER = 128  # most tokens of an answer, by default
 
 class PersonalModel:
     """A client's trained model: the base, which other personal models may share, with the client's
-    adapter.
+    adapter. Used like a transformers model.
 
     Several models on one backbone do not affect each other; threads that use it take turns.
 
@@ -92,9 +92,9 @@ class PersonalModel:
     def can_generate(self) -> bool:
         """Return True, and register this class with transformers' pipelines.
 
-        Pipelines log an error about any class that is neither in their list of models nor in their
-        list of PEFT's wrappers. No documented function adds to either list:
-        `AutoModelForCausalLM.register` adds to another one.
+        Pipelines log an error about any class that is not in their list of models or of PEFT's
+        wrappers. No documented function adds to either: `AutoModelForCausalLM.register` adds to
+        another one.
         """
         from transformers.pipelines import base
 
@@ -104,8 +104,8 @@ class PersonalModel:
         return True
 
     def to(self, device: str | int | torch.device) -> "PersonalModel":
-        """Move the model with its base to a device, in place, and return it. Models that share
-        the base have to be moved as well.
+        """Move the model with its base to a device, in place, and return it. Models that share the
+        base have to be moved as well.
         """
         if torch.device(device) != self.device:
             self.backbone.model.to(device)
@@ -119,11 +119,8 @@ class PersonalModel:
         return self
 
     def save_pretrained(self, folder: Path | str, **_: Any) -> None:
-        """Write the adapter and `client.json` to a folder, which `coterie.load` reads. The base is
-        only named there, not written.
-
-        Raises:
-            SaveError: The folder could not be written.
+        """Write the adapter and `client.json`, which names the base, to a folder that
+        `coterie.load` reads. Raises SaveError.
         """
         save(Path(folder), self.about, dict(self.adapter.named_parameters()))
 
@@ -134,9 +131,7 @@ class PersonalModel:
 
     @cached_property
     def fast(self) -> Stacks:
-        """The adapter prepared for inference: a second copy of its values, created when the model
-        is first used on its own.
-        """
+        """The adapter prepared for inference: a copy of its values, created on first use."""
         return Stacks.of([self.adapter], self.backbone, self._merged)
 
     def speaker(self, word: Word) -> str:
@@ -167,8 +162,7 @@ class PersonalModel:
     def generate(
         self, prompt: str | list[str] | Tensor | None = None, **settings: Any
     ) -> str | list[str] | Tensor:
-        """Continue text or token ids by transformers' `generate`, with its settings, key-value
-        cache included.
+        """Continue text or token ids by transformers' `generate`.
 
             model.generate("In my free time, I like to", max_new_tokens=20)
             model.generate(**model.tokenizer("In my free time, I like to", return_tensors="pt"),
@@ -222,12 +216,12 @@ class PersonalModel:
             messages: A user's message, or all messages of a chat, each with its `role` and
                 `content`, in any form that training data may have.
             tools: Descriptions of tools, if the template supports them.
-            settings: Any arguments of transformers' `generate`; by default an answer has 128 tokens
-                at most, or as many as there is room for.
+            settings: Any arguments of transformers' `generate`; by default an answer has at most
+                128 tokens, or as many as there is room for.
 
         Raises:
-            DataError: The base has no chat template, or the template refuses the messages or omits
-                a part of them.
+            DataError: The base has no chat template, or the template refuses or omits a part of the
+                chat.
             ModelError: The chat would grow longer than the base's context.
         """
         chat = [user(messages)] if isinstance(messages, str) else messages
@@ -248,13 +242,8 @@ class PersonalModel:
     def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
 
     def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
-        """Return the most likely next words of `text`, best first, see `personal.words`; for
-        several texts, those of each.
-
-        Args:
-            text: The text so far, or several texts; only the end of a text that is too long for the
-                base counts.
-            k: The most words to return.
+        """Return the k most likely next words of a text, best first, or those of each of several
+        texts; see `personal.words`. Only the end of a text that is too long for the base counts.
         """
         texts = [text] if isinstance(text, str) else text
         words = self._inference.next_words(self.fast, texts, k)
@@ -262,17 +251,12 @@ class PersonalModel:
 
     def routing(self, ids: Tensor) -> Tensor:
         """Return the weight that each token gives each of `experts`: (B, C) int64 ->
-        (blocks, B, C, n) fp32.
-
-        Raises:
-            ModelError: The model has no router.
+        (blocks, B, C, n) fp32. Raises ModelError if the model has no router.
         """
         return self.language.routing(ids)
 
     def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
-        """Return summed negative log-likelihood and number of predicted tokens, see
-        `LanguageModel.score`.
-        """
+        """Return summed negative log-likelihood and number of predicted tokens."""
         nll, tokens = self.language.score(batches).tolist()
         return nll, int(tokens)
 

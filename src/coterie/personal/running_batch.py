@@ -1,8 +1,6 @@
 """Continuous batching (Orca, Yu et al. 2022): texts of many personal models in one running batch. A
-new text joins between two tokens of the others, and a finished one leaves at once.
-
-The prompts of new texts are computed apart from the running batch, in parts: a long prompt delays
-the others by at most one part for each of their tokens.
+new text joins between two tokens of the others, and a finished one leaves at once. Prompts of new
+texts are computed apart, in parts: they delay the others by at most one part for each token.
 """
 
 from collections import Counter, deque
@@ -170,9 +168,8 @@ class RunningBatch:
 
     @torch.no_grad()
     def step(self) -> list[Progress]:
-        """Compute a part of the waiting prompts, and the next token of every running text.
-
-        A text that joined in the same step may get one more token after `remove`.
+        """Compute a part of the waiting prompts, and the next token of every running text. A text
+        that joined in the same step may get one more token after `remove`.
         """
         joining, generated = self._join()
         self._settle(joining)
@@ -221,9 +218,7 @@ class RunningBatch:
         return _Prompts(chosen) if chosen else None
 
     def _settle(self, joining: Sequence[tuple[_Row, int, DynamicCache]]) -> None:
-        """Put new texts into the rows of finished ones or into new rows, and close the gaps that
-        are left.
-        """
+        """Put new texts into finished texts' rows or into new ones, and close the gaps left."""
         gaps = [place for place, row in enumerate(self._rows) if row.over]
         for row, source, cache in joining:
             place = gaps.pop(0) if gaps else len(self._rows)

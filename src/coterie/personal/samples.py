@@ -41,16 +41,8 @@ class Samples:
     def split(
         self, mean: tuple[float, ...], std: tuple[float, ...], classes: int, name: str = "test"
     ) -> ExampleSplit:
-        """Return the samples as a client's split, in which all labels are 0.
-
-        Args:
-            mean: The mean of each channel of images, which is subtracted.
-            std: The standard deviation of each channel of images, by which they are divided.
-            classes: The number of classes of the classifier.
-            name: The name of the split.
-
-        Raises:
-            DataError: The inputs are not finite, or invalid.
+        """Return the samples as a client's split, in which all labels are 0. `mean` and `std` are
+        those of each channel of images. Raises DataError if inputs are not finite, or invalid.
         """
         labels = np.zeros(len(self.inputs), dtype=np.int64)
         return ExampleSplit(
@@ -59,15 +51,9 @@ class Samples:
 
 
 def as_samples(given: Any, shape: Shape) -> Samples:
-    """Return any supported input as samples.
-
-    Args:
-        given: The path of a file or folder, or several, see `read` (for images a `str` is a path
-            too); images in memory, see `of_array`; or a text, or several, see `of_texts`.
-        shape: The shape of the network.
-
-    Raises:
-        DataError: The input is none of these.
+    """Return any supported input as samples: the path of a file or folder, or several, see `read`
+    (for images a `str` is a path too); images in memory, see `of_array`; or texts, see `of_texts`.
+    Raises DataError for other inputs.
     """
     if isinstance(given, Samples):
         return given
@@ -83,12 +69,8 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
     """Read the samples of files, and of folders with their subfolders; names that begin with a dot
-    are skipped.
-
-    Args:
-        paths: PNG or JPEG images of the network's input size, in colour or grey; or texts, one in
-            each .txt file, and one in each line of a .jsonl file as its "text".
-        shape: The shape of the network.
+    are skipped. Files are PNG or JPEG images of the network's input size, in colour or grey; or
+    texts, one in each .txt file, and one in each line of a .jsonl file as its "text".
 
     Raises:
         DataError: There are no files, a file of another kind, an unreadable image or one of another
@@ -109,10 +91,8 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
-    """Return texts as samples of token ids, cut off at the network's length.
-
-    Raises:
-        DataError: A text is empty, or there are no texts.
+    """Return texts as samples of token ids, cut off at the network's length. Raises DataError if a
+    text is empty, or there are no texts.
     """
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
     ids = _encoder(shape.base).whole([text[:LONGEST] for text in texts], shape.length)
@@ -129,15 +109,8 @@ def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None
 
 
 def of_array(images: Any, shape: Shape) -> Samples:
-    """Return images in memory as samples.
-
-    Args:
-        images: (N, C, H, W), or (C, H, W) of a single image: integers from 0 to 255, or floats from
-            0 to 1.
-        shape: The shape of the network.
-
-    Raises:
-        DataError: The images have another size or range.
+    """Return images in memory as samples: (N, C, H, W), or (C, H, W) of a single one, integers from
+    0 to 255 or floats from 0 to 1. Raises DataError for another size or range.
     """
     if not isinstance(shape, NetworkShape):
         raise DataError(

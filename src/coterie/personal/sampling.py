@@ -66,9 +66,7 @@ def choose(
 
 
 def usable(logits: Tensor) -> Tensor:
-    """Return (B,) whether (B, V) logits can choose a token: none is NaN, and the largest is
-    finite.
-    """
+    """Return (B,) whether (B, V) logits can choose a token: none NaN, and a finite maximum."""
     return logits.amax(dim=-1).isfinite()
 
 
@@ -144,9 +142,7 @@ def _nucleus(p: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _draw(p: Tensor, generator: torch.Generator) -> int:
-    """Draw an index in proportion to p (n,), by inverting the cumulative distribution at a uniform
-    random number.
-    """
+    """Draw an index in proportion to p (n,), by inverting the cumulative distribution."""
     sums = p.double().cumsum(dim=0)
     threshold = torch.rand((), generator=generator, dtype=torch.float64).to(p.device) * sums[-1]
     return min(int(torch.searchsorted(sums, threshold, right=True)), len(p) - 1)

@@ -1,6 +1,4 @@
-"""Inference with one or many personal language models: forward passes, generated text, and next
-words.
-"""
+"""Inference with personal language models: forward passes, generated text, and next words."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -20,8 +18,8 @@ from coterie.personal.words import Words, left_padded
 
 
 class TextInference:
-    """Inference with a base and the adapters of one model, which computes all rows of a batch, or
-    of several models, each of which computes its own rows. Messages name it by `whose`.
+    """Inference with a base and one model's adapter, for all rows of a batch, or the adapters of
+    several models, each for its own rows. Messages name it by `whose`.
     """
 
     def __init__(

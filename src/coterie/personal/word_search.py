@@ -20,7 +20,7 @@ class Word:
 
     Args:
         word: The whole word, also where its first letters are already in the text.
-        insert: The text to append: the rest of the word, with a space before it if it needs one.
+        insert: The text to append: the rest of the word, after a space if it needs one.
         probability: The probability, given the text, that this is the next word or completes the
             unfinished last word.
         experts: (n,) the weight of each expert in choosing the word's tokens, the mean over these
@@ -51,11 +51,10 @@ class Beginning:
 
 @dataclass
 class Match:
-    """A complete word that the search has reached: the experts' weights of its first spelling, see
-    `Word`, and the probability of each text to append for it.
-    """
+    """A complete word that the search has reached."""
 
-    experts: tuple[float, ...]
+    experts: tuple[float, ...]  # of its first spelling, see `Word`
+    # the probability of each text to append
     inserts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -64,14 +63,9 @@ class Match:
 
 
 class Search:
-    """The search for the next words of one text.
-
-    Args:
-        text: The text so far.
-        end: The tokens taken back from the end of the text, in the vocabulary's characters.
-        written: The same tokens, decoded.
-        depth: The number of tokens that are searched after the prompt.
-        k: The most words to return.
+    """The search for the next words of one text: `end` are the tokens taken back from the end of
+    the text, in the vocabulary's characters, `written` the same decoded, `depth` the most tokens
+    after the prompt.
     """
 
     def __init__(self, text: str, end: str, written: str, depth: int, k: int) -> None:

@@ -2,9 +2,9 @@
 
 The probability of a word is that of its tokens, times the probability that a new word begins after
 them (white space, punctuation or the end): without the last factor "h" would always beat "hiking".
-The probabilities of several spellings of a word in tokens are added up, as far as the search
-reaches them: it extends, token by token, the most likely beginnings that may still be among the
-best words. Punctuation alone is not a word, so the probabilities need not add up to 1.
+The probabilities of a word's spellings in tokens are added up, as far as the search reaches them:
+it extends, token by token, the most likely beginnings that may still be among the best words.
+Punctuation alone is not a word, so the probabilities need not add up to 1.
 
 The last word of a text may be unfinished, and its tokens then differ from those of the whole word
 ("sock", but not "socket", ends in "ck"). So the text's last tokens are taken back as far as the
@@ -38,9 +38,7 @@ LAST = chr(0x10FFFF)  # sorts after every name of a token
 
 
 class Vocabulary:
-    """A tokenizer's tokens as text. Tokenizers may drop the first space of a decoded text, so a
-    letter is put before it.
-    """
+    """A tokenizer's tokens as text, decoded after a letter: tokenizers may drop a first space."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -91,16 +89,9 @@ class Words:
 
     @torch.no_grad()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
-        """Return the k most likely next words of each text, best first, searched in one batch.
-
-        Args:
-            adapter: The adapter of one model, or of one model for each text. All texts have the
-                same number of rows, in the order of the texts.
-            texts: The texts so far.
-            k: The most words to return.
-
-        Raises:
-            ModelError: Scores are not finite.
+        """Return the k most likely next words of each text, best first, searched in one batch. The
+        adapter is that of one model, or of several with the same number of texts each, in the
+        texts' order. Raises ModelError if scores are not finite.
         """
         prompt_ids, searches = zip(*(self._begin(text, k) for text in texts), strict=True)
         prompts, present = left_padded(prompt_ids, self.anchor)
@@ -152,9 +143,7 @@ class Words:
         return prompt or [self.first], search
 
     def _unfinished(self, ids: Sequence[int]) -> int:
-        """Return the number of tokens of a text's last word, or of a final space that may begin
-        one.
-        """
+        """Return the number of tokens of the last word, or of a final space that may begin one."""
         for count, i in enumerate(reversed(ids)):
             name = self.names[i]
             if count == UNFINISHED or not name or name[-1] in NO_LETTERS:
@@ -223,9 +212,7 @@ class Words:
     def _extended(
         self, search: Search, b: Beginning, row: int, token: int, p: float, experts: Tensor | None
     ) -> Beginning:
-        """Return a beginning extended by a token; `experts` are the weights at the position that
-        chose the token.
-        """
+        """Return a beginning extended by a token, which was chosen with the experts' weights."""
         name = self.names[token]
         left = b.left[len(name) :]
         begun = b.begun or (not left and name != b.left)
@@ -239,14 +226,13 @@ class Words:
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
-        """Run one pass over the prompts, or over one more token of the `rows` texts of each prompt.
+        """Run one pass over the prompts, or over one more token of each prompt's rows.
 
         Args:
             adapter: See `of`.
             ids: (prompts, rows, C).
-            cache: The cache of the earlier tokens, of (prompts * rows) texts.
-            mask: (prompts, C) the mask of each prompt's texts, at their current length; None
-                without padding.
+            cache: Of the earlier tokens, for (prompts * rows) texts.
+            mask: (prompts, current length of the texts); None without padding.
 
         Returns:
             The cache after `ids`; and for each row (V,) the next token's probabilities and (n,) the
@@ -305,8 +291,8 @@ def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor,
 
 @cache
 def _letters() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2, Radford et
-    al. 2019): printable bytes stand for themselves, the others are characters from 256 on.
+    """Return the byte of each character of a byte-level vocabulary (GPT-2, Radford et al. 2019):
+    printable bytes stand for themselves, the others are characters from 256 on.
     """
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]

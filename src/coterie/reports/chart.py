@@ -25,19 +25,12 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Style:
-    """The style of a line.
-
-    Args:
-        colour: The colour of line and markers.
-        number: Chooses the dashes and the markers.
-        strength: The opacity, in (0, 1].
-        marked: Whether its points have markers; they have tooltips anyway.
-    """
+    """The style of a line."""
 
     colour: str
-    number: int = 0
-    strength: float = 1.0
-    marked: bool = True
+    number: int = 0  # chooses the dashes and the markers
+    strength: float = 1.0  # the opacity, in (0, 1]
+    marked: bool = True  # points without markers have tooltips, too
 
     @property
     def sample(self) -> str:
@@ -67,9 +60,7 @@ class Line:
 
 
 def look_of(number: int, marked: bool = True) -> Style:
-    """Return the style of a line by its number: colours repeat after eight, with other dashes and
-    markers.
-    """
+    """Return the style of line `number`: eight colours, repeated with other dashes and markers."""
     return Style(COLOURS[number % len(COLOURS)], number + number // len(COLOURS), marked=marked)
 
 
@@ -80,24 +71,15 @@ def samples(lines: Iterable[Line]) -> str:
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of a panel.
-
-    Args:
-        x: The name of the horizontal axis.
-        y: The name of the vertical axis, with its unit.
-        limits: The range of the vertical axis; default: what the panel's points need.
-        log: Whether the vertical axis is logarithmic; points that are not positive are left out.
-        across: The values of the horizontal axis: whole numbers counted from 0, any values from 0,
-            or positive values of which only ratios count.
-        ticks: Values with a tick on the horizontal axis; default: round ones.
-    """
+    """The axes of a panel; `y` has the unit in its name."""
 
     x: str
     y: str
-    limits: Point | None = None
-    log: bool = False
+    limits: Point | None = None  # default: what the panel's points need
+    log: bool = False  # a logarithmic y axis, without the points that are not positive
+    # whole numbers counted from 0, any values from 0, or positive values whose ratios count
     across: Literal["counted", "values", "ratios"] = "counted"
-    ticks: Sequence[float] = ()
+    ticks: Sequence[float] = ()  # on the horizontal axis; default: round ones
 
     def height(self, value: float) -> float:
         """Return the place of a value of the vertical axis on a linear scale."""
@@ -148,13 +130,11 @@ def panels(
         charts: The lines of each panel, by title.
         x: The unit that the horizontal axis counts; it starts at 0.
         y: The name of the vertical axis, with its unit.
-        limits: The range of the vertical axes; default: one range for all panels of a kind, as
-            large as their points need.
+        limits: The range of the vertical axes; default: one for all panels of a kind, as needed.
         broad: Whether panels are large.
-        ratios: Whether values are positive and only their ratios count: a large range then has a
+        ratios: Whether only ratios of the values, all positive, count: then a large range has a
             logarithmic scale.
-        kinds: The kind of each title; only panels of one kind are compared. Default: all are of one
-            kind.
+        kinds: The kind of each title; only panels of one kind are compared. Default: one for all.
     """
     kind = kinds or dict.fromkeys(charts, "")
     axes = {
@@ -193,9 +173,7 @@ def grid(drawn: Sequence[str], broad: bool = False) -> str:
 
 
 def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) -> str:
-    """Return one SVG with axes, lines, and a tooltip for every point. Points that are not finite
-    are left out.
-    """
+    """Return an SVG with axes, lines, and a tooltip for every point that is finite."""
     kept = [
         replace(
             line,
@@ -236,9 +214,7 @@ def finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear map from values low..high to places start..stop: percent of a chart's width, or
-    pixels of its height.
-    """
+    """A linear map of values to percent of a chart's width, or pixels of its height."""
 
     low: float
     high: float
@@ -253,9 +229,7 @@ class _Scale:
         return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
-        """Return round values within the scale: multiples of 1, 2 or 5 times a power of ten, at
-        least `least` apart.
-        """
+        """Return values of the scale, 1, 2 or 5 times powers of ten, at least `least` apart."""
         rough = max((self.high - self.low) / most, least)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))

@@ -28,9 +28,7 @@ ABOUT_CLASSES = (
 
 
 def classes(result: Result) -> tuple[str, ...]:
-    """Return the parts of the section on labels: the classes of each client, and K-means on them;
-    () if labels are unknown.
-    """
+    """Return the section on labels: clients' classes, and K-means; () if labels are unknown."""
     return (ABOUT_CLASSES, distribution(result), clustering(result)) if result.label_counts else ()
 
 
@@ -58,9 +56,7 @@ def distribution(result: Result) -> str:
 
 
 def _kinds(result: Result) -> dict[str, list[str]]:
-    """Return the clients with examples by kind: anchors, normal clients, then unseen ones by group.
-    Titles state their number.
-    """
+    """Return clients with examples by kind, with their number in the title, unseen groups last."""
     kinds: dict[str, list[str]] = {"anchors": list(result.anchors or ()), "normal clients": []}
     for i in result.label_counts or ():
         if i not in kinds["anchors"]:

@@ -1,6 +1,4 @@
-"""Pictures of collaboration weights: W as a heat map over training, beside the true clusters, and
-weights over time (CoBo, Fig. 3 to 5).
-"""
+"""Pictures of collaboration weights: W over training, and the true clusters (CoBo, Fig. 3-5)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,21 +22,14 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of one method at its evaluations.
-
-    Args:
-        title: The title of the method.
-        clients: The clients in the order of the pictures: by cluster, if clusters are known.
-        clusters: The true cluster of each client; None if unknown.
-        stages: Local iterations, and w_ij (n, n) after them, in that order of clients.
-        error: W error at the end, if known.
-    """
+    """The weights of one method at its evaluations."""
 
     title: str
-    clients: Sequence[str]
-    clusters: Sequence[int] | None
+    clients: Sequence[str]  # in the order of the pictures: by cluster, if clusters are known
+    clusters: Sequence[int] | None  # the true ones; None if unknown
+    # local iterations, and w_ij (n, n) after them, in that order
     stages: Sequence[tuple[int, Matrix]]
-    error: float | None = None
+    error: float | None = None  # W error at the end
 
     @classmethod
     def of(cls, title: str, result: Result) -> "Weights | None":
@@ -80,9 +71,7 @@ class Weights:
         return [[self.top * (a == b) for b in self.clusters] for a in self.clusters]
 
     def inside(self, matrix: Matrix) -> float:
-        """Return the share of the weight between clients that is within true clusters, which must
-        be known; 0 without any weight.
-        """
+        """Return the share of the weight between clients that is within true clusters, or 0."""
         assert self.clusters is not None
         total = sum(self.between(matrix))
         within = sum(
@@ -93,9 +82,7 @@ class Weights:
         return within / total if total else 0.0
 
     def nearest(self, iterations: Sequence[int]) -> list[tuple[int, Matrix]]:
-        """Return the stages nearest to the given iterations; without any, five that are evenly
-        spread.
-        """
+        """Return the stages nearest to the given iterations; by default five, evenly spread."""
         if not iterations:
             return thinned(self.stages, 5)
         indices = {
@@ -107,14 +94,7 @@ class Weights:
 
 def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section: heat maps with a slider, the share of weight within true
-    clusters, and weights over time.
-
-    Args:
-        results: Results by title. The weights over time of the first with weights are shown at
-            once.
-
-    Returns:
-        () if no result has weights.
+    clusters, and weights over time, those of the first result shown at once. () without weights.
     """
     all_weights = [
         weights for title, result in results.items() if (weights := Weights.of(title, result))
@@ -161,11 +141,8 @@ def scale(top: float) -> str:
 
 
 def heat_map(weights: Weights, stages: Sequence[tuple[int, Matrix]]) -> str:
-    """Return W as fields of colour, with paths around the true clusters.
-
-    Args:
-        weights: The weights whose clients, clusters and scale are used.
-        stages: Moments, and the weights (n, n) at them; of several, the map moves with the slider.
+    """Return W at a stage as fields of colour, with paths around the true clusters; of several
+    stages, the map moves with the slider.
     """
     names, clusters = weights.clients, list(weights.clusters or ())
     # clients of a cluster are neighbours
@@ -217,13 +194,7 @@ def shares(all_weights: Sequence[Weights]) -> str:
 
 
 def domains(weights: Weights, clients: Sequence[str] = ()) -> str:
-    """Return a panel for each client, at most `CLIENTS` of them: its weights for the others over
-    training.
-
-    Args:
-        weights: The weights to draw.
-        clients: The clients with a panel; () for the first ones.
-    """
+    """Return a panel for each client, by default the first `CLIENTS`: its weights over training."""
     names, known = weights.clients, weights.clusters
     places = [k for k, name in enumerate(names) if name in clients or not clients][:CLIENTS]
     charts: dict[str, list[Line]] = {}

@@ -35,8 +35,8 @@ def _curves(results: Sequence[Result]) -> str:
     """Return a panel of the mean over clients, and one for each client: the test metric against
     local iterations, one line per method.
 
-    A method without training is a level line. If the base is so much worse than trained models that
-    their curves look alike, the mean is shown a second time without it, and clients' panels omit
+    A method without training is a level line. If the base is so much worse that the curves of
+    trained models look alike, the mean is shown a second time without it, and clients' panels omit
     it, each with its own range.
     """
     own_result, metric = results[-1], results[-1].metric
@@ -123,9 +123,7 @@ def of_iteration(evaluation: Evaluation) -> int:
 
 
 def group_test(group: str) -> Value:
-    """Return a function that reads the mean test metric of a group of unseen clients, or
-    with "" of all clients.
-    """
+    """Return a function that reads the mean test metric of a group, or with "" of all clients."""
     return lambda evaluation: evaluation.mean_of(group)
 
 
@@ -146,9 +144,7 @@ def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evalua
 
 
 def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str, ...]:
-    """Return panels of the mean routing weights over training, from metrics.jsonl; () if no client
-    has a router.
-    """
+    """Return panels of routing weights over training, from metrics.jsonl; () without routers."""
     series = router_series(path)
     charts: dict[str, list[Line]] = {}
     for i in (i for i in series if i in clients):
@@ -195,9 +191,7 @@ def _privacy(path: Path, result: Result) -> tuple[str, ...]:
 
 
 def router_series(path: Path) -> dict[str, list[tuple[int, list[list[float]]]]]:
-    """Return local iterations, and the mean weights (blocks, experts) in the steps that trained the
-    experts, by client.
-    """
+    """Return local iterations and mean weights (blocks, experts) of experts' steps, by client."""
     series: dict[str, list[tuple[int, list[list[float]]]]] = {}
     for line in _of_kind(path, "train"):
         routers = {name: value for name, value in line.items() if name.startswith("router/")}

@@ -1,6 +1,4 @@
-"""Pictures of a pool of experts: the classes that a gate sends to each expert (DDOME, Fig. 7, Table
-5).
-"""
+"""Pictures of a pool of experts: the classes that a gate sends to each (DDOME, Fig. 7, Table 5)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,18 +35,12 @@ ABOUT_DECISIONS = (
 
 @dataclass(frozen=True)
 class Choices:
-    """The experts that a method's gate chose for test samples, at its evaluations.
-
-    Args:
-        title: The title of the method.
-        anchors: The anchor of each expert; () if experts have none.
-        anchored: The classes of each anchor.
-        stages: Rounds, and the gate's choices after them by group of clients, the headline first.
-    """
+    """The experts that a method's gate chose for test samples, at its evaluations."""
 
     title: str
-    anchors: Sequence[str]
-    anchored: Sequence[Sequence[int]]
+    anchors: Sequence[str]  # of each expert; () if experts have none
+    anchored: Sequence[Sequence[int]]  # the classes of each anchor
+    # rounds, and the choices after them by group of clients, the headline first
     stages: Sequence[tuple[int, Mapping[str, GateChoices]]]
 
     @classmethod
@@ -95,8 +87,8 @@ class Choices:
         return self._heat(group, rows, "each class", tooltip, frames)
 
     def confusion(self, group: str) -> Heat:
-        """Return the percentage of each anchor's classes that each expert was given, (M, M); in a
-        last row, of the classes of no anchor.
+        """Return the percentage of each anchor's classes that each expert was given, (M, M), and in
+        a last row that of the classes of no anchor.
         """
         orphans = [c for c in self.order if not any(c in classes for classes in self.anchored)]
         rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
@@ -130,9 +122,7 @@ class Choices:
         ]
 
     def gate_accuracy(self, group: str, style: Style) -> Line:
-        """Return the line of the percentage of samples that went to an expert whose anchor has
-        their class. Experts must have anchors.
-        """
+        """Return the line of the percentage of samples of a class of their expert's anchor."""
         return Line(
             [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages],
             self.title,
@@ -157,13 +147,7 @@ def _known(value: float | None) -> float:
 
 def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section on a pool: choices over training, accuracy of experts and
-    gate, and the gate's decisions by client.
-
-    Args:
-        results: Results by title. Decisions by client are shown of the first with a gate.
-
-    Returns:
-        () if no result has a gate.
+    gate, and the decisions by client of the first method with a gate; () if none has one.
     """
     all_choices = [
         choices for title, result in results.items() if (choices := Choices.of(title, result))
@@ -213,9 +197,7 @@ def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
 
 
 def gate_curves(all_choices: Sequence[Choices]) -> str:
-    """Return a panel for each group of clients: gate accuracy over rounds, with a line for each
-    method; "" without anchors.
-    """
+    """Return a panel of gate accuracy by method for each group of clients; "" without anchors."""
     tied = {k: choices for k, choices in enumerate(all_choices) if choices.anchors}
     if not tied:
         return ""
@@ -239,9 +221,7 @@ def expert_curves(choices: Choices) -> str:
 
 def decisions(title: str, result: Result) -> str:
     """Return the gate's decisions for each unseen client, with a table for each group, all but the
-    first folded away (Table 5).
-
-    The result is "" if experts have no anchors, or no client is unseen.
+    first folded away (Table 5). "" if experts have no anchors, or no client is unseen.
     """
     counts, groups = result.label_counts, result.groups
     right = {i: c.gate_accuracy for i, c in result.clients.items()}

@@ -20,30 +20,18 @@ Matrix = Sequence[Sequence[float]]
 
 @dataclass(frozen=True)
 class Heat:
-    """A matrix as fields of colour, at one moment or more.
-
-    Args:
-        rows: The names of the rows, from the top.
-        columns: The names of the columns, from the left.
-        stages: Moments, and the values (rows, columns) at them, from 0 to `top`; the last is drawn,
-            and a slider goes through all.
-        top: The end of the scale.
-        label: A description for those who do not see the map.
-        tooltip: The text of a field's tooltip, with {row}, {column} and {value}.
-        digits: Digits of the value behind the point.
-        masked: Whether the diagonal is left out.
-        frames: A path around fields that are set off, in units of fields.
-    """
+    """A matrix as fields of colour, at one moment or more."""
 
     rows: Sequence[str]
     columns: Sequence[str]
+    # moments, and values (rows, columns) from 0 to `top`; the last is drawn, a slider shows all
     stages: Sequence[tuple[int, Matrix]]
     top: float
-    label: str
-    tooltip: str
-    digits: int = 2
-    masked: bool = False
-    frames: str = ""
+    label: str  # a description for those who do not see the map
+    tooltip: str  # of a field, with {row}, {column} and {value}
+    digits: int = 2  # behind the point
+    masked: bool = False  # whether the diagonal is left out
+    frames: str = ""  # a path around fields that are set off, in units of fields
 
 
 def room(fields: int) -> int:
@@ -55,13 +43,8 @@ def heat_map(
     heat: Heat, width: float = 12 * FIELD, height: float = 12 * FIELD, field: float = FIELD
 ) -> str:
     """Return an SVG with a path for each level of the scale, so that colours follow the page's
-    scheme.
-
-    Args:
-        heat: The map to draw. Rows and columns have names if there is room.
-        width: The largest width of all fields together.
-        height: The largest height of all fields together.
-        field: The largest side of a field.
+    scheme. `width` and `height` limit all fields together, `field` the side of one. Rows and
+    columns have names if there is room.
     """
     columns, rows = len(heat.columns), len(heat.rows)
     wide, high = min(field, width / columns), min(field, height / rows)
@@ -167,9 +150,7 @@ def scale(least: str, most: str) -> str:
 
 
 def slider(moments: Sequence[int], unit: str) -> str:
-    """Return a slider for the heat maps of the `staged` element around it, hidden until the script
-    runs.
-    """
+    """Return a slider for the heat maps of the `staged` element around it, shown by the script."""
     last = len(moments) - 1
     values = json.dumps(list(moments), separators=(",", ":"))
     return (

@@ -60,16 +60,8 @@ SECTIONS = {
 
 
 def write_report(folder: Path, results: Sequence[Result], description: str) -> None:
-    """Write `report.html` into a run's folder, from `results` and from the `metrics.jsonl` and
-    `routing.json` that are there.
-
-    Args:
-        folder: The run's folder.
-        results: The result of each method, the run's own last.
-        description: The description of the recipe.
-
-    Raises:
-        SaveError: It could not be written.
+    """Write `report.html` into a run's folder, from `results`, the run's own last, and from the
+    `metrics.jsonl` and `routing.json` that are there. Raises SaveError.
     """
     result, rows = results[-1], rows_of(results)
     metrics, routing = folder / "metrics.jsonl", Routing.read_any(folder)
@@ -90,16 +82,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
 
 
 def write_comparison(folder: Path, comparison: Comparison, description: str) -> None:
-    """Write `report.html` into a comparison's folder.
-
-    Args:
-        folder: The comparison's folder.
-        comparison: The comparison.
-        description: The description of the recipe.
-
-    Raises:
-        SaveError: It could not be written.
-    """
+    """Write `report.html` into a comparison's folder. Raises SaveError."""
     rows, seeds = comparison.rows, comparison.seeds
     firsts = [folder / r.method / f"seed-{seeds[0]}" for r in rows]
     results = [Result.read(path) for path in firsts if (path / RESULT).exists()]

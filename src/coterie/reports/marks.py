@@ -70,13 +70,7 @@ def reach(strips: Iterable[Strip]) -> Point:
 
 
 def strip(rows: Strip, unit: str, limits: Point) -> str:
-    """Return a line for each row: a dot for every client, and the mean with its deviation.
-
-    Args:
-        rows: The rows to draw.
-        unit: The name of the axis.
-        limits: The range of the axis.
-    """
+    """Return a line for each row: a dot for every client, and the mean with its deviation."""
     step, scale = 30, _Scale(*limits, 0, 100)
     height = step * len(rows) + 44
     lines = {
@@ -124,13 +118,8 @@ class Interval:
 def intervals(
     rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None
 ) -> str:
-    """Return a line for each row: a dot, and a whisker as long as its interval.
-
-    Args:
-        rows: Intervals by title.
-        unit: The name of the axis.
-        limits: The range of the axis.
-        chance: The value of guessing, which is marked.
+    """Return a line for each row, with a dot and a whisker for its interval; `chance` marks
+    guessing.
     """
     step, scale = 26, _Scale(*limits, 0, 100)
     height = step * len(rows) + 44
@@ -162,11 +151,8 @@ class Bar:
 
 
 def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
-    """Return groups of bars on one axis, which starts at 0 so that their lengths can be compared.
-
-    Args:
-        groups: Bars by the name below them. Values that are not finite are left out.
-        y: The name of the axis, with its unit.
+    """Return groups of bars, by the name below them, on one axis that starts at 0.
+    Values that are not finite are left out.
     """
     shown = {
         name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()
@@ -237,12 +223,8 @@ class Dot:
 
 
 def plane(dots: Sequence[Dot], x: str, y: str) -> str:
-    """Return dots in a plane with the same unit on both axes, which have no numbers.
-
-    Args:
-        dots: At least one dot. Texts that would overlap others are left out.
-        x: The name of the horizontal axis.
-        y: The name of the vertical axis.
+    """Return dots, at least one, in a plane with the same unit on both axes, which have no numbers.
+    Texts that would overlap others are left out.
     """
     width, height, left, bottom, edge = 560, 400, 26, 26, 16
     places = [(d.x, d.y) for d in dots]

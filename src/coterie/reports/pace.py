@@ -9,9 +9,7 @@ WINDOW = 60.0  # seconds of training over which predictions per second are avera
 
 
 class Throughput:
-    """Predictions per second while clients train, over the last `WINDOW` seconds of training:
-    scoring and checkpoints do not count.
-    """
+    """Predictions per second over the last `WINDOW` seconds of training, scoring left out."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[float, int]] = deque()  # seconds of training, predictions
@@ -43,12 +41,8 @@ class RoundTimer:
     the round before had; in the first round, of as many as were asked. The time left follows from
     the mean round of this session, scoring and checkpoints included, as of the last reply. The time
     until the first reply is left out, as it warms up. During the first tenth of the rounds, the
-    estimate from before the start counts as well.
-
-    Args:
-        rounds: Number of rounds of the method.
-        done: Number of rounds completed before this session.
-        expected: Seconds for all rounds, and everything between and after them; None if unknown.
+    estimate from before the start, `expected`, counts as well: seconds for all rounds, and
+    everything between and after them.
     """
 
     def __init__(self, rounds: int, done: int, expected: float | None = None) -> None:

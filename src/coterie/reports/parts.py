@@ -1,6 +1,4 @@
-"""The parts that reports are made of: tables, legends, colours. All text is escaped here, or marked
-as HTML by its type.
-"""
+"""Parts of reports: tables, legends, colours. Text is escaped, or marked as HTML by its type."""
 
 import math
 import re
@@ -28,22 +26,16 @@ TILES = 6  # side by side, at most
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell of a table.
-
-    Args:
-        text: The text as people read it, not yet escaped.
-        share: The length of the bar behind it, in [0, 1]; None: no bar.
-        best: Whether it is the best of its column; a bar has no such mark.
-    """
+    """One cell of a table, its text not yet escaped."""
 
     text: str
-    share: float | None = None
-    best: bool = False
+    share: float | None = None  # the length of the bar behind it, in [0, 1]; None: no bar
+    best: bool = False  # of its column; a bar has no such mark
 
 
 def escape(text: str) -> str:
-    """Return untrusted text escaped for a page: without markup, invisible characters, and
-    characters that reverse the direction of writing.
+    """Return untrusted text escaped for a page, without invisible characters and those that reverse
+    the direction of writing.
     """
     return html_escape(printable(text, lines=True))
 
@@ -55,13 +47,7 @@ def table(
     typeset: Callable[[str], str] | None = None,
 ) -> str:
     """Return a table whose first column names the rows; if it is too wide, it scrolls within
-    itself.
-
-    Args:
-        header: The names of the columns.
-        rows: Cells, or their texts.
-        best: The number of the row that is set off.
-        typeset: Converts texts to HTML; default: `escape`.
+    itself. Row `best` is set off; `typeset` converts texts to HTML.
     """
     shown = typeset or escape
     head = "".join(f'<th scope="col">{shown(name)}</th>' for name in header)
@@ -88,12 +74,7 @@ def by_columns(columns: Mapping[str, Sequence[Cell | str]], best: int | None = N
 
 def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cell]:
     """Return a column of figures with bars behind them, the longest for the largest; unknown ones
-    are a dash.
-
-    Args:
-        values: The figures.
-        form: A format specification.
-        unit: The number by which they are divided before they are shown.
+    are a dash. Figures are divided by `unit` and formatted by `form`.
     """
     largest = max((value for value in values if value is not None), default=0) or 1
     return [
@@ -109,13 +90,7 @@ def ranked(
     texts: Sequence[str] = (),
 ) -> list[Cell]:
     """Return a column of figures in which the best is set off, in every row that has it; unknown
-    ones are a dash.
-
-    Args:
-        values: The figures.
-        metric: The metric, which states whether lower values are better.
-        digits: Digits behind the point.
-        texts: The texts of the figures; default: as `figure` writes them.
+    ones are a dash. `texts` are those of the figures, by default as `figure` writes them.
     """
     known = [value for value in values if value is not None]
     top = best(known, metric) if known else None
@@ -172,13 +147,7 @@ def captioned(title: str, detail: str, drawn: str) -> str:
 
 
 def folded(summary: str, content: str, narrow: bool = False) -> str:
-    """Return content that is folded away until the reader opens it; "" without content.
-
-    Args:
-        summary: The text in its place, not yet escaped.
-        content: The HTML to fold.
-        narrow: Whether it is folded in a narrow window only.
-    """
+    """Return folded content, with `narrow` only in a narrow window; "" without content."""
     opened = " open class=narrow" if narrow else ""
     shown = f"<details{opened}><summary>{escape(summary)}</summary>{content}</details>"
     return shown if content else ""
@@ -191,9 +160,7 @@ def tiles(items: Sequence[tuple[str, str]]) -> str:
 
 
 def level(count: int, most: int) -> int:
-    """Return how many of `count` things stand in a row, at most `most`, for rows of about equal
-    length.
-    """
+    """Return how many of `count` things to put in a row, at most `most`, for about equal rows."""
     return -(-count // -(-count // most))
 
 
@@ -216,12 +183,8 @@ _CLASSES: Mapping[bool | None, str] = {True: "holds", False: "fails", None: "ope
 def verdicts(
     items: Iterable[tuple[bool | None, str, str]], typeset: Callable[[str], str] | None = None
 ) -> str:
-    """Return a list of checked sentences.
-
-    Args:
-        items: Whether each holds, or None if that is open; the sentence; and the numbers behind
-            the verdict.
-        typeset: Converts sentences and numbers to HTML; default: `escape`.
+    """Return a list of checked sentences: whether each holds, or None if that is open; the
+    sentence; and the numbers behind the verdict.
     """
     shown = typeset or escape
     lines = (
@@ -239,13 +202,8 @@ def section(id: str, title: str, *parts: str) -> str:
 
 
 def page(title: str, header: str, main: str, nav: str = "") -> bytes:
-    """Return the whole file: styles and script inline, nothing from elsewhere.
-
-    Args:
-        title: The title, not yet escaped.
-        header: The HTML below the title.
-        main: The HTML of the sections.
-        nav: The HTML between the two.
+    """Return the whole file: styles and script inline, nothing from elsewhere. `header`, `main` and
+    `nav`, which is between the two, are HTML.
     """
     style, script = (
         files("coterie.reports").joinpath(name).read_text(encoding="utf-8")
@@ -275,23 +233,14 @@ def introduction(description: str, about: str) -> str:
 
 @dataclass(frozen=True)
 class Beside:
-    """A figure that a table shows beside the metric.
+    """A figure that a table shows beside the metric."""
 
-    Args:
-        name: The heading of its column.
-        of: Returns the figure of a row; None if it is unknown.
-        digits: Digits behind the point.
-        lower_is_better: Whether lower values are better.
-        about: A description in a few words.
-        sentence: The description as the rest of a sentence that begins with the name.
-    """
-
-    name: str
-    of: Callable[[Row], float | None]
-    digits: int
+    name: str  # the heading of its column
+    of: Callable[[Row], float | None]  # the figure of a row; None if it is unknown
+    digits: int  # behind the point
     lower_is_better: bool
-    about: str
-    sentence: str
+    about: str  # a description in a few words
+    sentence: str  # the description as the rest of a sentence that begins with the name
 
     def known(self, rows: Sequence[Row]) -> bool:
         """Return whether any row has the figure."""

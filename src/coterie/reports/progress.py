@@ -26,9 +26,7 @@ BROAD = 100  # characters of a terminal that has room for a bar
 
 
 def loss_of(metrics: Mapping[str, Any]) -> float | None:
-    """Return the training loss among a client's metrics: that of the step that does not train the
-    router alone.
-    """
+    """Return a client's training loss: that of the step that does not train the router alone."""
     losses = {name: value for name, value in metrics.items() if name.startswith("loss/")}
     losses.pop("loss/router", None)
     return next(iter(losses.values()), None)
@@ -50,14 +48,10 @@ class _Time(ProgressColumn):
 
 class Terminal(Callback, AbstractContextManager["Terminal"]):
     """A live display, or plain lines, of rounds, clients, loss, predictions per second (see
-    `Throughput`) and time left (see `RoundTimer`).
+    `Throughput`) and time left (see `RoundTimer`). `rows` is the number of methods that will run.
 
     A plain line appears after each round, but at most one every `EVERY` seconds; after `SILENCE`
     seconds without a line, another one states the progress.
-
-    Args:
-        console: The console to print to.
-        rows: Number of methods that will run, for the heading of each.
     """
 
     def __init__(self, console: Console, rows: int) -> None:
@@ -152,9 +146,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             self._line(f"about {clock(whole)} in all, estimated from a few steps")
 
     def _left(self) -> str:
-        """Return the time left of the current method and, if others follow, of all; of all only if
-        there is no room for both.
-        """
+        """Return the time left of the current method, if there is room, and of all."""
         rest = sum(self.expected[self.row :])
         if self.stretch.left is None or not rest:
             return str(self.stretch)
@@ -301,9 +293,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             )
 
     def _speaks(self, kind: str, done: int) -> bool:
-        """Return whether a plain line of a kind is due: the last of a method always, others a while
-        after the one before.
-        """
+        """Return whether a plain line is due: a method's last always, others after a while."""
         now = time.monotonic()
         due = not self.live and (
             done == self.stretch.rounds or now - self.last_lines.get(kind, 0.0) >= EVERY
@@ -330,9 +320,6 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 class SearchTerminal(Terminal):
     """A display of a search: the current run, as `Terminal` has it, and a line with the validation
     score of each finished one, without test figures.
-
-    Args:
-        console: The console to print to.
     """
 
     shows_estimate = False  # it would cost as much as these short runs

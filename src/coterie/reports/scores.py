@@ -165,9 +165,7 @@ def _scores(rows: Sequence[Row]) -> str:
 
 
 def _quantiles(rows: Sequence[Row]) -> str:
-    """Return quantiles of the metric over many clients, the mean of the worst tenth of them, and
-    the clients that do worst.
-    """
+    """Return quantiles of the metric over clients, the mean of the worst tenth, and the worst."""
     metric, own_row = rows[0].metric, rows[-1]
     columns: dict[str, list[float]] = {}
     for row in rows:
@@ -188,9 +186,7 @@ def _quantiles(rows: Sequence[Row]) -> str:
 
 
 def _kept(rows: Sequence[Row]) -> str:
-    """Return the round of each client's model, if validation data chose it; "" if all keep that of
-    the last round.
-    """
+    """Return the round of each client's model, if validation chose it; "" if all keep the last."""
     if not rows[-1].kept_rounds:
         return ""
     clients = list(rows[-1].clients)

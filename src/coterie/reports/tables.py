@@ -31,13 +31,8 @@ def clock(seconds: float) -> str:
 
 
 def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10) -> None:
-    """Print the most expensive operators of a trace, and how to open it.
-
-    Args:
-        console: The console to print to.
-        profile: The trace.
-        elsewhere: Whether clients ran in other processes, which the trace does not cover.
-        most: The largest number of operators.
+    """Print the most expensive operators of a trace, and how to open it. If clients ran
+    `elsewhere`, in other processes, the trace does not cover them.
     """
     if not profile.written or profile.path is None:
         console.print("There is no trace: no round was left to run.")
@@ -64,14 +59,8 @@ def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10
 
 
 def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
-    """Print the estimated cost of one method.
-
-    Args:
-        console: The console to print to.
-        prepared: The prepared method, see `coterie.runs.problems.prepare.Prepared`.
-        estimate: The estimate, see `coterie.runs.estimate.Estimate`.
-        first: Whether it is the first of several methods: the clients and data that all share are
-            printed before it.
+    """Print the estimated cost of one method. Before the `first` of several, the clients and data
+    that all share are printed.
     """
     federation, method = prepared.problem.federation, prepared.method
     what = prediction(prepared.problem.metric.about)
@@ -115,25 +104,18 @@ def _say(console: Console, text: str) -> None:
 
 
 def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) -> None:
-    """Print checked sentences: whether each holds, or None if that is open; the sentence; and the
-    numbers behind the verdict.
-    """
+    """Print checked sentences, see `parts.verdicts`."""
     for holds, says, detail in items:
         console.print(Text.assemble((f"{VERDICTS[holds]}  ", "green" if holds else "yellow"), says))
         console.print(Padding(Text(detail, style="dim"), (0, 0, 0, 4)))
 
 
 def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> list[Table]:
-    """Return tables for a terminal: the test metric by method and client, the figures beside it,
-    and the cost of each method.
+    """Return tables for a terminal of `width` characters: the test metric by method and client, the
+    figures beside it, and the cost of each method.
 
     With more than eight clients, or more than fit, only the best and the worst are shown. The
     scores come last, as the end of the output stays visible; the best of each column is bold.
-
-    Args:
-        rows: The rows of a comparison.
-        titles: The titles of the methods.
-        width: The width of the terminal, in characters.
     """
     scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
     return [_costs(rows, titles), _beside(rows, titles), scores]
@@ -158,9 +140,7 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
 
 
 def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
-    """Return the test metric of each group of unseen clients, and the best of the first group
-    during training.
-    """
+    """Return the test metric of each unseen group, and the first group's best in training."""
     metric, (first, *others) = rows[0].metric, list(rows[0].groups or ())
     gated = any(row.gate_accuracy is not None for row in rows)
     title = (
@@ -217,9 +197,7 @@ def _bold(
 
 
 def _needed(lines: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table without its header: three characters between columns, one at the
-    end.
-    """
+    """Return the width of a table without header: 3 characters between columns, one at the end."""
     widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
     return sum(widths) + 3 * (len(widths) - 1) + 1
 

@@ -1,5 +1,4 @@
-"""Sample texts shaded by the weights of experts: rows are models, columns are texts (CoMiGS, Fig.
-3).
+"""Sample texts shaded by the weights of experts: rows are models, columns texts (CoMiGS, Fig. 3).
 
 A token has the colour of the expert with the largest weight, stronger for larger weights: no colour
 if all weights are equal, full colour if one expert has the whole weight.
@@ -31,14 +30,9 @@ SPECIALISTS = (
 
 @dataclass(frozen=True)
 class Expert:
-    """One expert of every block.
+    """One expert of every block."""
 
-    Args:
-        key: `g0`, `g1`, ... for generalists, `s0`, ... for specialists.
-        name: The name as people read it.
-    """
-
-    key: str
+    key: str  # `g0`, `g1`, ... for generalists, `s0`, ... for specialists
     name: str
 
     @property
@@ -109,9 +103,7 @@ def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:
 
 
 def _selector(slots: Sequence[str], routing: Routing) -> str:
-    """Return radio buttons of the blocks; at first the last one is chosen, where experts differ
-    most.
-    """
+    """Return radio buttons of the blocks; the last is chosen, where experts differ most."""
     buttons = "".join(
         f'<input type="radio" name="block" '
         f'id="block-{slot}"{" checked" if slot == slots[-1] else ""}>'
@@ -131,9 +123,7 @@ def _legend(kinds: Sequence[Expert]) -> str:
 
 
 def _choices(routing: Routing) -> str:
-    """Return selectors of one model and one text, for many clients or a narrow window; a script
-    shows them.
-    """
+    """Return selectors of a model and a text, shown by a script if there is little room."""
     models, texts = (
         "".join(f'<option value="{escape(i)}">{escape(i)}</option>' for i in clients)
         for clients in (routing.weights, routing.texts)
@@ -188,9 +178,7 @@ def _token(
 
 
 def lead(weights: Sequence[float]) -> float:
-    """Return how far the largest weight is above an equal share: 0 if all are equal, 1 if it is the
-    whole weight.
-    """
+    """Return how far the largest weight is above an equal share: 0 if all are equal, at most 1."""
     alike = 1 / len(weights)
     return max(0.0, (max(weights) - alike) / (1 - alike)) if len(weights) > 1 else 1.0
 

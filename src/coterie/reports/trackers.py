@@ -27,29 +27,19 @@ TRACKED = "tracked.json"  # in a run's folder: the run's id in each program
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A method's run as a tracker sees it.
+    """A method's run as a tracker sees it."""
 
-    Args:
-        name: The name within the group: the method, or the path of the run's folder in the group's.
-        group: The name of the folder of all runs that belong together.
-        config: The recipe, with only the last part of paths on this machine.
-        known: The id that the program gave the run before; None for a new run.
-    """
-
-    name: str
-    group: str
-    config: Mapping[str, Any]
-    known: str | None
+    name: str  # within the group: the method, or the path of the run's folder in the group's
+    group: str  # the name of the folder of all runs that belong together
+    config: Mapping[str, Any]  # the recipe, with only the last part of paths on this machine
+    known: str | None  # the id that the program gave the run before; None for a new run
 
 
 class Tracker(ABC):
-    """A program that keeps figures of runs. One run is open at a time.
+    """A program that keeps figures of runs. One run is open at a time."""
 
-    `name` is what --track takes, `remedy` what to do where the program cannot be reached.
-    """
-
-    name: ClassVar[str]
-    remedy: ClassVar[str]
+    name: ClassVar[str]  # what --track takes
+    remedy: ClassVar[str]  # what to do where the program cannot be reached
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
@@ -197,11 +187,7 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def check(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of trackers without repetitions.
-
-    Raises:
-        Refused: There is no such tracker.
-    """
+    """Return the names of trackers without repetitions. Raises Refused for unknown ones."""
     if unknown := [name for name in names if name not in TRACKERS]:
         raise Refused(f"--track {unknown[0]}: there is no such tracker", f"{', '.join(TRACKERS)}.")
     return tuple(dict.fromkeys(names))
@@ -221,14 +207,8 @@ def _built(name: str) -> Tracker:
 
 @contextmanager
 def tracked(names: Sequence[str], folder: Path) -> Iterator[list[Callback]]:
-    """Provide callbacks that report every run within the block to trackers.
-
-    Args:
-        names: Names of `TRACKERS`.
-        folder: The folder of the runs; its name is that of their group.
-
-    Raises:
-        Refused: There is no such tracker, it is not installed, or it cannot be used.
+    """Provide callbacks that report every run within the block to trackers, in a group named like
+    the folder. Raises Refused if a tracker is unknown, not installed, or cannot be used.
     """
     callbacks = [Tracking(_built(name), folder) for name in check(names)]
     try:
@@ -243,10 +223,6 @@ class Tracking(Callback):
 
     A tracker that fails during a run is not called again, with a warning: the run goes on, and
     metrics.jsonl has all figures.
-
-    Args:
-        tracker: The program.
-        folder: The folder of the group.
     """
 
     def __init__(self, tracker: Tracker, folder: Path) -> None:

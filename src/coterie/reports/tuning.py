@@ -98,16 +98,7 @@ def _cells(row: TunedRow) -> tuple[str, ...]:
 
 
 def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
-    """Write `tune.html` into the folder of a search.
-
-    Args:
-        folder: The search's folder.
-        tuning: The outcome of the search.
-        description: The description of the recipe.
-
-    Raises:
-        SaveError: It could not be written.
-    """
+    """Write `tune.html` into the folder of a search. Raises SaveError."""
     computed = computed_with(tuning.machine, tuning.versions)
     about = f"seeds {', '.join(map(str, tuning.seeds))}{computed}"
     which = f"{str(tuning.metric).capitalize()}, averaged over clients; {direction(tuning.metric)}."
@@ -178,8 +169,8 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
 
 
 def _drawn(key: str, values: Sequence[Any]) -> bool:
-    """Return whether a field has a panel: its values are numbers, none below 0, and more than one.
-    The number of rounds has a panel of its own.
+    """Return whether a field has a panel: several different values, numbers, none below 0. The
+    number of rounds has a panel of its own.
     """
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return key != ROUNDS and numbers and min(values) >= 0 and len(set(values)) > 1

@@ -15,18 +15,12 @@ SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --
 
 
 def verdict(rows: Sequence[Row], own_method: str) -> str:
-    """Return which method did best, for how many clients or which groups, by how much, and what to
-    do.
+    """Return in a few sentences, without markup, which method did best, for how many clients or
+    which groups, by how much, and what to do.
 
-    Bounds are ignored: no user can have them. With several seeds, a difference counts if it exceeds
-    its deviation.
-
-    Args:
-        rows: The rows of a comparison.
-        own_method: The method that was tried; if it has no row, the best one takes its place.
-
-    Returns:
-        A few sentences, without markup.
+    If `own_method`, the method that was tried, has no row, the best one takes its place. Bounds are
+    ignored: no user can have them. With several seeds, a difference counts if it exceeds its
+    deviation.
     """
     known = [row for row in rows if row.method not in BOUNDS]
     if not known:
@@ -79,9 +73,7 @@ def _compared(mine: Row, rival: Row) -> str:
 def _which(
     ahead: Sequence[str], groups: Mapping[str, tuple[float, float]], metric: MetricInfo
 ) -> str:
-    """Return for which groups the better method is better and for which not, each with both
-    figures.
-    """
+    """Return for which groups the better method is better and for which not, with both figures."""
     texts = {
         name: f"{name} ({_value(x, metric)} against {_value(y, metric)})"
         for name, (x, y) in groups.items()

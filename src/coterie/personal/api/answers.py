@@ -1,6 +1,4 @@
-"""Answers: tokens decoded to text as they come, whole characters only and nothing after a stop
-text, and responses in the format of OpenAI's completions and chat completions.
-"""
+"""Decoding of tokens as they come, and responses in the form of OpenAI's completions and chats."""
 
 import json
 import secrets
@@ -36,9 +34,7 @@ class Piece:
 
 
 class Decoder:
-    """A decoder of tokens that come one by one. A character may consist of several tokens, so an
-    incomplete one is held back.
-    """
+    """A decoder of tokens that come one by one; it holds back an incomplete character's tokens."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -63,9 +59,7 @@ class Decoder:
         return self._give(text, len(text))
 
     def _shorten(self, text: str) -> str:
-        """Release all but the last three held tokens: a character has four bytes at most, so
-        older tokens cannot be part of an incomplete one.
-        """
+        """Release all held tokens but three: an incomplete character of 4 bytes has no more."""
         old, new = self._held[:-3], self._held[-3:]
         first = self._text(self._before, old)
         if first + self._text(old, new) != text:
@@ -86,12 +80,8 @@ class Decoder:
 
 
 class Answer:
-    """The text of one choice.
-
-    Args:
-        vocabulary: The vocabulary of its tokens.
-        stops: Texts that end the answer, and are not part of it.
-        begin: The number of characters before the answer (of an echoed prompt).
+    """The text of one choice. `stops` end the answer and are not part of it; `begin` is the number
+    of characters of an echoed prompt.
     """
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0) -> None:

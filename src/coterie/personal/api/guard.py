@@ -1,5 +1,5 @@
-"""The port and the thread of the API and of the web pages, and their protection against requests to
-another host name, from foreign pages or without the token, and slow or too many connections.
+"""The port and thread of the API and of the web pages, and their protection against requests to
+other host names, from foreign pages or without the token, and against slow or too many connections.
 """
 
 import base64
@@ -64,16 +64,14 @@ def new_token() -> str:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """Return an error as a response that closes the connection, so that the rest of the request
-    is not read.
+    """Return an error as a response that closes the connection: the rest of the request is not
+    read.
     """
     return JSONResponse(error.body(), error.status, {"Connection": "close", **error.headers})
 
 
 class Guard:
-    """Middleware that accepts a request if it names this server, does not come from a foreign page,
-    and has the token.
-    """
+    """Middleware that accepts requests to this server, from no foreign page, with the token."""
 
     # the Content-Security-Policy of every answer
     policy = "default-src 'none'; frame-ancestors 'none'"
@@ -139,10 +137,8 @@ class Guard:
         request.state.recognised()
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a request's Host is an address or a name of this server.
-
-        A foreign page can have its own name resolve to this machine (DNS rebinding), and then its
-        requests carry that name. They cannot carry an address.
+        """Return whether a request's Host is an address or a name of this server. The requests of a
+        page that has its name resolve to this machine (DNS rebinding) carry that name.
         """
         name = _PORT.sub("", host).removeprefix("[").removesuffix("]").lower()
         try:
@@ -153,9 +149,8 @@ class Guard:
 
 
 def _is_foreign(request: Request) -> bool:
-    """Return whether a request comes from a page of another server, by the browser's headers.
-
-    Following a link on another page is allowed: it opens this server's own page.
+    """Return whether the browser's headers name another server's page as a request's source.
+    Following a link from such a page is allowed: it opens this server's own page.
     """
     headers = request.headers
     if (origin := headers.get("origin")) is not None:
@@ -237,9 +232,9 @@ def _linked(request: Request) -> str:
 
 
 def protocol(limits: Limits) -> type[H11Protocol]:
-    """Return uvicorn's protocol with limits that uvicorn lacks: on connections, and on the time to
-    send a request's head and to read the answer. A connection counts as a stranger's until the app
-    has called `recognised` of a request's state.
+    """Return uvicorn's protocol with limits on connections, and on the time to send a request's
+    head and to read the answer. A connection counts as a stranger's until the app has called
+    `recognised` of a request's state.
     """
 
     class Limited(H11Protocol):
@@ -323,14 +318,8 @@ def running(guard: Guard, listener: socket.socket, limits: Limits) -> Iterator[N
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """Yield a socket that listens while the block runs.
-
-    Args:
-        host: The address to listen on.
-        port: The port to listen on; 0: any free one.
-
-    Raises:
-        Refused: The port is taken, or the host is not an address of this machine.
+    """Yield a socket that listens while the block runs; port 0: any free one. Raises Refused if the
+    port is taken, or the host is not an address of this machine.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -32,14 +32,7 @@ class Prepared:
 
 
 class Preparation:
-    """The conversion of requests to prompts, in one thread.
-
-    Args:
-        models: The models of all clients.
-        context: Most tokens of a prompt and its answer.
-        texts: Most texts of one request.
-        rows: Most choices of one prompt.
-    """
+    """The conversion of requests to prompts, in one thread."""
 
     def __init__(self, models: ManyModels, context: int, texts: int, rows: int) -> None:
         self.models, self.context, self.texts, self.rows = models, context, texts, rows
@@ -135,7 +128,7 @@ class Preparation:
             raise ApiError(400, f"The base's {problem}", "messages") from None
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return a prompt as tokens; texts are encoded as by `generate`. Raises ApiError for tokens
+        """Return a prompt as tokens, texts encoded as by `generate`. Raises ApiError for tokens
         that the base lacks, and for refused control tokens in a text.
         """
         try:
@@ -147,9 +140,7 @@ class Preparation:
         return ids
 
     def _refuse_long(self, contents: Sequence[Any], param: str) -> None:
-        """Refuse prompts or contents of messages that are certainly too long, before they are
-        tokenised.
-        """
+        """Refuse prompts or messages that are certainly too long, before they are tokenised."""
         characters = sum(map(_characters, contents))
         self._fits(max(len(contents), characters // self.vocabulary.longest), 0, param)
 

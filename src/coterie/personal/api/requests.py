@@ -1,6 +1,4 @@
-"""The requests of OpenAI's completions and chat completions: supported and refused fields, and
-errors in the shape of OpenAI's.
-"""
+"""The requests of OpenAI's completions and chats: supported and refused fields, and errors."""
 
 from typing import Annotated, Any, TypeVar
 
@@ -61,7 +59,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ApiError(Exception):
-    """A refused or failed request; the message has the problem and the remedy, for the caller."""
+    """A refused or failed request; the message tells the caller the problem and the remedy."""
 
     def __init__(
         self,

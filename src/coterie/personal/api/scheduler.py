@@ -1,6 +1,4 @@
-"""The thread of the running batch, which takes continuations from many requests, and the requests
-that wait for its tokens.
-"""
+"""The thread of the running batch, and the requests that wait for its tokens."""
 
 import asyncio
 import threading
@@ -33,13 +31,8 @@ class _Work:
 
 
 class Scheduler:
-    """The running batch of a server.
-
-    Args:
-        models: The models of all clients.
-        rows: The number of texts that are continued at once.
-        queue: The number of further texts that may wait.
-        report: Called with one line about each internal error of the server.
+    """The running batch of a server: `rows` texts are continued at once, `queue` more may wait, and
+    `report` is called with one line about each internal error of the server.
     """
 
     def __init__(
@@ -94,9 +87,7 @@ class Scheduler:
         self._fail(Full("the server is stopping", "Start it again."))
 
     def _take_up(self, batch: RunningBatch) -> bool:
-        """Wait for work, add new continuations to the batch and remove cancelled ones. Return
-        False when the scheduler closes.
-        """
+        """Wait for work, add and remove continuations. Return False when the scheduler closes."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or self._new or self._cancelled or batch.busy

@@ -72,12 +72,9 @@ class Settings:
 def served(
     models: Mapping[str, PersonalModel], settings: Settings, report: Callable[[str], None]
 ) -> Iterator[str]:
-    """Serve models while the block runs; yield the address of the API.
+    """Serve the models of clients, on one backbone, while the block runs; yield the API's address.
 
-    Args:
-        models: A personal model for each client, on one backbone.
-        settings: The settings of the server.
-        report: Called with one line about each internal error of the server.
+    `report` is called with one line about each internal error of the server.
 
     Raises:
         Refused: The port is taken, the host is not an address of this machine, or the context is
@@ -196,8 +193,8 @@ class Api:
     async def _prepared(
         self, request: Request, prepare: Callable[[_R], Prepared], parameters: _R
     ) -> Prepared:
-        """Return the prompts of a request. Raises ClientDisconnect if the caller disconnects
-        first, and stops the preparation.
+        """Return the prompts of a request. Raises ClientDisconnect, and stops the preparation, if
+        the caller disconnects first.
         """
         preparing = self._worker.submit(prepare, parameters)
         work = asyncio.wrap_future(preparing)
@@ -216,9 +213,7 @@ class Api:
         prepared: Prepared,
         shapes: type[Answers],
     ) -> Response:
-        """Generate the answer and return it, whole or as a stream. Stop if the caller
-        disconnects.
-        """
+        """Generate and return the answer, whole or as a stream, unless the caller disconnects."""
         job = Job(prepared, self.preparation.vocabulary, self.scheduler)
         with_logprobs = prepared.continuations[0].sampling.logprobs is not None
         answers = shapes(prepared.client, self.preparation.vocabulary, with_logprobs)

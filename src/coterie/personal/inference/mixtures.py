@@ -4,8 +4,7 @@ The time of one token through a small base is limited by the number of operation
 reads, not by arithmetic: all codes and router logits are one product, and all experts are computed
 together, including those with weight 0. Many tokens are computed in parts that fit into a CPU
 cache, one expert after the other. The tokens of one model are sorted by the set of experts that
-they use: each set is then a block of rows, which its experts compute one after the other without
-selecting rows of wide tensors.
+they use, so that no rows of wide tensors are selected.
 """
 
 import math
@@ -44,32 +43,21 @@ class Mixtures:
 
     If any model has a router, a model without one gets a router of zeros: equal weights. A model
     with fewer experts gets a bias of -inf for those that it lacks.
-
-    Args:
-        A: (models, d, linears n r), followed by n router logits if `together`. That of several
-            models is read in the order of memory.
-        B1: (linears, n, models, r, f), scaled by gamma.
-        A2: (n, models, f, r).
-        B2: (models, n r, d), scaled by gamma.
-        router: (models, d, n), at least fp32; None if no model has one.
-        bias: (models, 1, n) the bias of the router; None if it is 0.
-        active: k, the number of experts of the model that uses most.
-        unused: (models, 1, k) which of the k largest logits a model does not use; None if each
-            model uses all of them.
-        bases: The base's first layers as one, if they are plain.
-        original: The mixture of a single model, for tokens with too many different sets of experts
-            to sort them.
     """
 
+    # (models, d, linears n r), followed by n router logits if `together`; of several models
+    # contiguous
     A: Tensor
-    B1: Tensor
-    A2: Tensor
-    B2: Tensor
-    router: Tensor | None
-    bias: Tensor | None
-    active: int
+    B1: Tensor  # (linears, n, models, r, f), scaled by gamma
+    A2: Tensor  # (n, models, f, r)
+    B2: Tensor  # (models, n r, d), scaled by gamma
+    router: Tensor | None  # (models, d, n), at least fp32
+    bias: Tensor | None  # (models, 1, n) of the router; None if it is 0
+    active: int  # k, the number of experts of the model that uses most
+    # (models, 1, k) which of the k largest logits a model does not use; None: all are used
     unused: Tensor | None
-    bases: tuple[Tensor, Tensor | None] | None
+    bases: tuple[Tensor, Tensor | None] | None  # the base's first layers as one, if they are plain
+    # of a single model, for tokens with too many different sets of experts to sort
     original: Mixture | None
 
     @classmethod
@@ -171,9 +159,7 @@ class Mixtures:
         return experts < 63 and math.comb(experts, self.active) * FEW <= count
 
     def _one(self, token: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
-        """Compute (1, d_model) -> (1, d_model) by one model: `_few` with as few calls as possible,
-        since each call counts here.
-        """
+        """Compute (1, d_model) -> (1, d_model) by one model: `_few` with the fewest calls."""
         linears, experts, _, rank = self.shape
         codes = functional.linear(token, self._alone[0].T)
         z = codes[:, : self.updates].view(-1, 1, rank)
@@ -207,8 +193,8 @@ class Mixtures:
 
     @cached_property
     def _alone(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The tensors of `_part_of` for a single model, without the dimension of models:
-        (d, linears n r), (linears, n, r, f), (n, f, r), (n r, d).
+        """Return `_part_of` a single model, without the dimension of models: (d, linears n r),
+        (linears, n, r, f), (n, f, r), (n r, d).
         """
         return self.A[0], self.B1[:, :, 0], self.A2[:, 0], self.B2[0]
 
@@ -377,8 +363,8 @@ class Mixtures:
         self, x: Tensor, logits: Tensor | None, record: list[Routing] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the weights (models, t, n) in the dtype of x, and the selected experts
-        (models, t, k), or None for all. Append the decision to `record`. `logits` are those
-        computed with the codes.
+        (models, t, k), None for all. Append the decision to `record`. `logits` are those computed
+        with the codes.
         """
         if self.router is None:
             return self._equal.expand(-1, x.shape[1], -1), None

@@ -1,5 +1,5 @@
-"""The layout in memory of the values of a base and several adapters for inference, and matrix
-products with little call overhead, which dominates the time of a single token.
+"""The layout in memory of a base and several adapters for inference, and matrix products with
+little call overhead, which dominates the time of a single token.
 """
 
 import math
@@ -68,10 +68,9 @@ def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:
 
 
 def routers(mixtures: Sequence[Mixture]) -> tuple[Tensor | None, Tensor | None]:
-    """Return weights (models, d, n) and biases (models, 1, n) of routers, at least fp32.
-
-    A model without a router gets one of zeros, and a bias of -inf for experts that it lacks. None
-    if no model has a router, or if all biases are 0.
+    """Return weights (models, d, n), at least fp32, and biases (models, 1, n) of routers. A model
+    without a router gets one of zeros, and a bias of -inf for experts that it lacks. None if no
+    model has a router, or if all biases are 0.
     """
     experts = max(mixture.layout.experts for mixture in mixtures)
     like = experts_of(mixtures[0], "down")[1]  # (n, d, r)
@@ -88,7 +87,7 @@ def routers(mixtures: Sequence[Mixture]) -> tuple[Tensor | None, Tensor | None]:
 
 
 def unused_of(mixtures: Sequence[Mixture]) -> Tensor | None:
-    """Return (models, 1, k) which of the k largest logits a model does not use, where k is the most
+    """Return (models, 1, k) which of the k largest logits a model does not use, k being the most
     that any model uses; None if each uses k, or all its experts.
     """
     active = [mixture.layout.active for mixture in mixtures]

@@ -1,8 +1,7 @@
 """The keys and values of texts of different lengths that are continued in one batch.
 
-All texts end in the same column, and shorter ones begin later: left padding, which transformers'
-masks and sliding windows support. There is one buffer for each layer. A next token writes one
-column of it, and adding or removing a text copies a single row.
+All texts end in the same column and shorter ones begin later (left padding), in one buffer for each
+layer. A next token writes one column of it, and adding or removing a text copies a single row.
 """
 
 from typing import Any, cast
@@ -16,9 +15,7 @@ SPARE = 64  # columns that are added if there is no room for the next token
 
 
 class _Columns:
-    """The columns in use in all layers: tokens are in columns `begin` to `end`, and the next ones
-    are written from `end` on.
-    """
+    """The columns in use in all layers, `begin` to `end`; the next are written from `end` on."""
 
     def __init__(self) -> None:
         self.begin = self.end = 0
@@ -91,11 +88,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self._narrow()
 
     def reserve(self) -> tuple[Tensor, Tensor]:
-        """Make room for the next token of every row.
-
-        Returns:
-            (B, used columns + 1) int64 the mask of the columns that each row attends to, the next
-            token's included, and (B, 1) int64 the position of the next token in its text.
+        """Make room for the next token of every row. Return (B, used columns + 1) int64 the mask of
+        the columns that each row attends to, the next token's included, and (B, 1) int64 that
+        token's position in its text.
         """
         self._fit(len(self.lengths), max(self.lengths), self._layer.keys[0])
         lengths = torch.tensor(self.lengths, device=self._layer.keys.device)

@@ -30,16 +30,10 @@ SAME_INPUT = ("q_proj", "k_proj", "v_proj")
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of one layer, called like a `SingleLoRA`. The matrices of several models are read
-    in the order of memory.
+    """The updates of one layer, called like a `SingleLoRA`."""
 
-    Args:
-        A: (models, in, r).
-        B: (models, r, out), scaled by gamma.
-    """
-
-    A: Tensor
-    B: Tensor
+    A: Tensor  # (models, in, r), of several models contiguous
+    B: Tensor  # (models, r, out), scaled by gamma
 
     @classmethod
     def of(cls, loras: Sequence[SingleLoRA], dtype: torch.dtype) -> "Updates":
@@ -182,8 +176,8 @@ class _Block:
 
 
 class Stacks:
-    """The adapters of one or several models as one, for `Backbone.using`: consecutive rows, equally
-    many for each model, belong to one model.
+    """The adapters of several models as one, for `Backbone.using`: equally many consecutive rows
+    for each model.
     """
 
     def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
@@ -191,14 +185,9 @@ class Stacks:
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], backbone: Backbone, merged: bool = False) -> "Stacks":
-        """Stack adapters whose values no longer change, in the given order.
-
-        Args:
-            adapters: The adapters, on the backbone's device.
-            backbone: The base of the adapters. Its layers with the same input are moved side by
-                side in memory.
-            merged: Whether the attention's updates are added to a copy of the base's weights, see
-                `PersonalModel`; for one adapter only.
+        """Stack adapters whose values no longer change, in the given order. The base's layers with
+        the same input are moved side by side in memory; `merged`, for one adapter only: see
+        `PersonalModel`.
         """
         blocks = []
         for slots, mlp, *adapter_blocks in zip(

@@ -68,15 +68,9 @@ STYLE = """
 
 
 def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
-    """Return the page, a Gradio `Blocks` that is not started yet.
-
-    Args:
-        models: A personal model for each client, in the order of the rows.
-        chat: Whether the text is the answer to a message, for which the page has another field.
-
-    Raises:
-        Refused: Gradio is not installed.
-        DataError: The base has no chat template.
+    """Return the page, a Gradio `Blocks` that is not started yet, with a row for each model. With
+    `chat`, another field has the message that the text answers. Raises Refused without Gradio, and
+    DataError without a chat template.
     """
     gradio = page.gradio()
     offers = MESSAGES if chat else EXAMPLES
@@ -167,9 +161,7 @@ def with_base(models: Mapping[str, PersonalModel]) -> dict[str, PersonalModel]:
 
 
 def most_disputed(models: ManyModels, texts: Sequence[str], chat: bool = False) -> list[str]:
-    """Return the texts, or messages of a chat, after which the clients' models suggest the most
-    different words, most first.
-    """
+    """Return the texts, or messages, after which clients' next words differ most, those first."""
     words = {
         text: {
             word.word

@@ -1,6 +1,4 @@
-"""The common parts of the local web pages: Gradio without log output, telemetry and history, on
-this machine only, for browsers with the link.
-"""
+"""The frame of the local web pages: Gradio without logs, telemetry or history."""
 
 import os
 import re
@@ -32,9 +30,9 @@ QUIET = {
 
 @contextmanager
 def served(page: Any, style: str, port: int) -> Iterator[str]:
-    """Serve a page, a Gradio `Blocks`, on this machine only, while the block runs; yield its link,
-    which contains the token that the page requires. Raises Refused without Gradio, or if the port
-    is taken; 0 is any free one.
+    """Serve a page, a Gradio `Blocks`, on this machine only, while the block runs; yield its link
+    with the token that the page requires. Raises Refused without Gradio, or if the port is taken; 0
+    is any free one.
     """
     from coterie.personal.api.guard import Limits, PageGuard, listening, new_token, running
 
@@ -72,16 +70,12 @@ def _app(page: Any, style: str) -> Any:
 
 
 def plain(text: str) -> str:
-    r"""Return any text as Markdown that shows it unchanged, without links, images, HTML or
-    headings.
-    """
+    """Return a text as Markdown that shows it unchanged, with no link, image, HTML or heading."""
     return _PUNCTUATION.sub(r"\\\1", " ".join(printable(text).split()))
 
 
 def gradio() -> Any:
-    """Import Gradio, an optional extra, with its telemetry off. Raises Refused if it is not
-    installed.
-    """
+    """Import Gradio, an optional extra, with its telemetry off. Raises Refused if it is missing."""
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     try:
         import gradio

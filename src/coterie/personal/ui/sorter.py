@@ -24,8 +24,8 @@ STYLE = """
 
 
 def sorter(models: Mapping[str, PersonalClassifier]) -> Any:
-    """Return the page of classifiers that are all of images or all of texts, a Gradio `Blocks` that
-    is not started yet. Raises Refused if Gradio is not installed.
+    """Return the page of classifiers, all of images or all of texts: a Gradio `Blocks` that is not
+    started yet. Raises Refused without Gradio.
     """
     gradio = page.gradio()
     shape = next(iter(models.values())).shape
@@ -88,10 +88,8 @@ def served(models: Mapping[str, PersonalClassifier], port: int) -> AbstractConte
 
 def grouped(answers: Mapping[str, Answer]) -> dict[str, tuple[list[str], Shown]]:
     """Group clients whose shown answers are equal: by the first client of a group, all its clients
-    and their answer.
-
-    Clients with the same chosen expert have the same answer, whatever other experts they have; the
-    other experts are named if all clients of the group have the same.
+    and their answer. Clients with the same chosen expert have the same answer, whatever other
+    experts they have; the other experts are named if all clients of the group have the same.
     """
     groups: dict[Any, dict[str, Answer]] = {}
     for client, answer in answers.items():

@@ -19,9 +19,7 @@ def show(
     words: Mapping[str, Sequence[Word]],
     text: str,
 ) -> None:
-    """Print a table: a row for each client, with its words, most likely first, and their
-    probabilities and experts, after the text that they continue.
-    """
+    """Print a table of the next words of a text by client, with probabilities and experts."""
     console.print(Text(printable(f"{text.rstrip()} …", lines=True), style="italic"))
     table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("client", overflow="fold")
@@ -51,9 +49,7 @@ def _cell(model: PersonalModel, word: Word) -> Text:
 def show_classes(
     console: Console, names: Sequence[str], predictions: Mapping[str, Sequence[Prediction]]
 ) -> None:
-    """Print a table: a row for each sample and client, with the class, its probability, and the
-    expert that the gate scores highest. Predictions are in the order of the samples.
-    """
+    """Print a table of predictions by sample, in the given order, and client."""
     table = Table(box=SIMPLE, pad_edge=False)
     several = len(predictions) > 1
     gated = any(
