@@ -26,18 +26,14 @@ NOT_COVERED = (
 
 @dataclass
 class Ledger:
-    """The privacy spent by Gaussian mechanisms of different noise, for one client or for all of
-    them.
+    """The privacy spent by Gaussian mechanisms of different noise, for one client or for all, of
+    the same notion of neighbours. Raises Refused if the accounting library is missing.
 
     Args:
-        entries: The state, which is JSON: (count, rate, multiplier) each. The rate is the share of
-            those that could have taken part which was drawn, without replacement; 1 where nobody
-            was drawn. The multiplier is the noise's standard deviation over the sensitivity: z for
-            neighbours by adding or removing, z / 2 for neighbours by replacement. All must be for
-            the same neighbours.
-
-    Raises:
-        Refused: The library that counts is not installed.
+        entries: The state, JSON values: (count, rate, multiplier) each. The rate is the share that
+            was drawn, without replacement, of those that could have taken part; 1 if nobody was
+            drawn. The multiplier is the noise's standard deviation over the sensitivity: z for
+            neighbours by adding or removing, z / 2 for neighbours by replacement.
     """
 
     entries: list[tuple[int, float, float]] = field(default_factory=list)
@@ -47,22 +43,22 @@ class Ledger:
         self.entries = [(count, rate, multiplier) for count, rate, multiplier in self.entries]
 
     def spend(self, multiplier: float, rate: float = 1.0, count: int = 1) -> None:
-        """Count so many uses of a mechanism."""
+        """Count `count` uses of a mechanism."""
         counts = {(known, noise): before for before, known, noise in self.entries}
         counts[rate, multiplier] = counts.get((rate, multiplier), 0) + count
         self.entries = [(count, rate, multiplier) for (rate, multiplier), count in counts.items()]
 
     @property
     def mu(self) -> float:
-        """Of the one Gaussian mechanism, of sensitivity mu and noise 1, that all are together,
-        had nobody been drawn: sqrt(sum 1 / z^2).
+        """The mu of the Gaussian mechanism of sensitivity mu and noise 1 that all are together
+        without drawing: sqrt(sum 1 / z^2).
         """
         if not all(multiplier for _, _, multiplier in self.entries):
             return math.inf
         return math.sqrt(sum(count / multiplier**2 for count, _, multiplier in self.entries))
 
     def epsilon(self, delta: float) -> float:
-        """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
+        """Return the smallest known epsilon for a delta; infinite beyond 500."""
         if not self.entries:
             return 0.0
         if math.isinf(self.mu):
@@ -72,9 +68,7 @@ class Ledger:
         return max(epsilon, 0.0) if epsilon <= MOST else math.inf
 
     def _of_all(self, delta: float) -> float:
-        """As if nobody had been drawn: exact (Balle and Wang, 2018; Dong, Roth and Su, 2022, on
-        composition).
-        """
+        """Return epsilon without drawing, exactly (Balle and Wang, 2018; Dong, Roth, Su, 2022)."""
         if self.gdp.delta_eps_mu(eps=0.0, mu=self.mu) <= delta:
             return 0.0
         if self.gdp.delta_eps_mu(eps=MOST, mu=self.mu) > delta:
@@ -82,7 +76,7 @@ class Ledger:
         return float(self.gdp.eps_from_mu(mu=self.mu, delta=delta))
 
     def _of_drawn(self, delta: float) -> float:
-        """Return the effect of sampling clients: Rényi divergences, which add up."""
+        """Return epsilon with sampled clients, by Rényi divergences, which add up."""
         spent = sum(
             count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS])
             for count, rate, noise in self.entries
@@ -97,22 +91,19 @@ class Accountant:
 
     Central: one guarantee for every client, against whoever sees all models that the server sends.
     If all clients are asked in every exchange, it is a composition of Gaussian mechanisms, exactly,
-    for neighbours by adding or removing one client. If a number of them is drawn, without
-    replacement, neighbours are by replacing one client, as the number stays, and epsilon is a Rényi
-    bound; it holds against those who do not know who was drawn, and cannot find out. Who was asked
-    and did not answer makes no difference.
+    for neighbours by adding or removing one client. If a fixed number is drawn without replacement,
+    neighbours are by replacing one client, and epsilon is a Rényi bound that holds against those
+    who do not know who was drawn, and cannot find out. It does not matter who failed to answer.
 
     Local: the guarantee of a client against everybody, for neighbours by replacement, over all
-    exchanges that were counted. For a client that took part in fewer, keep an Accountant of its own
-    and count those.
+    counted exchanges. For a client that took part in fewer, keep an Accountant of its own.
 
     Args:
         privacy: The recipe's section.
         clients: N, all clients of the federation.
-        runs: The state, which is JSON: exchanges as (count, rate), the rate being the share of the
-            clients that was drawn.
-        experiment: Whether noise and draws are repeated from the run's seed, as in a simulation:
-            whoever has that is not covered.
+        runs: The state, JSON values: exchanges as (count, rate), with the share of clients drawn.
+        experiment: Whether noise and draws follow from the run's seed, as in a simulation: whoever
+            knows it is not covered.
 
     Raises:
         Refused: A library that counts or draws noise is not installed, or there is no delta.
@@ -130,16 +121,9 @@ class Accountant:
         self.runs = [(count, rate) for count, rate in self.runs]
 
     def spend(self, participants: int, population: int) -> None:
-        """Count one training exchange.
-
-        Args:
-            participants: How many clients were drawn, whether they could be reached, and replied,
-                or not.
-            population: How many they were drawn from, each set of them being as likely as any
-                other; who is always asked was not drawn.
-
-        Raises:
-            ValueError: There were more participants than clients.
+        """Count a training exchange with so many clients, whether or not they replied, drawn from a
+        population, each set of them being equally likely; a client that is always asked was not
+        drawn. Raises ValueError for more participants than clients.
         """
         if not 0 <= participants <= population:
             raise ValueError(f"{participants} participants of {population} clients")
@@ -152,12 +136,12 @@ class Accountant:
 
     @property
     def exchanges(self) -> int:
-        """How many were counted."""
+        """The number of exchanges counted."""
         return sum(count for count, _ in self.runs)
 
     @property
     def drawn(self) -> bool:
-        """Whether some exchange was with a part of the clients only."""
+        """Whether some exchange was with only part of the clients."""
         return any(rate < 1 for _, rate in self.runs)
 
     @property
@@ -167,7 +151,7 @@ class Accountant:
         return self.privacy.noise / 2 if doubled else self.privacy.noise
 
     def epsilon(self, delta: float) -> float:
-        """Return the smallest epsilon that is known for a delta; infinite beyond 500."""
+        """Return the smallest known epsilon for a delta; infinite beyond 500."""
         return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
 
     def summary(self) -> PrivacySpent:
@@ -224,13 +208,15 @@ def finite(epsilon: float) -> float | None:
 
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
-    """Return the smallest epsilon that is known of a composition of mechanisms; infinite beyond
-    500. Raises Refused: the library that counts is not installed.
+    """Return the smallest known epsilon of a composition of mechanisms; infinite beyond 500.
 
     Args:
-        squared: The sum of mu^2 over its Gaussian mechanisms.
+        squared: The sum of mu^2 over the Gaussian mechanisms.
         renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`.
-        delta: Of the guarantee.
+        delta: The delta of the guarantee.
+
+    Raises:
+        Refused: The accounting library is not installed.
     """
     if not squared and not renyi.any():
         return 0.0
@@ -243,12 +229,11 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
 
 def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
     """Return an upper bound of the Rényi divergence of order alpha > 1 of one Gaussian mechanism on
-    clients that are drawn without replacement, m of N at the rate m / N. The multiplier is the
-    noise's standard deviation over the sensitivity to the replacement of one client.
+    m of N clients, drawn without replacement at the rate m / N. The multiplier is the noise's
+    standard deviation over the sensitivity to replacing one client.
 
-    Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between whole
-    orders, Corollary 10. Never more than without drawing, which joint quasi-convexity of the
-    divergence forbids.
+    Wang et al. (2019), Theorem 9 with an unbounded divergence of infinite order; between integer
+    orders, Corollary 10; at most the divergence without drawing (joint quasi-convexity).
     """
     plain = order / (2 * multiplier**2)
     if rate == 1:
@@ -261,7 +246,7 @@ def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
 
 
 def _log_moment(rate: float, multiplier: float, order: int) -> float:
-    """(alpha - 1) times the bound, for a whole alpha: log(1 + sum_{j=2}^alpha binom(alpha, j)
+    """(alpha - 1) times the bound for an integer alpha: log(1 + sum_{j=2}^alpha binom(alpha, j)
     rate^j c_j).
     """
     from scipy.special import gammaln, logsumexp
@@ -277,9 +262,7 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
 
 
 def library() -> tuple[ModuleType, ModuleType]:
-    """Return opacus' accounting of Gaussian and of Rényi differential privacy. Raises Refused
-    without it.
-    """
+    """Return opacus' Gaussian and Rényi accounting. Raises Refused if it is not installed."""
     try:
         from opacus.accountants.analysis import gdp, rdp
     except ImportError:

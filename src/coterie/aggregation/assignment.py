@@ -1,4 +1,4 @@
-"""Which members of a server's pool each client gets, by the scores that its gate gives them."""
+"""The assignment of a server pool's members to clients, by the scores of a gate."""
 
 import math
 
@@ -8,29 +8,28 @@ from torch import Tensor
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """(N, M) -> (N, count): the numbers of the largest scores of each row, in rising order."""
+    """(N, M) -> (N, count): the indices of each row's largest scores, in rising order."""
     return scores.topk(count).indices.sort().values
 
 
 def first_largest(scores: Tensor, count: int) -> list[int]:
-    """Return the numbers of the largest scores, (M,), in rising order; of equal ones the first."""
+    """Return the indices of the largest scores, (M,), in rising order; of equal ones the first."""
     falling = sorted(range(len(scores)), key=lambda m: -float(scores[m]))
     return sorted(falling[:count])
 
 
 def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
-    """As `largest`, so that the sum of all scores is largest, but no member has more clients than
-    it should.
+    """As `largest`, with the largest total score such that no member has too many clients.
 
-    Scores are alike at the beginning, and the same few members would be everybody's, for good.
-    Where members are scarce, small differences between clients decide, and like clients get the
+    At the beginning scores are similar, and everybody would get the same few members for good.
+    Where members are scarce, small differences between clients decide, and similar clients get the
     same ones, as tokens do in BASE layers (Lewis et al. 2021).
 
     Args:
         scores: (N, M), of N clients.
         count: K.
-        load: The most clients of a member, in its fair share N K / M of them, at least 1; None: as
-            many as want it.
+        load: The most clients of a member, as a multiple of its fair share N K / M, at least 1;
+            None: unlimited.
     """
     if load is None:
         return largest(scores, count)

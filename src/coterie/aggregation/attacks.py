@@ -1,4 +1,4 @@
-"""Simulated attackers, to test aggregation rules. There are none unless a recipe asks for them."""
+"""Simulated attackers, to test aggregation rules; only recipes with `attack` have any."""
 
 from collections.abc import Iterable
 from typing import Annotated, Literal
@@ -36,9 +36,7 @@ class Attack(BaseModel):
     ] = 10.0
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
-        """Return the attackers among the federation's clients. Raises RecipeError: there are too
-        few clients, or an id is unknown.
-        """
+        """Return the attackers. Raises RecipeError: there are too few clients or an unknown id."""
         known = sorted(clients)
         if isinstance(self.clients, int):
             if self.clients > len(known):
@@ -65,16 +63,15 @@ class Attack(BaseModel):
 def poisoned(
     reply: Named, sent: Named, is_update: bool, attack: Attack, generator: torch.Generator
 ) -> Tensors:
-    """Return what an attacker sends in place of an honest reply, in its form; integers are left
-    alone.
+    """Return what an attacker sends in place of an honest reply, in its form; integers are kept.
 
     Args:
         reply: The honest reply.
-        sent: What the client had got.
-        is_update: Whether the reply is what was sent, trained. The false update is then added to
-            it; otherwise, and for names that were not sent, around zero.
+        sent: What the client had received.
+        is_update: Whether the reply is what was sent, trained: then the false update is added to
+            that; otherwise, and for names that were not sent, to zero.
         attack: The kind of attack.
-        generator: Of random directions, which are drawn in the order of the names.
+        generator: Draws random directions, in the order of the names.
 
     Raises:
         TensorError: A tensor of an update has another form than the one that was sent.
@@ -95,7 +92,7 @@ def poisoned(
 
 
 def _direction(like: Named, generator: torch.Generator) -> Tensors:
-    """Return a uniformly random direction: of norm 1 over all names."""
+    """Return a uniformly random direction, of norm 1 over all names."""
     drawn = {
         name: torch.randn(
             like[name].shape, generator=generator, dtype=like[name].dtype, device=generator.device

@@ -1,4 +1,4 @@
-"""Threshold-Clustering: a centre among vectors of which some are far off (FC).
+"""Threshold-Clustering: the centre of vectors of which some are far off (FC).
 
 Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023.
 """
@@ -17,9 +17,7 @@ _CHUNK = 1 << 16  # columns at a time
 def threshold_centre(
     points: Mapping[ClientId, Tensor], start: ClientId, size: int, rounds: int
 ) -> tuple[Tensor, dict[ClientId, float]]:
-    """Return the centre v, (d,), and the weights of the clients' points that make it; see
-    `threshold_clustering`.
-    """
+    """Return the centre v, (d,), and the clients' weights in it; see `threshold_clustering`."""
     order, vectors = list(points), list(points.values())
     weights = threshold_clustering(vectors, order.index(start), size, rounds).tolist()
     v = torch.zeros_like(vectors[0])
@@ -30,19 +28,16 @@ def threshold_centre(
 
 
 def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:
-    """Return one centre v of Threshold-Clustering, as the weights with which the points make it.
+    """Return a centre v of Threshold-Clustering, as the weights of the points, (n,) float64, sum 1.
 
-    All is done with inner products of points relative to the first centre, so that a round takes no
-    time beside the n^2 products.
+    It uses only inner products of points relative to the first centre, so that a round takes hardly
+    any time beside computing the n^2 products.
 
     Args:
         points: n vectors, (d,).
-        start: The point that is the first centre.
-        size: How many points the radius lets in, the nearest to the centre; at most all.
-        rounds: v <- 1/n sum_j (z_j if it is within the radius of v, otherwise v), so often.
-
-    Returns:
-        (n,) float64, the sum of which is 1.
+        start: The index of the point that is the first centre.
+        size: How many points are within the radius: the nearest to the centre; at most all.
+        rounds: How often to set v <- 1/n sum_j (z_j if within the radius of v, otherwise v).
     """
     products = torch.zeros(len(points), len(points), dtype=torch.float64)
     for parts in zip(*(torch.split(z, _CHUNK) for z in points), strict=True):

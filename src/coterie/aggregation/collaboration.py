@@ -1,8 +1,7 @@
-"""Who learns from whom: collaboration weights from gradients, and the pull towards other models
-(CoBo).
+"""Collaboration weights from gradients, and the pull towards other models (CoBo).
 
-Weights are an (n, n) float64 matrix W over clients in the order of their ids, with w_ij = how much
-i takes from j.
+Weights are an (n, n) float64 matrix W over clients in the order of their ids; w_ij is how much i
+takes from j.
 """
 
 import math
@@ -22,7 +21,7 @@ CHUNK = 1 << 13
 
 
 def project_simplex(rows: Tensor) -> Tensor:
-    """Return the nearest point of the probability simplex to each row, (..., n): Euclidean, by
+    """Return the Euclidean projection of each row, (..., n), onto the probability simplex, by
     sorting (Held, Wolfe and Crowder 1974).
     """
     descending = rows.sort(dim=-1, descending=True).values
@@ -34,26 +33,21 @@ def project_simplex(rows: Tensor) -> Tensor:
 
 
 def ascend_box(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
-    """W <- clip(W + gamma scores, 0, 1) with a diagonal of 0 (CoBo, eq. 4). Symmetric where W
-    and the scores are.
-    """
+    """W <- clip(W + gamma scores, 0, 1) with a zero diagonal (CoBo, eq. 4); keeps symmetry."""
     ascended = (weights + gamma * scores).clamp(0, 1)
     return ascended.fill_diagonal_(0)
 
 
 def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
-    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal is what i keeps
-    for itself. A row without scores stays as it is, to the bit: its projection is itself but for
-    rounding.
+    """w_i. <- Proj_simplex(w_i. + gamma scores_i.) (CoBo, Remark 1). The diagonal is the weight of
+    i itself. A row without scores is kept to the bit, without the rounding of the projection.
     """
     moved = project_simplex(weights + gamma * scores)
     return torch.where(scores.any(dim=1, keepdim=True), moved, weights)
 
 
 def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[ClientId, Tensors]:
-    """Return what each client is asked for: z_ij = (x_i + x_j) / 2 under the name of every j that
-    it is paired with.
-    """
+    """Return for each client z_ij = (x_i + x_j) / 2 of all its pairs, under the name of j."""
     points: dict[ClientId, Tensors] = {}
     for i, j in pairs:
         z = torch.lerp(models[i], models[j], 0.5)
@@ -63,15 +57,13 @@ def midpoints(models: Mapping[ClientId, Tensor], pairs: Iterable[Pair]) -> dict[
 
 
 def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
-    """(n, n) scores <g_i, g_j>, symmetric: of the pairs of which both sent their gradient at the
-    midpoint; 0 for all others.
-
-    A product that is not finite counts as 0: a client that diverged does not change the weights of
+    """(n, n) symmetric scores <g_i, g_j> of the pairs that both sent a gradient at the midpoint; 0
+    for others, and for products that are not finite: a client that diverged changes no weights of
     others.
 
     Args:
         order: The clients, as rows.
-        gradients: Of each client that answered, by the other's id: the replies to `midpoints`.
+        gradients: The replies to `midpoints`: each client's gradients by the other's id.
     """
     scores = torch.zeros(len(order), len(order), dtype=torch.float64)
     for (a, i), (b, j) in combinations(enumerate(order), 2):
@@ -84,16 +76,14 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
 def weighted_differences(
     models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None
 ) -> Tensor:
-    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W
-    1) - W.
-
-    Centred, because in fp32 L X loses its digits where models nearly agree: each row of L sums to
-    0, so that the mean changes nothing.
+    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W 1) -
+    W. Rows of L sum to 0, so that centring changes nothing; without it L X loses digits in fp32
+    where models nearly agree.
 
     Args:
         models: n vectors, (d,).
         weights: (n, n).
-        rows: The m of the n rows that are wanted; None for all.
+        rows: The m of the n rows to return; None for all.
     """
     laplacian = (weights.sum(dim=1).diag() - weights).to(models[0])
     if rows is not None and len(rows) < len(models):
@@ -110,7 +100,7 @@ def weighted_differences(
 def weighted_differences_on(
     models: Mapping[ClientId, Tensor], weights: Tensor, clients: Sequence[ClientId]
 ) -> dict[ClientId, Tensor]:
-    """Return sum_k w_ik (x_i - x_k), (d,), of each of these clients; `models` are all, in order."""
+    """Return sum_k w_ik (x_i - x_k), (d,), of these clients; `models` are all models, in order."""
     order = list(models)
     differences = weighted_differences(
         list(models.values()), weights, [order.index(i) for i in clients]
@@ -124,29 +114,21 @@ def _centred(rows: Sequence[Tensor]) -> Tensor:
 
 
 def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """(n, d): row i is sum_j w_ij x_j.
-
-    Args:
-        models: n vectors, (d,).
-        weights: (n, n), whose rows sum to 1.
-    """
+    """(n, d): row i is sum_j w_ij x_j; models (d,) and weights (n, n) with rows that sum to 1."""
     return torch.stack(list(models)) - weighted_differences(models, weights)
 
 
 def rearranged(
     weights: Tensor, places: Sequence[int | None], start: Tensor, row_stochastic: bool
 ) -> Tensor:
-    """W after clients joined and left: whoever is new starts as all started, and the others keep
-    what they have for each other.
+    """W after clients joined and left, (n, n): new ones have their start weights, others keep
+    theirs.
 
     Args:
         weights: (m, m), before.
-        places: Of each of the n clients that are there now: its row before, or None for a new one.
-        start: (n, n), what a federation of these clients would start from.
-        row_stochastic: Whether each row sums to 1; then it is scaled to stay so.
-
-    Returns:
-        (n, n).
+        places: For each of the n present clients its former row, or None for a new one.
+        start: (n, n), the start weights of a federation of these clients.
+        row_stochastic: Whether rows sum to 1; they are then scaled to.
     """
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)
@@ -170,14 +152,14 @@ def start_weights(n: int, row_stochastic: bool) -> Tensor:
 def weights_error(
     weights: Sequence[Sequence[float]], clusters: Sequence[int], row_stochastic: bool
 ) -> float:
-    """Return the share of off-diagonal weights on the wrong side of a threshold: above it exactly
-    those of cluster mates should be.
+    """Return the share of off-diagonal weights on the wrong side of a threshold: exactly those of
+    cluster mates should be above it.
 
     Args:
         weights: (n, n).
         clusters: The true cluster of each client.
-        row_stochastic: Whether each row sums to 1; then the threshold is half of the row's
-            largest off-diagonal weight, otherwise 0.5.
+        row_stochastic: Whether rows sum to 1: the threshold is then half of the row's largest
+            off-diagonal weight, otherwise 0.5.
     """
     wrong = []
     for i, row in enumerate(weights):

@@ -1,15 +1,14 @@
-"""Privacy of single examples: DP-SGD on the client, and what it spends.
+"""Privacy of single examples: DP-SGD on the client, and the privacy that it spends.
 
 Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 1: each example takes
 part in a step with the same probability, its gradient is clipped to a norm C, and the sum gets N(0,
-(z C)^2) before it is used. What optimisers, further steps, servers and other clients do
-with such a gradient is post-processing.
+(z C)^2) before it is used. Whatever optimisers, further steps, servers and other clients do with it
+is post-processing.
 
-That holds only if the gradient of one example depends on no other example but through what has such
-noise. Specialists and routers are trained on the same data without any: a gradient taken at a model
-that contains them depends on all examples that they have seen. One of these then moves the clipped
-gradients of all the others, by up to 2 C each, and no noise was made for that. Hence the gradient
-of what is shared is taken at a model whose other parts have the values that they started from,
+That holds only if the gradient of one example depends on other examples only through values with
+such noise. Specialists and routers are trained on the same data without noise: at a model that
+contains them, one example would move the clipped gradients of all others, by up to 2 C each. Hence
+the gradient of what is shared is taken at a model whose other parts have their initial values,
 which no data have touched (`Client.step`).
 """
 
@@ -47,39 +46,28 @@ _COVERS = (
 
 @dataclass
 class Sanitizer:
-    """The clipping and noise of the gradients that a client shares, during one task.
+    """The clipping and noise of the gradients that a client shares, during one task."""
 
-    Args:
-        privacy: C and z.
-        roles: What is shared: whose gradients these are.
-        source: Of which examples take part and of the noise. Whoever knows it can take both away:
-            on devices it is secret.
-        steps: How many gradients it makes, at most: as many as are counted.
-    """
-
-    privacy: Privacy
-    roles: frozenset[Role]
-    source: Source
-    steps: int
+    privacy: Privacy  # C and z
+    roles: frozenset[Role]  # the shared roles
+    source: Source  # Of samples and noise: whoever knows it can take both away; secret on devices.
+    steps: int  # the most gradients that it makes, which are the ones counted
 
     def sample(self, windows: int, expected: int) -> npt.NDArray[np.int64]:
-        """Draw a batch: each of so many examples is in it with probability `rate`, whatever the
-        others do. It may be empty.
+        """Draw a batch, which may be empty: each example is in it independently, at the same
+        `rate`.
         """
         return np.flatnonzero(self.source.uniform(windows) < rate_of(windows, expected))
 
     def gradient(self, parts: Iterable[Sequence[Tensor]], size: int, expected: float) -> Tensor:
-        """Clip the gradient of each example, add them up, add noise, and divide by the expected
-        number of examples.
+        """Return the noisy sum of the clipped gradients of examples, over the expected number of
+        examples, (d,) fp32 on the CPU.
 
         Args:
-            parts: Gradients of some examples each, every tensor (B, ...) with one of them in each
-                row; in all any number of examples.
+            parts: Gradients of some examples each; each tensor (B, ...) has one example in each
+                row.
             size: d, values of one example's gradient.
-            expected: Examples in a batch on average.
-
-        Returns:
-            (d,) fp32 on the CPU.
+            expected: The mean number of examples in a batch.
 
         Raises:
             Refused: More gradients were asked for than are counted.
@@ -102,8 +90,8 @@ class Sanitizer:
 
 def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.NDArray[np.int64]:
     """Return the sum, (d,), of the gradients of examples, each clipped to norm C (`clip`), in
-    integer grid steps, so that rounding never increases a norm. Of the gradients, (B, ...) each, a
-    row is of one example. Raises TensorError: a value of a gradient is not a number.
+    integer grid steps, so that rounding never increases a norm. Each row of the gradients, (B,
+    ...), is of one example. Raises TensorError: a value is not a number.
     """
     rows = torch.cat([gradient.flatten(1) for gradient in gradients], dim=1).cpu().double().numpy()
     return sum(
@@ -112,9 +100,7 @@ def clipped_sum(gradients: Sequence[Tensor], clip: float, step: float) -> npt.ND
 
 
 def rate_of(windows: int, expected: int) -> float:
-    """Return the probability with which each example takes part in a step, so that `expected` do on
-    average.
-    """
+    """Return the probability with which an example takes part in a step, `expected` on average."""
     return min(1.0, expected / windows)
 
 
@@ -134,13 +120,13 @@ def _rdp_of_step(rate: float, noise: float) -> npt.NDArray[np.float64]:
 
 
 def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float64]:
-    """Return the Rényi divergences, at ORDERS, that so many steps spend of the privacy of one
-    example, with the rate of `rate_of` and z above 0. Raises Refused: the library that counts is
-    missing.
+    """Return the Rényi divergences, at ORDERS, that steps at the rate of `rate_of`, with z > 0,
+    spend of an example's privacy. They add up over steps, tasks and runs. Raises Refused: the
+    accounting library is missing.
 
     Of the Gaussian mechanism on a Poisson sample (Mironov, Talwar and Zhang, "Rényi Differential
-    Privacy of the Sampled Gaussian Mechanism", 2019, as opacus computes it), for neighbours of
-    which one lacks what an example adds. They add up over steps, tasks, runs.
+    Privacy of the Sampled Gaussian Mechanism", 2019, as opacus computes it), for neighbours by
+    removing one example.
     """
     return _rdp_of_step(rate, noise) * steps if steps else np.zeros(ORDERS.shape)
 
@@ -148,21 +134,18 @@ def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float6
 @dataclass
 class ExampleAccountant:
     """The privacy of its examples that each client has spent, over the steps of all training tasks
-    that it was asked for.
-
-    One epsilon for each client, as each has a rate and a number of steps of its own. Clients that
-    were asked and did not answer have trained nevertheless, and count.
+    that it was asked for: one epsilon each, since rates and numbers of steps differ. Clients that
+    did not answer may have trained, and count.
 
     Args:
         privacy: The recipe's section.
-        largest: Examples of the client that has most: what delta goes by, if the recipe has none.
-        expected: Examples in a batch on average.
-        runs: The state, which is JSON: (client, examples that it trains on, which are public, and
-            steps).
+        largest: Examples of the largest client, which gives delta if the recipe has none.
+        expected: The mean number of examples in a batch.
+        runs: The state, JSON values: (client, its training examples, which are public, steps).
         experiment: Whether all randomness follows from the recipe's seed, as in a simulation.
 
     Raises:
-        Refused: The library that counts is not installed, or there is no delta.
+        Refused: The accounting library is not installed, or there is no delta.
     """
 
     privacy: Privacy
@@ -177,7 +160,7 @@ class ExampleAccountant:
         self.runs = [(client, windows, steps) for client, windows, steps in self.runs]
 
     def spend(self, windows: Mapping[ClientId, int], steps: Mapping[ClientId, int]) -> None:
-        """Count one training exchange: the examples and the steps of each client that was asked."""
+        """Count a training exchange: the examples and steps of each client that was asked."""
         known = {(client, size): count for client, size, count in self.runs}
         for client, size in windows.items():
             known[client, size] = known.get((client, size), 0) + steps[client]
@@ -199,7 +182,7 @@ class ExampleAccountant:
         return epsilon_of(0.0, spent, delta)
 
     def epsilon(self, delta: float) -> float:
-        """Return the largest of all clients."""
+        """Return the largest epsilon of all clients."""
         return max((self.of_client(client, delta) for client in self.clients), default=0.0)
 
     @property

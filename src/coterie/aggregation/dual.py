@@ -1,5 +1,4 @@
-"""A personal and a global set of tensors: the server's outer step on the one, the fusion of both
-(FDLoRA).
+"""Personal and global tensors: the server's outer step, and the fusion of both (FDLoRA).
 
 Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
 2024 (arXiv:2406.07925).
@@ -13,16 +12,14 @@ from coterie.core.tensors import Named, Tensors, weighted_sum
 def nesterov(
     theta: Named, momentum: Named, gradient: Named, lr: float, decay: float
 ) -> tuple[Tensors, Tensors]:
-    """Do one step of stochastic gradient descent with Nesterov momentum; returns the new parameters
-    and momentum.
-    """
+    """Return parameters and momentum after a gradient step with Nesterov momentum."""
     momentum = weighted_sum([(decay, momentum), (1.0, gradient)])
     return weighted_sum([(1.0, theta), (-lr, gradient), (-lr * decay, momentum)]), momentum
 
 
 def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
-    """Return w_1 theta_p + w_2 theta_s, A and B separately: the update is
-    (w_1 B_p + w_2 B_s)(w_1 A_p + w_2 A_s).
+    """Return w_1 theta_p + w_2 theta_s, A and B separately, so that the update is (w_1 B_p + w_2
+    B_s)(w_1 A_p + w_2 A_s).
     """
     return weighted_sum([(float(weights[0]), theta_p), (float(weights[1]), theta_s)])
 
@@ -30,8 +27,8 @@ def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
 def fusion_weights(
     objective: Callable[[Sequence[float]], float], steps: int
 ) -> tuple[float, float]:
-    """Return (w_1, w_2) of the least objective that Nelder and Mead's method sees from the personal
-    model, the global one, and their sum.
+    """Return the (w_1, w_2) of least objective that Nelder and Mead's method evaluates, starting
+    from the personal model, the global one, and their sum.
     """
     from scipy.optimize import minimize
 

@@ -1,12 +1,12 @@
-"""Low-rank updates of unlike ranks: their common form, padding, truncation, and their products.
+"""Low-rank updates of different ranks: their common form, padding, truncation and products.
 
-In a message and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in)
-and `<module>/B` (count, out, r), the latter multiplied by gamma: gamma depends on the rank, and so
+In messages and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in)
+and `<module>/B` (count, out, r), with B multiplied by gamma, which depends on the rank and so
 differs between clients (rank-stabilised LoRA).
 
 Where clients prune their ranks (Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of
-On-Device Foundation Models", EMNLP 2024), the tail of an update is its ranks beyond those that its
-client would keep.
+On-Device Foundation Models", EMNLP 2024), the tail of an update is the ranks that its client would
+prune.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
 
 
 def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
-    """Return copies of all updates in their common form."""
+    """Return copies of all updates in the common form."""
     pairs: Tensors = {}
     for module, lora in loras.items():
         pairs |= {
@@ -35,9 +35,7 @@ def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
 
 
 def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
-    """Return the inverse of `read_factors`: a client's parameters by their own names; ranks that
-    the message lacks are zero.
-    """
+    """Return the parameters by name, the inverse of `read_factors`; missing ranks are zero."""
     parameters: Tensors = {}
     for module, lora in loras.items():
         A, B = factors(module, tensors)
@@ -49,7 +47,7 @@ def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
 
 
 def modules(tensors: Named) -> list[str]:
-    """Return the modules of a message, sorted: a wire may bring its tensors in another order."""
+    """Return the modules of a message, sorted: messages may arrive in another order."""
     return sorted({name.rpartition("/")[0] for name in tensors if "/" in name})
 
 
@@ -74,7 +72,7 @@ def ranks(tensors: Named) -> list[int]:
 
 
 def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
-    """Return the first ranks of each pair, as many as `ranks` says, module by module."""
+    """Return the first ranks of each pair, as many as `ranks` says for its module."""
     pairs: Tensors = {}
     for module, rank in zip(modules(tensors), ranks, strict=True):
         A, B = factors(module, tensors)
@@ -93,9 +91,8 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     """Return the best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T,
     truncated.
 
-    The sum has the factors B_i side by side and A_i one on another, so that after a QR
-    decomposition of each only a small matrix is left to decompose. Computed in float64, returned in
-    the dtype of the terms.
+    The factors of the sum are the stacked B_i and A_i, so that after a QR decomposition of each
+    only a small matrix is decomposed. Computed in float64, returned in the dtype of the terms.
     """
     exact = [(weight, devices.exact(A), devices.exact(B), A[:0]) for weight, (A, B) in terms]
     left = torch.cat([weight * B for weight, _, B, _ in exact], dim=2)
@@ -109,9 +106,7 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
 
 
 def same_sizes(reply: Named, state: Named) -> bool:
-    """Return whether both factors of each pair have one rank, and the server's sizes but for it: a
-    truncated reply may have any smaller ones.
-    """
+    """Return whether both factors of each pair have one rank and otherwise the server's sizes."""
     pairs = [(*factors(module, reply), *factors(module, state)) for module in modules(reply)]
     return all(
         A.shape[1] == B.shape[2] and A.shape[::2] == S.shape[::2] and B.shape[:2] == T.shape[:2]
@@ -120,10 +115,8 @@ def same_sizes(reply: Named, state: Named) -> bool:
 
 
 def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
-    """Return, module by module, sum_i p_i theta_i of the factors padded to the server's rank, p_i =
-    ||B_i A_i||_F / sum_j ||B_j A_j||_F.
-
-    Updates that are all zero count alike.
+    """Return sum_i p_i theta_i by module, of the factors padded to the server's rank, with p_i =
+    ||B_i A_i||_F / sum_j ||B_j A_j||_F, or equal p_i if all updates are zero.
     """
     averaged: Tensors = {}
     order = sorted(replies)
@@ -142,7 +135,7 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
 
 
 def tail_norm(loras: Mapping[str, LoRA], fewer: Ranks) -> float:
-    """Return the sum over modules of ||B_tail||_F ||A_tail||_F, what the penalty weighs."""
+    """Return the penalty's sum over modules of ||B_tail||_F ||A_tail||_F."""
     return sum(
         float(lora.A.data[:, fewer[m] :].norm() * lora.B.data[..., fewer[m] :].norm())
         for m, lora in loras.items()
@@ -150,7 +143,7 @@ def tail_norm(loras: Mapping[str, LoRA], fewer: Ranks) -> float:
 
 
 def tail_gradient(loras: Mapping[str, LoRA], fewer: Ranks, weight: float) -> Tensors:
-    """Return the gradient of `weight` times `tail_norm`, by the parameters' names."""
+    """Return the gradient of `weight` times `tail_norm`, by parameter name."""
     gradient: Tensors = {}
     for module, lora in loras.items():
         A, B = (torch.zeros_like(matrix.data) for matrix in (lora.A, lora.B))
@@ -163,7 +156,7 @@ def tail_gradient(loras: Mapping[str, LoRA], fewer: Ranks, weight: float) -> Ten
 
 
 def zero_beyond(loras: Mapping[str, LoRA], kept: Ranks) -> None:
-    """Make all ranks beyond `kept` zero, in place."""
+    """Set all ranks beyond `kept` to zero, in place."""
     for module, lora in loras.items():
         lora.A.data[:, kept[module] :] = 0
         lora.B.data[..., kept[module] :] = 0

@@ -1,7 +1,5 @@
-"""Means of the tensors that clients sent, and the interface of all aggregation rules.
-
-Sums run in the order of the client ids, so that results do not depend on the order of clients or of
-arrival, to the bit.
+"""Means of the clients' tensors, and the interface of all aggregation rules. Sums run in the order
+of the client ids, so that results do not depend on the order of clients or of arrival, to the bit.
 """
 
 from abc import ABC, abstractmethod
@@ -18,10 +16,8 @@ MOST_SAMPLES = 1 << 40  # that a server believes
 
 
 def uniform_mean(replies: Replies) -> Tensors:
-    """1/N sum_i theta_i, name by name. Of one client: exactly its tensors.
-
-    Raises:
-        TensorError: The clients' tensors differ in names, shapes or dtypes.
+    """1/N sum_i theta_i, name by name; exactly the tensors of a single client. Raises TensorError:
+    clients' tensors differ in names, shapes or dtypes.
     """
     return weighted_mean(replies, dict.fromkeys(replies, 1.0))
 
@@ -53,14 +49,12 @@ class Combining(BaseModel, ABC):
 
     @property
     def counts(self) -> bool:
-        """Whether clients must say how many samples they have, as the scalar `samples` of their
-        replies. Otherwise it is ignored.
-        """
+        """Whether replies must have the number of samples as the scalar `samples`; else ignored."""
         return False
 
     @property
     def needs_only_mean(self) -> bool:
-        """Whether it needs only the sum of the clients' tensors, and their number."""
+        """Whether only the sum of the clients' tensors and their number are needed."""
         return False
 
     def check(self, clients: int) -> None:
@@ -68,16 +62,17 @@ class Combining(BaseModel, ABC):
 
     @abstractmethod
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """One set of tensors, without `samples`. Of one client: exactly its tensors.
+        """Combine replies into one set of tensors, without `samples`; exactly those of a single
+        client.
 
         Args:
-            replies: Tensors by client, at least of one; all of one client's are one vector.
-            around: What they were sent, of which theirs is an update; where it lacks a name, that
-                is relative to zero.
+            replies: Tensors by client, of at least one; all of a client's tensors are one vector.
+            around: What they were sent, of which theirs are updates; where a name is missing,
+                updates are relative to zero.
 
         Raises:
             TensorError: The clients' tensors differ in names, shapes or dtypes.
-            ValueError: No replies.
+            ValueError: There are no replies.
         """
 
 
@@ -111,11 +106,8 @@ class Mean(Combining):
 
 
 def ordered(replies: Replies) -> dict[ClientId, Tensors]:
-    """Return what clients sent beside `samples`, in the order of their ids.
-
-    Raises:
-        TensorError: The clients' tensors differ in names, shapes or dtypes.
-        ValueError: No replies.
+    """Return the clients' tensors without `samples`, in the order of their ids. Raises ValueError
+    without replies, TensorError: clients' tensors differ in names, shapes or dtypes.
     """
     models = {
         i: {name: tensor for name, tensor in replies[i].items() if name != SAMPLES}
@@ -129,13 +121,9 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
 
 
 def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
-    """Return what a rule makes of each tensor for the clients that sent it: of a pool, clients have
-    different members.
-
-    Tensors that the same clients sent are one vector to the rule. Of no replies: the empty dict.
-
-    Raises:
-        TensorError: The clients' tensors differ in shapes or dtypes.
+    """Apply a rule to each tensor of the clients that sent it, as clients have different members of
+    a pool. Tensors that the same clients sent are one vector to the rule. Returns {} without
+    replies. Raises TensorError: clients' tensors differ in shapes or dtypes.
     """
     groups: dict[tuple[ClientId, ...], list[str]] = {}
     names_sent = dict.fromkeys(name for reply in replies.values() for name in reply)

@@ -1,22 +1,22 @@
 """Secret random numbers: a cryptographic generator with a full key, and exact Gaussian noise on a
 grid.
 
-Two things go wrong with the noise of an ordinary library. Its generator has few streams: PyTorch's
-on a CPU ignores the upper half of its seed, and whoever tries 2^32 seeds finds the noise and takes
-it away. And its floating-point numbers are not the distribution of the proof: which values can come
-out at all depends on the value that is to be hidden (Mironov, "On Significance of the Least
-Significant Bits For Differential Privacy", CCS 2012, for Laplace; Jin et al., "Are We There Yet?
-Timing and Floating-Point Attacks on Differential Privacy Systems", S&P 2022, for Gaussian noise).
+The noise of ordinary libraries has two defects. Generators have few streams: PyTorch's on a CPU
+ignores the upper half of its seed, and whoever tries 2^32 seeds finds the noise and removes it. And
+floating-point numbers do not have the distribution of the proof: which values are possible depends
+on the value to be hidden (Mironov, "On Significance of the Least Significant Bits For Differential
+Privacy", CCS 2012, for Laplace; Jin et al., "Are We There Yet? Timing and Floating-Point Attacks on
+Differential Privacy Systems", S&P 2022, for Gaussian noise).
 
 `Source` is AES-256 in counter mode under a key of 256 bits. `protected` makes noise of it that is
 safe in floating point: a value x is put on a grid of step g, and gets g times an integer that is
 distributed as round(N(0, sigma^2) / g), exactly. As x lies on the grid, x + g round(N / g) = g
-round((x + N) / g): the rounding, by a rule that does not depend on x, of what the Gaussian
-mechanism of real numbers releases. So the accounting of that mechanism holds as it is. What is done
-with the result afterwards, such as adding what was public before and rounding to float32, is
-post-processing too. Discrete Gaussian noise (Canonne, Kamath and Steinke, "The Discrete Gaussian
-for Differential Privacy", NeurIPS 2020) would do as well, but its known bounds are Rényi
-divergences, and the exact composition of Gaussian mechanisms would be lost.
+round((x + N) / g): a rounding, by a rule that does not depend on x, of the output of the Gaussian
+mechanism on real numbers. So that mechanism's accounting holds, and all that follows, such as
+adding public values and rounding to float32, is post-processing. Discrete Gaussian noise (Canonne,
+Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", NeurIPS 2020) would do as
+well, but its known bounds are Rényi divergences, which lose the exact composition of Gaussian
+mechanisms.
 """
 
 import json
@@ -50,13 +50,11 @@ T = TypeVar("T")
 
 
 class Source:
-    """A stream of random numbers: AES-256 in counter mode.
+    """A stream of random numbers: AES-256 in counter mode. Raises Refused if its library is
+    missing.
 
     Args:
-        key: 32 bytes, from which everything follows: of one use only.
-
-    Raises:
-        Refused: The library of the cipher is not installed.
+        key: 32 bytes that determine the stream; use a key for one purpose only.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -66,23 +64,14 @@ class Source:
 
     @classmethod
     def secret(cls) -> "Source":
-        """Return a stream that nobody can draw again: its key is of the operating system's
-        generator, and is not kept.
-        """
+        """Return a stream that nobody can repeat: the system's generator makes its key."""
         return cls(os.urandom(KEY))
 
     @classmethod
     def keyed(cls, key: bytes, *purpose: int | str) -> "Source":
-        """Return the stream of a secret key for one purpose: it can be drawn again by whoever has
-        the key, and by nobody else.
-
-        Args:
-            key: 32 to 64 random bytes.
-            purpose: Other purposes have other streams, also ("a", "b") and ("a/b",), or (1,) and
-                ("1",).
-
-        Raises:
-            ValueError: The key is too short, or too long.
+        """Return the stream of a secret key for one purpose, which only holders of the key can
+        repeat. Raises ValueError unless the key has 32 to 64 bytes. Different purposes have
+        different streams, also ("a", "b") and ("a/b",), or (1,) and ("1",).
         """
         if not KEY <= len(key) <= blake2b.MAX_KEY_SIZE:
             raise ValueError(f"a key of {len(key)} bytes, expected {KEY} to {blake2b.MAX_KEY_SIZE}")
@@ -90,8 +79,8 @@ class Source:
 
     @classmethod
     def seeded(cls, seed: int, *purpose: int | str) -> "Source":
-        """Return the stream of a run's seed for one purpose. The seed is no secret: for
-        simulations, where noise protects nobody.
+        """Return the stream of a run's seed, which is not secret, for one purpose: for simulations,
+        in which noise protects nobody.
         """
         return cls(_digest((seed, *purpose)))
 
@@ -101,16 +90,16 @@ class Source:
         return drawn
 
     def integers(self, n: int) -> np.ndarray:
-        """(n,) uint64: the next whole numbers from 0 to 2^64 - 1, each as likely."""
+        """(n,) uint64: the next integers, uniform from 0 to 2^64 - 1."""
         return np.frombuffer(self.read(8 * n), "<u8")
 
     def uniform(self, n: int) -> np.ndarray:
-        """(n,) float64: the next numbers from [0, 1), multiples of 2^-53, each as likely."""
+        """(n,) float64: the next numbers, uniform in [0, 1), multiples of 2^-53."""
         return (self.integers(n) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
-        """Return the next whole number from 0 to bound - 1, each exactly as likely. Raises
-        ValueError unless 0 < bound <= 2^64.
+        """Return the next integer, exactly uniform below `bound`. Raises ValueError unless 0 <
+        bound <= 2^64.
         """
         if not 0 < bound <= 1 << 64:
             raise ValueError(f"a number below {bound}")
@@ -120,8 +109,8 @@ class Source:
         return drawn % bound
 
     def sample(self, population: Sequence[T], size: int) -> list[T]:
-        """Draw some of a population without replacement, every set of them exactly as likely
-        (Fisher and Yates' shuffle, its beginning). Raises ValueError: there are not so many.
+        """Draw `size` elements without replacement, every set exactly as likely (Fisher and Yates'
+        shuffle). Raises ValueError for too small a population.
         """
         rest = list(population)
         if not 0 <= size <= len(rest):
@@ -132,25 +121,14 @@ class Source:
         return rest[:size]
 
     def gaussian(self, size: int, deviation: float) -> np.ndarray:
-        """Integers that are distributed as round(N(0, deviation^2)), exactly: no probability is
-        approximated.
+        """(size,) int64, distributed exactly as round(N(0, deviation^2)), in steps of the grid.
 
-        Of 64 random bits one is the sign, the others are the first of P, the probability of what is
+        Of 64 random bits one is the sign, the others are the first of P, the probability of a value
         farther out, which is uniform. The size is round(deviation |z|), Phi(-|z|) = P.
-        Floating-point numbers decide it unless a bound on their error, and on what the bits to come
-        can change, leaves two integers possible (about 1 of 10^7, with a deviation of 2^20); then
-        more bits and decimals decide. How long that takes tells that it happened, at random, and
-        nothing of any secret.
-
-        Args:
-            size: How many.
-            deviation: In steps of the grid.
-
-        Returns:
-            (size,) int64.
-
-        Raises:
-            ValueError: The deviation is not positive, or beyond 2^32.
+        Floating-point numbers decide it unless their error bound and the unknown bits leave two
+        integers possible (about 1 of 10^7, with a deviation of 2^20); then more bits and decimals
+        decide. The time this takes reveals that it happened, at random, and nothing secret. Raises
+        ValueError unless 0 < deviation <= 2^32.
         """
         if not 0 < deviation <= MOST_STEPS:
             raise ValueError(f"a deviation of {deviation} steps, expected one in (0, 2^32]")
@@ -161,7 +139,7 @@ class Source:
         return numbers
 
     def _fill(self, out: np.ndarray, drawn: np.ndarray, deviation: float) -> None:
-        """Make integers of 64 bits each."""
+        """Turn 64 bits each into integers."""
         from scipy.special import ndtri
 
         bits = drawn >> np.uint64(1)
@@ -176,8 +154,8 @@ class Source:
         out[:] = np.where(drawn & np.uint64(1), -size, size)
 
     def _settled(self, bits: int, deviation: float) -> int:
-        """Return the number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, of which the
-        first 64 bits are known, by bisection.
+        """Return the number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, by bisection,
+        from the first 64 bits of P.
         """
         unknown = _Probability(self, bits)
         low, high = -1, 1
@@ -190,7 +168,7 @@ class Source:
 
 
 def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
-    """Return whether every value that the bits leave possible is rounded to `size`."""
+    """Return whether all values that the bits leave possible are rounded to `size`."""
     z = (size + 1) / deviation
     # |dz| <= 1.26 dP / P, as phi(z) >= 0.79 Phi(z) for z <= 0
     error = deviation * (2 / bits + (z + 1) * _ERROR) if bits else math.inf
@@ -198,8 +176,8 @@ def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
 
 
 class _Probability:
-    """A uniform number of [0, 1/2), of which as many bits are drawn as a comparison needs; the
-    first 64 are known, an integer below 2^63.
+    """A uniform number in [0, 1/2), with as many bits drawn as a comparison needs; the first 64 are
+    given, an integer below 2^63.
     """
 
     def __init__(self, source: Source, bits: int) -> None:
@@ -218,7 +196,7 @@ class _Probability:
 
 
 def _tail(k: int, deviation: float, bits: int) -> int:
-    """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1: by the series of
+    """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1, by the series of
     Phi(x) - 1/2, whose terms are positive.
     """
     # 30 digits more than asked, for a few thousand roundings
@@ -251,14 +229,16 @@ def _pi(digits: int) -> Decimal:
 
 
 def protected(update: np.ndarray, norm: float, deviation: float, source: Source) -> np.ndarray:
-    """Return a vector with Gaussian noise, safe in floating point: (d,) float64, multiples of the
-    grid's step. Raises TensorError: a value is not a number.
+    """Return a vector with Gaussian noise, safe in floating point: (d,) float64, on the grid.
 
     Args:
-        update: (d,) float64. It is clipped to the norm, on the grid, see `on_grid`.
+        update: (d,) float64; it is clipped to the norm, see `on_grid`.
         norm: C, the sensitivity to the vector's absence; any two are up to 2C apart.
         deviation: sigma, of every coordinate.
-        source: Of the noise.
+        source: Draws the noise.
+
+    Raises:
+        TensorError: A value is not a number.
     """
     step = grid(norm, deviation)
     noise = source.gaussian(update.size, deviation / step)
@@ -267,11 +247,9 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
 
 
 def grid(norm: float, deviation: float) -> float:
-    """Return the step of the grid: a power of two, at most 2^-20 of the deviation, and not below
-    2^-46 of the norm.
-
-    It is of the mechanism's settings alone. Rounding costs nothing in privacy, as norms do not
-    grow, and 10^-6 of the noise in accuracy.
+    """Return the step of the grid: a power of two, at most 2^-20 of the deviation, at least 2^-46
+    of the norm. It depends on the mechanism's settings only. Rounding costs no privacy, as norms do
+    not grow, and 10^-6 of the noise in accuracy.
     """
     exponent = math.frexp(max(deviation * _FINE, norm * _FINEST))[1] - 1
     return math.ldexp(1.0, exponent)
@@ -296,12 +274,8 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
 
 
 def kept_key(path: Path) -> bytes:
-    """Return the key of a file, 32 random bytes, which is made where it is missing, readable by its
-    owner alone.
-
-    Raises:
-        Refused: The file holds something else, or cannot be read.
-        SaveError: It cannot be written.
+    """Return the key in a file, 32 random bytes; a missing file is made, readable by its owner
+    only. Raises Refused if it has no key or cannot be read, SaveError if it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock")):
@@ -339,12 +313,12 @@ def _write_key(path: Path) -> None:
 
 
 def check_installed() -> None:
-    """Refuse a run if secret random numbers cannot be drawn. Raises Refused."""
+    """Raise Refused if the library for secret random numbers is not installed."""
     _cipher(bytes(KEY))
 
 
 def _digest(purpose: Sequence[int | str], key: bytes = b"") -> bytes:
-    """Return a key of 256 bits for one purpose."""
+    """Return a 256-bit key for one purpose."""
     return blake2b(
         json.dumps(list(purpose)).encode(), digest_size=KEY, key=key, person=b"coterie.noise"
     ).digest()

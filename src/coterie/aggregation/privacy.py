@@ -1,10 +1,9 @@
-"""Differential privacy of the shared tensors, by clients: clipping, Gaussian noise, and how much
-privacy a run has spent.
+"""Differential privacy of the shared tensors, by clients: clipping, Gaussian noise, accounting.
 
-Federations are neighbours if they differ in what one client contributes. Either its contribution is
-zero in one of them (add or remove, with the number of clients public: sensitivity C), or it is
-replaced by any other (sensitivity 2C, as two vectors of norm C are that far apart). `Accountant`
-says which of the two its epsilon is for.
+Neighbouring federations differ in what one client contributes: either it is zero in one of them
+(add or remove, the number of clients being public: sensitivity C), or it is replaced by any other
+(sensitivity 2C, as two vectors of norm C are that far apart). `Accountant` says which of the two
+its epsilon is for.
 
 McMahan et al., "Learning Differentially Private Recurrent Language Models", ICLR 2018 (clients as
 the unit, clipping of updates); Andrew et al., "Differentially Private Learning with Adaptive
@@ -139,17 +138,15 @@ class Privacy(BaseModel):
 
     @property
     def update_noise(self) -> float:
-        """The multiplier of the noise on updates: z, or z_Delta where the count of those within
-        C costs some (Andrew et al., Theorem 1).
+        """The noise multiplier of updates: z, or z_Delta if counting those within C costs some
+        privacy (Andrew et al., Theorem 1).
         """
         if self.adaptive is None or self.noise == 0:
             return self.noise
         return float((self.noise**-2 - (2 * self.adaptive.noise) ** -2) ** -0.5)
 
     def delta_of(self, units: int) -> float:
-        """Delta for so many clients, or examples. Raises Refused for one without `delta`: 1 /
-        N^1.1 would be 1.
-        """
+        """Return delta for `units` clients or examples; for one, 1 / N^1.1 would be 1: Refused."""
         if self.delta is None and units < 2:
             raise Refused(
                 f"privacy.delta: there is no default for a single {self.unit}",
@@ -160,16 +157,9 @@ class Privacy(BaseModel):
 
 def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
     """Return the reply with its update, reply - sent, multiplied by min(1, C / |update|), and
-    whether that is less than 1; otherwise it is exactly the reply. Integers are left alone.
-
-    Args:
-        reply: What a client sent back.
-        sent: What it had got, with at least the floating tensors of the reply.
-        norm: C, of all tensors of the update as one vector.
-
-    Raises:
-        TensorError: A floating tensor of the reply was not sent in that form: it has no update that
-            could be clipped.
+    whether that is below 1; otherwise the reply is unchanged. Integers are left alone. C, `norm`,
+    is of all tensors of the update as one vector. Raises TensorError for a floating tensor that was
+    not sent in that form, so that it has no update.
     """
     trained, origin = _trained(reply, sent)
     update = axpy(-1.0, origin, trained)
@@ -180,14 +170,14 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
 
 
 def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
-    """Return a reply protected for a client that trusts nobody: clipped, and N(0, (z C)^2) on
-    every coordinate, see `noise.protected`.
+    """Return a reply protected for a client that trusts nobody: clipped, and N(0, (z C)^2) on every
+    coordinate, see `noise.protected`. Raises TensorError as `clipped`, and if a value is not a
+    number.
 
-    It hides which update was made among all of norm C at most. Any two of them are up to 2C apart,
-    and neither the mean nor the other clients help: one reply is a Gaussian mechanism of noise
-    multiplier z / 2, and so `Accountant` counts it. The server must not be able to reproduce the
-    noise: the key of the source has to be the client's secret. Without noise the reply is only
-    clipped. Raises TensorError: as `clipped`; or a value is not a number.
+    This hides which update of norm at most C was made. Two of them are up to 2C apart, and neither
+    the mean nor other clients help: one reply is a Gaussian mechanism of noise multiplier z / 2, as
+    `Accountant` counts it. The source's key must be the client's secret, so that the server cannot
+    reproduce the noise. Without noise the reply is only clipped.
     """
     if not privacy.noise:
         return clipped(reply, sent, privacy.clip)[0]
@@ -201,19 +191,18 @@ def central(
     replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
     """Return replies whose uniform mean is differentially private, in their order, and C of the
-    next exchange: all replies have moved by the same, the noisy mean of the clipped updates.
+    next exchange: all replies have moved by the noisy mean of the clipped updates.
 
-    The sum of the n clipped updates, as integers on a grid, gets N(0, (z C)^2), the mean so N(0, (z
-    C / n)^2), however many of those that were asked have replied. Nothing is made of a single
-    update, so that no rounding of a later sum can tell of one. Without noise each reply is only
-    clipped.
+    The sum of the n clipped updates, integers on a grid, gets N(0, (z C)^2), and so the mean N(0,
+    (z C / n)^2), however many clients have replied. No rounding of a later sum can reveal a single
+    update, as none is used. Without noise each reply is only clipped.
 
     Args:
         replies: What the clients sent back, all of the same form.
-        to: What each had got.
+        to: What each had received.
         privacy: z, and how C adapts.
         clip: C of this exchange.
-        source: Of the noise; its key has to be the server's secret.
+        source: Draws the noise; its key must be the server's secret.
 
     Raises:
         TensorError: As `clipped`; or the updates are not of one form, or a value is not a number.
@@ -233,7 +222,7 @@ def central(
 def _noisy_mean(
     replies: Replies, to: Mapping[ClientId, Named], clip: float, deviation: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], int]:
-    """Return replies that have all moved by the noisy mean, and how many updates were within C."""
+    """Return replies that all moved by the noisy mean, and the number of updates within C."""
     step, within = grid(clip, deviation), 0
     first: Named = {}
     total = np.zeros((), np.int64)
@@ -251,7 +240,7 @@ def _noisy_mean(
 
 
 def _trained(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
-    """Return the floating tensors of a reply, and what was sent of them. Raises TensorError as
+    """Return a reply's floating tensors, and what was sent of them. Raises TensorError as
     `clipped`.
     """
     trained = {name: t for name, t in reply.items() if t.is_floating_point()}
@@ -263,7 +252,7 @@ def _trained(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
 def _next_clip(
     within: int, replies: int, adaptive: Adaptive | None, clip: float, source: Source
 ) -> float:
-    """Return C exp(-eta_C (b - gamma)), b being the share of updates within C by a noisy count."""
+    """Return C exp(-eta_C (b - gamma)), with b the noisy share of updates within C."""
     if adaptive is None or not replies:
         return clip
     # at most 1/2, so that the count, less half the replies as in the paper, is on the grid

@@ -1,8 +1,8 @@
 """Rules that withstand a few clients who send arbitrary values, by mistake or on purpose.
 
-A rule breaks at the least number of such attackers among n clients with which they can move its
-result as far as they like; with fewer, it stays near what the others sent. None of the rules hides
-what a client sent, and of honest clients that differ much, what is rare is lost like an attack.
+A rule breaks at the least number of such attackers among n clients that can move its result
+arbitrarily far; with fewer, it stays near what the others sent. No rule hides what a client sent,
+and of very different honest clients, rare contributions are lost like an attack.
 """
 
 import math
@@ -24,13 +24,11 @@ from coterie.core.tensors import Named, Tensors, weighted_sum
 
 
 class _Trimming(Combining, ABC):
-    """Coordinate by coordinate, the mean of what is left of the clients' values without the
-    smallest and largest ones.
-    """
+    """The mean of each coordinate without the smallest and largest values."""
 
     @abstractmethod
     def cut(self, n: int) -> int:
-        """How many of n values are left out at each end, at most (n - 1) / 2."""
+        """How many of n values are cut at each end, at most (n - 1) / 2."""
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = list(ordered(replies).values())
@@ -89,7 +87,7 @@ class TrimmedMean(_Trimming):
 
 
 class _Selecting(Combining, ABC):
-    """The mean of the clients whose models have the nearest neighbours."""
+    """The mean of the clients whose models are closest to their nearest neighbours."""
 
     attackers: Annotated[
         int,
@@ -243,9 +241,7 @@ def _most_attackers(n: int) -> int:
 
 
 def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
-    """Return the clients' updates part by part, (n, columns) float64 each: of large models there is
-    no copy.
-    """
+    """Yield the clients' updates in parts, (n, columns) float64, as large models are not copied."""
     for name in sorted(models[0]):  # a wire may bring tensors in another order
         values = [model[name].flatten() for model in models]
         start = (
@@ -268,8 +264,8 @@ def _norms(models: Sequence[Named], around: Named) -> list[float]:
 
 
 def _products(models: Sequence[Named], around: Named) -> Tensor:
-    """(n, n) float64: the inner products of the clients' updates, which are as long as the
-    distances between them, unlike models.
+    """(n, n) float64: inner products of updates, which unlike models are as long as their
+    distances.
     """
     products = torch.zeros(len(models), len(models), dtype=torch.float64)
     for part in _updates(models, around):
@@ -278,8 +274,8 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
 
 
 def _neighbourhoods(products: Tensor, count: int) -> Tensor:
-    """Return the sum of the squared distances of each vector to the `count` nearest others, (n,),
-    from their inner products, (n, n); of a negative number none.
+    """Return each vector's sum of squared distances to its `count` nearest others, (n,), from inner
+    products, (n, n); zero if `count` is negative.
     """
     norms = products.diagonal()
     distances = (norms[:, None] + norms - 2 * products).clamp(min=0).fill_diagonal_(math.inf)

@@ -1,11 +1,9 @@
-"""Secure aggregation: what clients and a server agree on, so that the server learns the mean of the
-updates and no single one.
-
-A client sends its update, reply - sent, as integers modulo 2^32 under masks that cancel in the sum:
-Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017;
-Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic Overhead", CCS 2020 (SecAgg+).
-The protocol is the engine's; its numbers are here, because a client takes none of them from a
-server.
+"""Secure aggregation: what clients and server agree on, so that the server learns only the mean of
+the updates. A client sends its update, reply - sent, as integers modulo 2^32 under masks that
+cancel in the sum: Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine
+Learning", CCS 2017; Bell et al., "Secure Single-Server Aggregation with (Poly)Logarithmic
+Overhead", CCS 2020 (SecAgg+). Engines run the protocol; its constants are here, because a client
+accepts none from a server.
 """
 
 from collections.abc import Sequence
@@ -24,30 +22,29 @@ UPDATE = "update"  # the one tensor of a reply that is to be masked
 
 
 def levels(clients: int) -> int:
-    """Return the number of integer levels: the greatest power of two of which `clients` sum to
-    less than 2^32, but at most 2^30.
+    """Return the number of integer levels: the greatest power of two, at most 2^30, of which
+    `clients` sum to less than 2^32.
     """
     return 1 << min(30, ((MODULUS - 1) // clients).bit_length() - 1)
 
 
 def step(clients: int) -> float:
-    """Between two of the `levels`. Rounding is random, right on average: the mean's error is
-    below it, its deviation step / 2 sqrt(n).
+    """Return the distance of two `levels`. Random rounding is unbiased: the mean's error is below a
+    step, its deviation step / 2 sqrt(n).
     """
     return 2 * RANGE / levels(clients)
 
 
 def threshold(clients: int) -> int:
-    """Clients that must stay to the end: more than two thirds, so that no server gets both masks
-    of one from different halves.
+    """Return how many clients must stay to the end: over two thirds, so that a server cannot get
+    both masks of a client from different halves.
     """
     return max(FEWEST, 2 * clients // 3 + 1)
 
 
 def check_form(first: Named, sent: Named, back: Named) -> None:
-    """Refuse an exchange that has no sum of updates: one client is sent other tensors than the
-    first, or has to send other tensors back. Raises TensorError that names a tensor; the exchange
-    must not be done in the clear instead.
+    """Raise TensorError if a client is sent, or has to return, other tensors than the first, so
+    that updates have no sum; the exchange must then not be done unmasked.
     """
     check_alike(first, sent, "secure aggregation: sent to two clients")
     check_alike(sent, back, "secure aggregation: sent and expected back")
@@ -59,7 +56,7 @@ def check_form(first: Named, sent: Named, back: Named) -> None:
 
 
 def difference(reply: Named, sent: Named) -> Tensor:
-    """Return reply - sent as one vector, (d,) float64, tensors in the order of their names."""
+    """Return reply - sent as one vector, (d,) float64, in the order of the tensors' names."""
     parts = [
         (reply[name].detach().cpu().double() - sent[name].detach().cpu().double()).flatten()
         for name in sorted(sent)
@@ -68,8 +65,8 @@ def difference(reply: Named, sent: Named) -> Tensor:
 
 
 def update(sent: Named, reply: Named) -> Tensor:
-    """Return the update, see `difference`. Raises TensorError: the reply is not of the form of what
-    was sent, or holds integers, or a value of the update is not within `RANGE`.
+    """Return the update, see `difference`. Raises TensorError: the reply has another form than what
+    was sent, integers, or a value out of `RANGE`.
     """
     check_form(sent, sent, reply)
     vector = difference(reply, sent)
@@ -83,12 +80,7 @@ def update(sent: Named, reply: Named) -> Tensor:
 
 
 def moved(sent: Sequence[Named], mean: np.ndarray) -> Tensors:
-    """Return the mean of what was sent plus the mean update: the mean of the replies.
-
-    Args:
-        sent: What each client had got that is in the sum.
-        mean: Of their updates, (d,), see `difference`.
-    """
+    """Return the mean of the replies: that of what was sent, plus the mean update, (d,)."""
     tensors_moved: Tensors = {}
     vector, start = torch.from_numpy(mean), 0
     for name in sorted(sent[0]):

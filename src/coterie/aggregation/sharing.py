@@ -1,11 +1,11 @@
-"""Shamir's secret sharing whose shares can be checked, without the secret, by whoever holds one.
+"""Shamir's secret sharing with shares that each holder can check without the secret.
 
 The dealer of a secret f(0) draws a second polynomial r of the same degree, gives client i the share
 (f(i), r(i)), and publishes a digest of each share and the polynomial r + c f, where the challenge c
 is a hash of the digests. A share that has its digest and lies on that polynomial is right but with
-a chance of 2^-384: c is known only once f and r are fixed. What is published tells nothing of f, as
-r is drawn for this one use (Atapoor et al., "VSS from Distributed ZK Proofs and Applications",
-ASIACRYPT 2023).
+a chance of 2^-384, since c is known only once f and r are fixed. Nothing published reveals f, as r
+is used only once (Atapoor et al., "VSS from Distributed ZK Proofs and Applications", ASIACRYPT
+2023).
 """
 
 import secrets
@@ -23,17 +23,11 @@ _PLACE = 4
 
 @dataclass(frozen=True)
 class Share:
-    """What one client holds of a secret.
+    """One client's share of a secret."""
 
-    Args:
-        place: Of the client, from 1.
-        value: f(place).
-        blind: r(place).
-    """
-
-    place: int
-    value: int
-    blind: int
+    place: int  # of the client, from 1
+    value: int  # f(place)
+    blind: int  # r(place)
 
     def to_bytes(self) -> bytes:
         """Return it as `SHARE` bytes."""
@@ -53,20 +47,14 @@ SHARE = _PLACE + 2 * SCALAR  # bytes of a share
 
 @dataclass(frozen=True)
 class Check:
-    """What a client needs to check its share.
+    """What a client needs to check its share."""
 
-    Args:
-        digest: Of the share.
-        challenge: c.
-        answer: r + c f at the client's place.
-    """
-
-    digest: bytes
-    challenge: int
-    answer: int
+    digest: bytes  # of the share
+    challenge: int  # c
+    answer: int  # r + c f at the client's place
 
     def holds(self, share: Share) -> bool:
-        """Whether a share is the one that was dealt, and lies on the dealer's polynomial."""
+        """Return whether a share was dealt by the dealer and lies on the published polynomial."""
         return (
             sha256(share.to_bytes()).digest() == self.digest
             and (share.blind + self.challenge * share.value - self.answer) % ORDER == 0
@@ -89,25 +77,19 @@ CHECK = DIGEST + 2 * SCALAR  # bytes of a check
 
 @dataclass(frozen=True)
 class SharingProof:
-    """What the dealer of a secret publishes.
+    """What the dealer of a secret publishes."""
 
-    Args:
-        digests: Of the shares, by place.
-        response: The coefficients of r + c f, the constant one first.
-        context: What the secret is for: for something else there is another challenge.
-    """
-
-    digests: tuple[bytes, ...]
-    response: tuple[int, ...]
-    context: bytes
+    digests: tuple[bytes, ...]  # of the shares, by place
+    response: tuple[int, ...]  # the coefficients of r + c f, the constant one first
+    context: bytes  # what the secret is for, part of the challenge
 
     @cached_property
     def challenge(self) -> int:
-        """c, which is known once the digests are."""
+        """c, a hash of the digests."""
         return _challenge(self.digests, self.context)
 
     def check(self, place: int) -> Check:
-        """Return what the client at a place checks its share with."""
+        """Return the `Check` of the client at a place."""
         return Check(self.digests[place - 1], self.challenge, _at(self.response, place))
 
     def to_bytes(self) -> tuple[bytes, bytes]:
@@ -125,14 +107,8 @@ class SharingProof:
 def share_secret(
     secret: int, blind: int, threshold: int, clients: int, context: bytes
 ) -> tuple[list[Share], SharingProof]:
-    """Return shares of a secret, of which any `threshold` make it up, and what is published.
-
-    Args:
-        secret: f(0), below `ORDER`.
-        blind: r(0): drawn at random for this secret.
-        threshold: Shares that are needed.
-        clients: Shares, by place.
-        context: See `SharingProof`.
+    """Return `clients` shares of a secret f(0) < `ORDER`, any `threshold` of which give it back,
+    and the published proof for a context. `blind` is r(0), drawn at random for this secret.
     """
     f, r = (
         [first, *(secrets.randbelow(ORDER) for _ in range(threshold - 1))]
@@ -146,7 +122,7 @@ def share_secret(
 
 
 def combined(shares: Sequence[Share]) -> int:
-    """Return the secret of as many shares as are needed, of different places."""
+    """Return the secret of enough shares of different places."""
     weights = _weights(tuple(share.place for share in shares))
     return sum(w * share.value for w, share in zip(weights, shares, strict=True)) % ORDER
 
@@ -169,7 +145,7 @@ def _challenge(digests: Sequence[bytes], context: bytes) -> int:
 
 
 def _at(coefficients: Sequence[int], place: int) -> int:
-    """Return the value of a polynomial."""
+    """Return a polynomial's value at a place."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * place + coefficient) % ORDER
