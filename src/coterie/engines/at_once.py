@@ -1,9 +1,7 @@
-"""Clients that compute at the same time, each in a thread of its own.
-
-PyTorch lets other threads run while it computes. What tasks have in common they only read: data,
-and the weights of the base. Models are one for each thread; states and replies are a client's own.
-So results are the same to the bit as of one client after the other, with as many threads within
-PyTorch.
+"""Clients that compute at the same time, each in its own thread. PyTorch runs other threads while
+it computes. Tasks only read what they share: data, and the weights of the base. Each thread has its
+own models, each client its state and reply. So results equal those of one client after another,
+with as many threads within PyTorch, to the bit.
 """
 
 import sys
@@ -33,32 +31,23 @@ Answer = Callable[[Site, ClientId, State], Reply]
 
 @dataclass
 class AtOnce:
-    """Threads in which several clients do a task.
-
-    Random numbers are those of one client after the other, as long as tasks draw them from
-    generators of their own. The global generator, which PyTorch's dropout draws from, is one for
-    all threads: a task that drew from it is undone, and left to the caller.
-
-    Args:
-        site: What the process needs to be the clients.
-        kept: Their states.
-        most: Clients that compute at once.
+    """Threads in which several clients do a task. Random numbers are those of one client after
+    another if tasks draw from their own generators. PyTorch's dropout draws from the global one,
+    which threads share: a task that did so is undone, and left to the caller.
     """
 
     site: Site
-    kept: States
-    most: int
+    kept: States  # the clients' states
+    most: int  # clients that compute at once
     _sites: list[Site] = field(default_factory=list)
 
     def answer(
         self, clients: Iterable[ClientId], answer: Answer
     ) -> Generator[tuple[ClientId, Reply | None]]:
-        """Yield what each client answers, in order; None if the caller must ask it.
-
-        At most `most` tasks are at work, or have a state in memory that the keeper has no room for.
-        Who closes the iterator early, as after an exception, stops those at their next batch.
-        Raises ClientError: of the first client, in order, whose task failed; no others are begun
-        then.
+        """Yield each client's reply, in order; None if the caller must ask it. At most `most` tasks
+        are at work, or have a state in memory for which there is no room. If the iterator is closed
+        early, as by an exception, they stop at their next batch. Raises ClientError of the first
+        client, in order, whose task failed; then no others begin.
         """
         todo = deque(clients)
         sites, stop = self._free(todo), threading.Event()
@@ -87,7 +76,7 @@ class AtOnce:
 
 @dataclass
 class _Work:
-    """A client's task: its reply or error, and what its state was before."""
+    """A client's task: its reply or error, and the state before it."""
 
     client: ClientId
     site: Site
@@ -100,7 +89,7 @@ class _Work:
         self._undo = {name: tensor.clone() for name, tensor in self.state.items()}
 
     def do(self, answer: Answer, before: Tensor) -> None:
-        """Do the task, and note whether anybody drew from the global generator meanwhile."""
+        """Do the task, and note whether anything drew from the global generator meanwhile."""
         try:
             self.reply = answer(self.site, self.client, self.state)
         except BaseException as error:  # raised where the client's turn is
@@ -108,14 +97,14 @@ class _Work:
         self.drew = not torch.equal(torch.get_rng_state(), before)
 
     def undo(self) -> None:
-        """Make the state what it was."""
+        """Restore the state from before the task."""
         self.state.clear()
         self.state |= self._undo
 
 
 @dataclass
 class _Exchange:
-    """The tasks of one exchange: those to come, at work, and done."""
+    """The tasks of one exchange: pending, running and done."""
 
     pool: ThreadPoolExecutor
     kept: States
@@ -156,7 +145,7 @@ class _Exchange:
 
 @contextmanager
 def _pool(threads: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
-    """Within the block there are threads that compute as this one does, until `stop` is set."""
+    """Provide threads that compute as this one does, until `stop` is set."""
     inner, interval = torch.get_num_threads(), sys.getswitchinterval()
 
     def start() -> None:

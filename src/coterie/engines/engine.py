@@ -15,21 +15,21 @@ Write = Callable[[Client, Tensors], None]
 
 
 class Listener:
-    """The base class of listeners to events between server and clients; it ignores all events."""
+    """The base class of listeners to events between server and clients; its methods do nothing."""
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
-        """Hear that a client's reply arrived, with what its task measured."""
+        """Receive a client's measurements with its reply."""
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
-        """Hear that a client did not answer."""
+        """Receive the reason why a client did not answer."""
 
     def noted(self, client: ClientId, note: str) -> None:
-        """Hear that a client said something that stops nothing: that it starts afresh, say."""
+        """Receive a client's note that stops nothing, for example that it starts afresh."""
 
 
 class Engine(ABC):
-    """The base class of engines: an engine carries Asks to clients and replies back. What is given
-    here is that of one whose clients are all in this process.
+    """The base class of engines, which carry Asks to clients and replies back. Its defaults are
+    those of an engine whose clients are all in this process.
     """
 
     # whether clients are on devices of their own, where their states and models stay
@@ -38,20 +38,18 @@ class Engine(ABC):
 
     @abstractmethod
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        """Have every client in `ask.to` do the task. Replies come in the order asked, without
-        the clients that failed; unchecked.
+        """Have all clients in `ask.to` do the task; return replies, unchecked, in that order,
+        without those of clients that failed.
         """
 
     @abstractmethod
     def keep(self, ask: Ask, round: int, write: Write) -> None:
-        """Have every client in `ask.to` make its tensors part of its personal model, and that
-        model written; devices write their own.
+        """Have all clients in `ask.to` add its tensors to their personal models, and these written;
+        devices write their own.
         """
 
     def members(self) -> Sequence[Member]:
-        """Return the clients that have joined since the last call; none if all came at the
-        start.
-        """
+        """Return the clients that joined since the last call; none if all came at the start."""
         return ()
 
     def present(self) -> Set[ClientId] | None:
@@ -60,29 +58,25 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self) -> Mapping[ClientId, State]:
-        """Return the clients' states, for a checkpoint; none if devices keep them. Callers must not
-        change them.
+        """Return the clients' states for a checkpoint, not to be changed; none if devices keep
+        them.
         """
 
     def memo(self) -> dict[str, Any]:
-        """Return what else the engine needs when a run is resumed; JSON values."""
+        """Return what else the engine needs to resume a run, JSON values."""
         return {}
 
     @abstractmethod
     def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
-        """Take over the clients' states and the memo from a checkpoint."""
+        """Restore the clients' states and the memo from a checkpoint."""
 
     def begun(self, round: int) -> Sequence[int]:
-        """Return the rounds of exchanges that began since `round` and cannot be repeated: clients
-        answer a masked exchange only once.
-        """
+        """Return the rounds since `round` with masked exchanges, which clients answer once."""
         return ()
 
     @abstractmethod
     def state_bytes(self) -> Mapping[ClientId, int]:
-        """Return the size of each client's state, as far as it is known."""
+        """Return the known sizes of the clients' states."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to remove
-        """Remove what lies on the disk only as long as the run goes on. Nothing is asked after
-        that.
-        """
+        """Remove the run's temporary files; nothing is asked after that."""

@@ -1,8 +1,7 @@
-"""All clients in one process, on one backbone: the engine for simulation, and for debugging.
-
-They do a task one after the other, several at once in threads, or in one batch where the task
-allows that and their models are small enough to stack. A failing client stops the run with a
-ClientError that names it; the cause is chained.
+"""All clients in one process, on one backbone: the engine for simulation and debugging. They do a
+task one after another, several at once in threads, or in one batch if the task allows that and
+their models are small enough to stack. A failing client stops the run with a ClientError that names
+it; the cause is chained.
 """
 
 from collections.abc import Generator, Mapping
@@ -25,22 +24,14 @@ from coterie.models.layout import Layout
 
 @dataclass
 class InProcess(Engine):
-    """States are dicts of tensors that stay where they are, and nothing is copied, as long as
-    the keeper has room for them.
-
-    Args:
-        site: What the process needs to be the clients.
-        method: Theirs.
-        listener: Hears what happens, in the order in which clients are asked.
-        kept: Keeps their states.
-        at_once: Clients that compute at once on a CPU, see `AtOnce`.
-    """
+    """States stay where they are, without copies, as long as there is room for them."""
 
     site: Site
     method: Method
+    # receives events in the order in which clients are asked
     listener: Listener = field(default_factory=Listener)
-    kept: States = field(default_factory=States)
-    at_once: int = 1
+    kept: States = field(default_factory=States)  # the clients' states
+    at_once: int = 1  # clients that compute at once on a CPU, see `AtOnce`
     _drawing: set[str] = field(default_factory=set)  # tasks that use the global generator
     _bytes: dict[Layout, int] = field(default_factory=dict)
 
@@ -64,7 +55,7 @@ class InProcess(Engine):
         }
 
     def _batch(self, ask: Ask, round: int) -> ClientBatch | None:
-        """All that are asked as one batch; None where they must be asked one by one."""
+        """Return all clients asked as one batch; None if they must be asked one by one."""
         if not batched(ask.task) or self.method.local_epochs is not None:
             return None
         states = self.kept.together(list(ask.to), self._most)
@@ -77,7 +68,7 @@ class InProcess(Engine):
         return ClientBatch.of(self.site, states, round, round_steps, total)
 
     def _each(self, ask: Ask, round: int, phase: int) -> Generator[tuple[ClientId, Reply]]:
-        """Yield the reply of each client, and what its task measured, in the order asked."""
+        """Yield the reply of each client, with measurements, in the order asked."""
 
         def threaded(site: Site, client: ClientId, state: State) -> Reply:
             tensors = ask.to[client]
@@ -94,7 +85,7 @@ class InProcess(Engine):
                 yield i, self._one(ask, i, round, phase) if answered is None else answered
 
     def _apart(self, ask: Ask) -> bool:
-        """Whether clients do the task in threads: on a CPU, if nobody records what they do."""
+        """Return whether clients do the task in threads: on a CPU, unless it is profiled."""
         return (
             min(self.at_once, len(ask.to)) > 1
             and ask.name not in self._drawing
@@ -113,9 +104,7 @@ class InProcess(Engine):
         return reply
 
     def _most(self, client: ClientId) -> int:
-        """Bytes of a client's state during a task, at most: its values, two moments of an
-        optimiser, and as much for all else.
-        """
+        """Return the most bytes of a client's state during a task: four times its values."""
         layout = self.site.layouts[client]
         if layout not in self._bytes:
             self._bytes[layout] = 4 * sum(

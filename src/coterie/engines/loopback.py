@@ -1,8 +1,6 @@
-"""One process, but every message and every client's state passes through bytes: what a distributed
-engine does, without the network.
-
-Whatever a method or a client keeps outside its state is lost between two tasks here, so that a run
-that works here works on devices.
+"""One process whose messages and client states all pass through bytes: a distributed engine without
+the network. Whatever a method or a client keeps outside its state is lost between two tasks, so
+that a run that works here works on devices.
 """
 
 from collections.abc import Mapping
@@ -19,9 +17,7 @@ from coterie.methods import Method
 
 @dataclass
 class Loopback(Engine):
-    """The client's half of the method is a copy, rebuilt from its hyperparameters for every
-    task.
-    """
+    """The engine; it rebuilds the clients' half of a method from hyperparameters for each task."""
 
     site: Site
     method: Method

@@ -1,6 +1,4 @@
-"""Messages between server and devices without their tensors: one request, one reply. Tensors follow
-as safetensors bytes.
-
+"""Messages between server and devices: one request, one reply; tensors follow as safetensors bytes.
 Nothing here needs torch: the program of a device may only hand a request on to the process that
 does the work.
 """
@@ -38,8 +36,8 @@ _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.j
 
 
 def _named(client: str) -> str:
-    """Return a client's name if it is valid, or the name of the union of all clients' data, which a
-    simulation has. Raises ValueError.
+    """Return a valid client's name, or the name of all clients' data together, which a simulation
+    has. Raises ValueError.
     """
     if client != names.CENTRALIZED and (mistake := names.mistake(client)):
         raise ValueError(f"no client can have this name: {mistake}")
@@ -50,7 +48,7 @@ Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 
 def _is_matrix(value: Metric) -> bool:
-    """Whether a measurement is a list of lists that are equally long and not empty."""
+    """Return whether a measurement is a list of equally long, nonempty lists."""
     lengths = (
         {len(row) if isinstance(row, list) else 0 for row in value}
         if isinstance(value, list)
@@ -68,98 +66,57 @@ class BaseMessage(BaseModel):
 
 
 class Request(BaseMessage):
-    """A message to a device.
+    """A message to a device."""
 
-    Attributes:
-        action: "hello": who it is; "task": one task of the recipe's method; "keep": a last task,
-            after which its personal model is written.
-        run: The run's own name: a device keeps its states by it.
-        recipe: The resolved recipe, JSON values. The device puts its own data in the place of the
-            recipe's paths.
-        client: The client that the server expects on the device; None in a hello.
-        task: Name of the task.
-        round: Rounds done before.
-        phase: Which exchange of the round it is to the method.
-        number: Which exchange of the round it is: of two requests of a round the later one has the
-            greater number.
-        position: The client's place in the federation, for per-client lists.
-        expects: Round and number of the last exchange that the server has this client's reply of;
-            None for one that is new to it.
-        rounds_kept: The server may resume from here: states of the rounds since are kept.
-        threads: The number of threads for the arithmetic, so that results are the same to the bit;
-            None: the device chooses.
-        folder: Where a simulated device keeps everything. A real one does not let itself be told.
-        masked: Whether the reply leaves the device under the masks of secure aggregation only.
-    """
-
+    # "hello": who it is; "task": one task; "keep": a last task, after which the personal model is
+    # written.
     action: Literal["hello", "task", "keep"]
-    run: Id
+    run: Id  # its name, by which a device keeps its states
+    # Resolved, JSON values; the device replaces the data's paths by its own.
     recipe: dict[str, Any]
-    client: Name | None = None
+    client: Name | None = None  # expected on the device; None in a hello
     task: str = ""
-    round: Count = 0
-    phase: int = 0
-    number: Count = 0
-    position: Count = 0
+    round: Count = 0  # rounds done before
+    phase: int = 0  # of the method's exchanges of the round
+    number: Count = 0  # of all exchanges of the round, rising
+    position: Count = 0  # the client's place in the federation, for per-client lists
+    # round, number of its last reply; None: a new client
     expects: tuple[Count, Count] | None = None
-    rounds_kept: Count = 0
+    rounds_kept: Count = 0  # the server may resume from here: later states are kept
+    # Equal numbers give equal results, to the bit; None: the device chooses.
     threads: Annotated[int | None, Field(ge=1, le=MOST_THREADS)] = None
-    folder: str | None = None
-    masked: bool = False
+    folder: str | None = None  # where a simulated device keeps everything; a real one refuses it
+    masked: bool = False  # whether the reply leaves only under masks of secure aggregation
 
 
 class Member(BaseModel):
-    """A client as the server knows it: its name, and how much data it has, but nothing of the data
-    themselves.
-
-    Attributes:
-        client: Its id.
-        position: Its place among those that the device's data hold: 0 where it holds its own data
-            alone.
-        windows: Rows of its training, validation and test data.
-        group: The group of unseen clients that it belongs to; empty for one that trains.
-        cluster: Its true cluster, where the data tell.
-        anchor: The number of the expert that it is tied to, where the data have anchors.
-        labels: The classes that it has, where the data tell.
-    """
+    """A client as the server knows it: its name and the amount of its data, not their content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     client: Name
-    position: Count
-    windows: tuple[Count, Count, Count]
-    group: Annotated[str, Field(max_length=200)] = ""
-    cluster: Count | None = None
-    anchor: Count | None = None
-    labels: tuple[Count, ...] | None = None
+    position: Count  # among the clients whose data the device has
+    windows: tuple[Count, Count, Count]  # rows of training, validation and test data
+    group: Annotated[str, Field(max_length=200)] = ""  # of unseen clients; empty if it trains
+    cluster: Count | None = None  # the true one, if known
+    anchor: Count | None = None  # the number of the expert that it is tied to
+    labels: tuple[Count, ...] | None = None  # its classes, if known
 
 
 class Reply(BaseMessage):
-    """A message from a device.
-
-    Attributes:
-        client: Who it is.
-        task: The completed task.
-        round: Of the request.
-        number: Of the request.
-        member: In answer to a hello.
-        metrics: What the task measured: `tokens`, losses and mean routing weights; finite.
-        state_bytes: What the client remembers.
-        note: Information for the server that does not stop the run, for example that a client
-            starts without its former state.
-        problem: What went wrong, if something did.
-        remedy: What to do about it.
-    """
+    """A message from a device."""
 
     client: Name | None = None
-    task: Annotated[str, Field(max_length=200)] = ""
-    round: Count = 0
-    number: Count = 0
-    member: Member | None = None
+    task: Annotated[str, Field(max_length=200)] = ""  # the completed one
+    round: Count = 0  # of the request
+    number: Count = 0  # of the request
+    member: Member | None = None  # in answer to a hello
+    # What the task measured: `tokens`, losses and mean routing weights; finite.
     metrics: Annotated[
         dict[Annotated[str, Field(max_length=200)], Metric], Field(max_length=MOST_MEASURED)
     ] = {}
     state_bytes: Count = 0
+    # for the server; stops nothing, for example that a state was lost
     note: Annotated[str, Field(max_length=2000)] = ""
     problem: Annotated[str, Field(max_length=MOST_SAID)] = ""
     remedy: Annotated[str, Field(max_length=MOST_SAID)] = ""
@@ -167,9 +124,7 @@ class Reply(BaseMessage):
     @field_validator("metrics")
     @classmethod
     def _check_metrics(cls, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        """Refuse measurements that a server could not add up, and names that lines of metrics
-        use for themselves, such as the round.
-        """
+        """Refuse measurements that a server cannot add up, and reserved names, such as `round`."""
         if taken := _OF_LINES & metrics.keys():
             raise ValueError(f"{min(taken)} cannot be the name of a measurement")
         if not isinstance(metrics.get("tokens", 0), int):
@@ -192,7 +147,7 @@ class Reply(BaseMessage):
 
 
 def check_answers(reply: Reply, request: Request) -> None:
-    """Refuse a reply of another client, or to another request. Raises TensorError."""
+    """Raise TensorError for a reply of another client, or to another request."""
     for name in ("client", "task", "round", "number"):
         if getattr(reply, name) != getattr(request, name):
             raise TensorError(
@@ -202,9 +157,7 @@ def check_answers(reply: Reply, request: Request) -> None:
 
 
 def failed(problem: str, remedy: str = "", **request: Any) -> Reply:
-    """Return the reply of a device that could not do what it was asked, whatever characters the
-    problem is made of, and however many.
-    """
+    """Return the reply of a device that failed, with the problem made valid and short enough."""
     problem, remedy = (
         text.encode(errors="replace").decode()[:MOST_SAID] for text in (problem, remedy)
     )
@@ -212,7 +165,7 @@ def failed(problem: str, remedy: str = "", **request: Any) -> Reply:
 
 
 def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
-    """Return a request or a reply from its text. Raises TensorError: it is too long, no JSON, has
+    """Return a request or reply from its text. Raises TensorError: it is too long, no JSON, has
     unknown or missing fields, or is of another version of coterie.
     """
     what = kind.__name__.lower()

@@ -23,12 +23,8 @@ _PREFIX = "states-"  # of the temporary folders of a process's states
 
 
 class Stored(Mapping[ClientId, State]):
-    """Clients' states by id, each in memory or in a pack, from which it is read anew at each
-    access.
-
-    Args:
-        places: The place of each client's state.
-        digests: The SHA-256 of the packs.
+    """Clients' states by id, each in memory or read from a pack at each access; `digests` has the
+    SHA-256 of the packs.
     """
 
     def __init__(
@@ -39,7 +35,7 @@ class Stored(Mapping[ClientId, State]):
         self._places, self.digests = dict(places), dict(digests)
 
     def __getitem__(self, client: ClientId) -> State:
-        """Return a client's state. Raises CheckpointError where its pack is gone or damaged."""
+        """Return a client's state. Raises CheckpointError if its pack is missing or damaged."""
         place = self._places[client]
         if not isinstance(place, Entry):
             return place
@@ -59,12 +55,12 @@ class Stored(Mapping[ClientId, State]):
         return len(self._places)
 
     def entry(self, client: ClientId) -> Entry | None:
-        """Return where a client's state lies in a pack; None where it is in memory."""
+        """Return the place of a client's state in a pack; None if it is in memory."""
         place = self._places.get(client)
         return place if isinstance(place, Entry) else None
 
     def nbytes(self, client: ClientId) -> int:
-        """Return the size of a client's state in bytes; no values are read."""
+        """Return the size of a client's state in bytes, without reading it."""
         place = self._places[client]
         return place.nbytes if isinstance(place, Entry) else nbytes(place)
 
@@ -73,18 +69,15 @@ class States(Stored):
     """The storage of the states of clients that do tasks.
 
     Clients take turns in the same order in every round, so that evicting the least recently used
-    state would always evict the next one needed. States in memory therefore stay there; the others
-    are read before each task and written after it, into packs of many clients. Packs are never
+    state would always evict the next one needed. States in memory therefore stay there; others are
+    read before each task and written after it, into packs of many clients. Packs are never
     overwritten: a link to a pack is a checkpoint of its clients, and the next checkpoint takes only
-    what changed since.
-
-    The packs are in a temporary folder, which is removed together with this object; those of a
-    killed process are removed by the next one.
+    what changed. Packs are in a temporary folder, removed with this object; those of a killed
+    process are removed by the next one.
 
     Args:
-        within: The folder in which that folder is made when it is needed; None: the system's for
-            temporary files.
-        most: Bytes of states that stay in memory; beside them there is the one that is worked on.
+        within: Where that folder is made when needed; None: the system's temporary folder.
+        most: Bytes of states in memory, beside the one in use.
     """
 
     def __init__(self, within: Path | None = None, most: float = math.inf) -> None:
@@ -102,8 +95,8 @@ class States(Stored):
                     _remove(left, claim)
 
     def take(self, client: ClientId) -> State:
-        """Return a client's state for a task, to be changed in place; {} for one that starts.
-        Raises CheckpointError.
+        """Return a client's state, to be changed in place; {} for a new one. Raises
+        CheckpointError.
         """
         self._places.setdefault(client, {})
         state = self[client]
@@ -112,9 +105,7 @@ class States(Stored):
         return state
 
     def put(self, client: ClientId, state: State) -> None:
-        """Keep a client's state after a task. Raises SaveError: it does not fit into memory, and
-        could not be written.
-        """
+        """Keep a client's state after a task. Raises SaveError: no room in memory or on disk."""
         size, before = nbytes(state), self._sizes.get(client, 0)
         if self._used - before + size <= self._most:
             self._places[client], self._sizes[client] = state, size
@@ -128,12 +119,8 @@ class States(Stored):
     def together(
         self, clients: Sequence[ClientId], size: Callable[[ClientId], int]
     ) -> dict[ClientId, State] | None:
-        """Return the states of several clients at once, as they lie in memory; None where one of
-        them has no room there, or they would not fit.
-
-        Args:
-            clients: Whose.
-            size: The most bytes that a client's state may take during a task.
+        """Return the states of several clients as they lie in memory, if each takes at most `size`
+        bytes during a task; None if one is not in memory, or they would not fit.
         """
         others = self._used - sum(self._sizes.get(i, 0) for i in clients)
         needed = sum(max(size(i), self._sizes.get(i, 0)) for i in clients)
@@ -143,8 +130,8 @@ class States(Stored):
         return {i: self.take(i) for i in clients}
 
     def persisted(self) -> Stored:
-        """Return all states in packs that are never changed again. Only those that changed since
-        the last call are written. Raises SaveError.
+        """Return all states in packs that never change; write those changed since the last call.
+        Raises SaveError.
         """
         for client in self._changed:
             self._write(client, self[client])
@@ -157,9 +144,7 @@ class States(Stored):
         return Stored(entries, self._packs.sealed())
 
     def _write(self, client: ClientId, state: State) -> Entry:
-        """Return where a client's state is in a pack: it is written unless nothing has changed, as
-        by scoring. Raises SaveError.
-        """
+        """Return a client's state's place in a pack, written if changed. Raises SaveError."""
         data, before = to_bytes(state), self._written.get(client)
         if before is not None and before.length == len(data) and before.content() == data:
             return before
@@ -172,9 +157,7 @@ class States(Stored):
         return after
 
     def _gather(self, packs: Packs) -> None:
-        """Write what is left of packs of which most is no longer needed into the newest one.
-        Raises SaveError, CheckpointError.
-        """
+        """Rewrite what is needed of mostly obsolete packs. Raises SaveError, CheckpointError."""
         sparse = packs.sparse()
         for client, entry in list(self._written.items()) if sparse else ():
             if entry.pack in sparse:
@@ -184,7 +167,7 @@ class States(Stored):
                 packs.drop(entry)
 
     def restore(self, states: Mapping[ClientId, State]) -> None:
-        """Take over states. Those that are in packs are not read before they are needed."""
+        """Take over states; those in packs are not read until needed."""
         self._places, self._sizes, self._used = {}, {}, 0
         self._written, self._changed, self._packs = {}, {}, None
         self.close()
@@ -206,12 +189,12 @@ class States(Stored):
                 self._used += adopted_entry.nbytes
 
     def close(self) -> None:
-        """Remove the packs: states that are in them alone are gone, but for checkpoints."""
+        """Remove the packs, and with them states that are not in checkpoints."""
         if self._remove is not None:
             self._remove()
 
     def _own_packs(self) -> Packs:
-        """Return the packs in the keeper's own folder, which is made if it is not there yet."""
+        """Return the packs in this object's folder, which is made if missing."""
         if self._packs is None:
             try:
                 if self._within is not None:
@@ -229,17 +212,13 @@ class States(Stored):
 
 
 def half_of_memory(device: torch.device) -> float:
-    """Half of the bytes of memory where a device's tensors lie; infinite on a platform that does
-    not tell.
-    """
+    """Return half of the bytes of memory of a device; infinite if unknown."""
     total = devices.memory(device) or devices.memory_here()
     return math.inf if total is None else total / 2
 
 
 def link(source: Path, target: Path) -> None:
-    """Give a file another name too, which takes no space; a copy where the file system cannot.
-    Raises OSError.
-    """
+    """Link a file to another name, or copy it if the file system cannot. Raises OSError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     target.unlink(missing_ok=True)
     try:
@@ -249,9 +228,7 @@ def link(source: Path, target: Path) -> None:
 
 
 def _claimed(folder: Path) -> BaseFileLock | None:
-    """Return what says that a folder is in use, until it is released or its process ends; None
-    where somebody uses it already.
-    """
+    """Return a lock of a folder, held until released or the process ends; None if it is in use."""
     try:
         return FileLock(folder / "lock", blocking=False).acquire().lock
     except (Timeout, OSError):  # OSError: it is gone meanwhile, or somebody else's

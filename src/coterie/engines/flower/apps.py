@@ -1,5 +1,4 @@
 """Flower's two programs, a device's and a server's, and its messages with requests and replies.
-
 Nothing here needs torch: the program of a device hands requests on.
 """
 
@@ -30,9 +29,7 @@ def packed(text: str, body: bytes) -> RecordDict:
 
 
 def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
-    """Return the inverse of `packed`. Raises TensorError: it has other records, or more than `most`
-    bytes of tensors.
-    """
+    """Return the inverse of `packed`. Raises TensorError for other records or too many bytes."""
     text, arrays = content.get(_TEXT), content.get(_TENSORS)
     if (
         set(content) != {_TEXT, _TENSORS}
@@ -63,9 +60,7 @@ def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
 
 
 def client_app(handle: Handle) -> ClientApp:
-    """Return the program of a device. It always answers with a message: without one a SuperNode
-    would wait forever.
-    """
+    """Return the program of a device. It always answers, since a SuperNode would wait forever."""
     app = ClientApp()
 
     @app.query("coterie")

@@ -29,38 +29,25 @@ _PER_TENSOR = 512  # bytes that a reply may have for a tensor, beside its values
 
 @dataclass
 class Flower(Engine):
-    """Clients on the nodes of a grid. A client is known by its id, which its node states when it
-    is asked for the first time.
-
-    Args:
-        grid: The Flower grid of one run.
-        run: The run's name, under which devices keep their states; a resumed run keeps its name.
-        recipe: The resolved recipe, JSON values.
-        deadline: Seconds for the replies of one exchange.
-        kept: Returns, for a number of completed rounds, the round from which the server may resume.
-        positions: Positions of clients in the federation; later clients are behind them.
-        threads: Number of threads that devices compute with; None: each device's choice.
-        folder: In a simulated run, the folder in which devices keep everything.
-        secure: Whether the server sees only the sum of the updates.
-        journal: The file that records each masked exchange before it begins; None: no record.
-        check: Raises Refused for a client whose device reports something impossible.
-    """
+    """Clients on the nodes of a grid. A client has the id that its node gives when first asked."""
 
     distant: ClassVar[bool] = True
 
     grid: Grid
-    run: str
-    recipe: Mapping[str, Any]
-    deadline: float
+    run: str  # under which devices keep their states; kept when resumed
+    recipe: Mapping[str, Any]  # resolved, JSON values
+    deadline: float  # seconds for the replies of one exchange
+    # from done rounds to the round from which to resume
     kept: Callable[[int], int] = lambda round: 0
-    threads: int | None = None
-    folder: str | None = None
-    secure: bool = False
-    journal: Path | None = None
+    threads: int | None = None  # of devices; None: each device's choice
+    folder: str | None = None  # in which all devices of a simulation keep everything
+    secure: bool = False  # whether the server sees only the sum of updates
+    journal: Path | None = None  # records each masked exchange before it begins
     listener: Listener = field(default_factory=Listener)
-    check: Callable[[Member], None] = lambda member: None
+    check: Callable[[Member], None] = lambda member: None  # raises Refused for impossible reports
     # bytes to devices and from them, of all kinds
     traffic: list[int] = field(default_factory=lambda: [0, 0])
+    # in the federation; later clients follow
     positions: dict[ClientId, int] = field(default_factory=dict)
     # round and exchange of the last reply of each client
     turns: dict[ClientId, tuple[int, int]] = field(default_factory=dict)
@@ -112,7 +99,7 @@ class Flower(Engine):
         return replies
 
     def _reachable(self, ask: Ask, round: int, phase: int) -> list[ClientId]:
-        """Select the clients to ask in an exchange, and number it; the others are lost."""
+        """Return the clients to ask in an exchange, and number it; report the others as lost."""
         self._count(round, phase, ask.name)
         here = self.present()
         for i in ask.to.keys() - here:
@@ -128,8 +115,8 @@ class Flower(Engine):
 
     def _summed(self, ask: Ask, round: int, phase: int) -> Replies:
         """Do an exchange of which only the sum is seen; every client in it gets the mean as its
-        reply. Raises TensorError: clients would be sent different tensors, or would return tensors
-        of another form, so that there is no sum. No client was asked.
+        reply. Raises TensorError before asking: tensors differ between clients, so that there is no
+        sum.
         """
         from coterie.engines.flower.secagg_server import summed  # of Flower's older interface
 
@@ -164,9 +151,7 @@ class Flower(Engine):
         )
 
     def _trusted(self, ask: Ask, round: int, phase: int) -> list[ClientId]:
-        """Select the clients to ask in a masked exchange; some that may have spoilt an earlier one
-        are left out, and reported as lost.
-        """
+        """Return the clients to ask in a masked exchange; report the suspects as lost."""
         here = self._reachable(ask, round, phase)
         left_out = self._suspects.left_out(here)
         for i in left_out:
@@ -175,16 +160,14 @@ class Flower(Engine):
         return [i for i in here if i not in left_out]
 
     def _search(self, spoilt: Collection[ClientId]) -> None:
-        """Record the clients in a spoilt sum, and whether further exchanges can do without half of
-        them, in `spoilt`.
-        """
+        """Record the clients in a spoilt sum, and whether half of them can be left out."""
         if spoilt:
             self._suspects.learn(spoilt)
         self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
 
     def _begin(self, round: int) -> None:
-        """Record in the journal that a masked exchange begins. Raises SaveError, before any client
-        is asked.
+        """Record the start of a masked exchange in the journal. Raises SaveError before any is
+        asked.
         """
         if self.journal is not None:
             run, begun = self._journal()
@@ -194,8 +177,8 @@ class Flower(Engine):
             )
 
     def _journal(self) -> tuple[str, list[int]]:
-        """Return the run of the journal, and the rounds of the exchanges in it. Raises
-        CheckpointError if it is damaged.
+        """Return the journal's run and rounds of exchanges. Raises CheckpointError if it is
+        damaged.
         """
         if self.journal is None or not self.journal.exists():
             return self.run, []
@@ -208,9 +191,7 @@ class Flower(Engine):
             ) from None
 
     def begun(self, round: int) -> list[int]:
-        """Return the rounds of masked exchanges that began since `round`: devices do not answer
-        these again.
-        """
+        """Return the rounds since `round` with masked exchanges, which devices answer once."""
         run, begun = self._journal()
         # Without a checkpoint the devices still know this run by the name in the journal.
         if not self.turns:
@@ -230,8 +211,8 @@ class Flower(Engine):
     def _believed(
         self, ask: Ask, client: ClientId, request: Request, answered: Message | None
     ) -> tuple[Reply, State]:
-        """Return a client's reply. Raises TensorError if there is none, if it reports a problem, or
-        if it was not requested.
+        """Return a client's reply. Raises TensorError if it is missing, reports a problem, or was
+        not requested.
         """
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s")
@@ -306,8 +287,8 @@ class Flower(Engine):
 def gathered(
     engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float
 ) -> list[Member]:
-    """Wait until enough clients have identified themselves. Raises ClientError: they did not within
-    `patience` seconds.
+    """Wait until enough clients have identified themselves. Raises ClientError after `patience`
+    seconds.
     """
     known: dict[ClientId, Member] = {}
     end = time.monotonic() + patience

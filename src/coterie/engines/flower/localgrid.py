@@ -17,9 +17,7 @@ __all__ = ["Handle", "LocalGrid", "LocalNode", "delivered"]
 
 
 def delivered(message: Message) -> Message:
-    """Return a message as its receiver gets it: its objects travel one by one, its envelope by
-    protobuf.
-    """
+    """Return a message as received: its objects travel one by one, its envelope by protobuf."""
     contents = {id: part.deflate() for id, part in get_all_nested_objects(message).items()}
     arrived = inflate_object_from_contents(message.object_id, contents)
     if not isinstance(arrived, Message):
@@ -32,13 +30,13 @@ def delivered(message: Message) -> Message:
 
 @dataclass
 class LocalNode:
-    """A node of a local grid, with its configuration and its function."""
+    """A node of a local grid."""
 
     config: dict[str, Any]
     handle: Handle
 
     def reply(self, arrived: Message) -> Message | None:
-        """Return the reply to a message; None: no reply ever arrives."""
+        """Return the reply to a message; None: it never arrives."""
         context = Context(1, arrived.metadata.dst_node_id, dict(self.config), RecordDict(), {})
         answer: Message | None = client_app(self.handle)(arrived, context)
         return answer
@@ -104,8 +102,8 @@ class LocalGrid(Grid):
         return message_ids
 
     def on_message(self, message: Message, node: Any) -> None:
-        """See a message on its way to a node; for subclasses."""
+        """Handle a message on its way to a node; for subclasses."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Return replies, in another order than the ids."""
+        """Return replies, not in the order of the ids."""
         return [self.waiting.pop(id) for id in list(message_ids)[::-1] if id in self.waiting]

@@ -1,6 +1,4 @@
-"""Which client is behind which node of Flower's grid: nodes are asked for their client, and the
-answer is checked.
-"""
+"""The client of each node of Flower's grid: nodes are asked, and their answers checked."""
 
 import time
 from collections.abc import Callable, Collection
@@ -22,22 +20,13 @@ WELCOME_S = 20.0  # of them, those that a server waits for a node that it has no
 
 @dataclass
 class Nodes:
-    """The nodes of a grid, and the clients that they are.
+    """The nodes of a grid, and their clients."""
 
-    Args:
-        transport: Sends messages to nodes.
-        hello: Returns the request that asks a node for its client.
-        check: Raises Refused for a client whose device reports something impossible.
-        listener: Receives an event for each node whose answer is refused.
-        positions: Positions of clients in the federation; later clients are put behind them.
-        by_client: The node of each client that is known.
-    """
-
-    transport: Transport
-    hello: Callable[[], Request]
-    check: Callable[[Member], None]
-    listener: Listener
-    positions: dict[ClientId, int]
+    transport: Transport  # sends messages to nodes
+    hello: Callable[[], Request]  # the request that asks a node for its client
+    check: Callable[[Member], None]  # raises Refused for impossible reports
+    listener: Listener  # receives refused answers
+    positions: dict[ClientId, int]  # in the federation; later clients follow
     by_client: dict[ClientId, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,8 +36,8 @@ class Nodes:
         self._strangers: dict[int, _RejectedNode] = {}
 
     def members(self) -> list[Member]:
-        """Return the clients that have joined since the last call. New nodes get a moment to
-        identify themselves; later answers count in the next call.
+        """Return the clients that joined since the last call. New nodes get a moment to identify
+        themselves; later answers count in the next call.
         """
         end = time.monotonic() + WELCOME_S
         fresh = self._meet()
@@ -59,24 +48,20 @@ class Nodes:
         return came
 
     def await_clients(self, clients: Collection[ClientId], patience: float) -> None:
-        """Wait up to this many seconds for these clients to identify themselves; the others count
-        as not connected.
-        """
+        """Wait up to `patience` seconds for these clients; the others count as not connected."""
         end = time.monotonic() + patience
         while not self.by_client.keys() >= set(clients) and time.monotonic() < end:
             self._meet()
             time.sleep(QUICK_S)
 
     def present(self) -> set[ClientId]:
-        """Return the clients whose nodes are connected now."""
+        """Return the clients whose nodes are connected."""
         self._meet()
         alive = self.transport.nodes()
         return {client for client, node in self.by_client.items() if node in alive}
 
     def _meet(self) -> set[str]:
-        """Ask new nodes for their clients and record the answers, without waiting; return the
-        hellos to nodes never seen before.
-        """
+        """Ask new nodes for their clients and record answers, without waiting; return hellos."""
         alive, now = self.transport.nodes(), time.monotonic()
         waiting = {node for node, _ in self._greeted.values()}
         new = [
@@ -97,7 +82,7 @@ class Nodes:
         return {id for id, node in sent.items() if node not in self._strangers}
 
     def _introduce(self, node: int, answered: Message | None, alive: Collection[int]) -> None:
-        """Record which client a node is, if its answer passes the checks."""
+        """Record a node's client if its answer passes the checks."""
         try:
             member = self._introduced(node, answered, alive)
         except TensorError as error:
@@ -115,7 +100,7 @@ class Nodes:
         self._came.append(member)
 
     def _introduced(self, node: int, answered: Message | None, alive: Collection[int]) -> Member:
-        """Return the client of a node. Raises TensorError if it gives none, or if a check fails."""
+        """Return the client of a node. Raises TensorError if it has none, or fails a check."""
         if answered is None:
             raise TensorError(f"did not say within {HELLO_S:g} s which client it is")
         reply, _ = read_reply(answered, SLACK)
@@ -142,19 +127,19 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _RejectedNode:
-    """A node that gave no valid name."""
+    """A node without a valid name."""
 
     problem: str
     until: float  # when it is asked again, on the clock of `time.monotonic`
     holder: int | None  # the node with the name that it claims; it is asked once that has left
 
     def due(self, now: float, alive: Collection[int]) -> bool:
-        """Return whether it may be asked again now."""
+        """Return whether to ask the node again."""
         return now >= self.until or (self.holder is not None and self.holder not in alive)
 
 
 class _NameTaken(TensorError):
-    """The error of a node that claims the name of another node."""
+    """A node claims the name of another one."""
 
     def __init__(self, client: ClientId, holder: int) -> None:
         self.holder = holder

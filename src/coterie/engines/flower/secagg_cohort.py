@@ -1,9 +1,9 @@
-"""The clients of an exchange of secure aggregation, until all of them can be unmasked: their keys,
-and shares of these that everybody has checked. See `secagg_device`.
+"""The clients of an exchange of secure aggregation, until all can be unmasked: their keys, and
+shares of these that every holder has checked. See `secagg_device`.
 
-What a client sends is checked when it arrives. Where two clients disagree, one about the other's
-shares, a client that disagrees with several is the liar; of a single pair the accused one opens the
-shares, which shows whether they were good, and the accuser goes on with what was opened.
+Replies are checked when they arrive. If a client disagrees with several others, one about the
+other's shares, it is the liar; of a single pair the accused one opens the shares, which shows
+whether they were good, and the accuser goes on with these.
 """
 
 from collections import Counter
@@ -55,31 +55,20 @@ Read = TypeVar("Read")
 
 @dataclass
 class Participants:
-    """The clients of an exchange: each stage goes on with those whose replies fitted before.
+    """The clients of an exchange; each stage goes on with those whose replies were valid."""
 
-    Args:
-        carry: Brings the messages of one stage to nodes, and back what they answered in time.
-        about: The exchange, see `secagg_common.exchange_name`.
-        nodes: Who is asked.
-        problems: Receives why a client is not among them any more, by node; or what it did wrong
-            when its update was in the sum.
-        left: Receives who left then.
-        keys: Public keys of clients.
-        digest: Of the exchange and the keys, see `digest_of`.
-        ranks: Of clients among those that have shares.
-        proofs: What clients published of their secrets; only those are here that can be unmasked.
-        ciphertexts: Shares by sender and receiver.
-    """
-
-    carry: Carry
-    about: str
-    nodes: Collection[int]
+    carry: Carry  # sends one stage's messages to nodes, returns replies in time
+    about: str  # the exchange, see `secagg_common.exchange_name`
+    nodes: Collection[int]  # to ask
+    # Why nodes are not among them any more, or what they did wrong with their updates in the sum.
     problems: dict[int, str] = field(default_factory=dict)
-    left: dict[int, str] = field(default_factory=dict)
-    keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    digest: bytes = b""
-    ranks: dict[int, int] = field(default_factory=dict)
+    left: dict[int, str] = field(default_factory=dict)  # nodes that left by then
+    keys: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # public ones
+    digest: bytes = b""  # of the exchange and the keys, see `digest_of`
+    ranks: dict[int, int] = field(default_factory=dict)  # among clients with shares
+    # of the secrets of clients that can be unmasked
     proofs: dict[int, Proofs] = field(default_factory=dict)
+    # shares by sender and receiver
     ciphertexts: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,7 +76,7 @@ class Participants:
 
     def agree(self) -> dict[int, tuple[int, bytes]]:
         """Have clients exchange keys, and shares that all have checked. Return, by client that
-        could not use the shares of another, whose, and these as that one opened them. Raises
+        could not use another's shares, that other and the shares as it opened them. Raises
         TensorError: too few are left.
         """
         self._agree_on_keys()
@@ -133,7 +122,7 @@ class Participants:
         self.suffice(self.proofs)
 
     def _shares_of(self, node: int, content: RecordDict) -> tuple[Proofs, dict[int, bytes]]:
-        """Return what a client publishes of its secrets, and the shares of them, by receiver."""
+        """Return a client's proofs of its secrets, and the shares of them, by receiver."""
         configs = values_of(content, {}, (Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, PROOFS))
         others = sorted(self.keys.keys() - {node})
         destinations = cast(list[int], configs[Key.DESTINATION_LIST])
@@ -149,8 +138,8 @@ class Participants:
         return proofs, dict(zip(destinations, ciphertexts, strict=True))
 
     def _check_shares(self) -> dict[int, tuple[int, bytes]]:
-        """Have all clients check the shares that they got, and leave out whose shares are wrong, or
-        who says so of good ones. What is returned is described at `agree`.
+        """Have all clients check their shares; leave out dealers of wrong shares and who accuses
+        good ones. Return as `agree`.
         """
         contents = {}
         for node in self.proofs:
@@ -165,7 +154,7 @@ class Participants:
         return {node: pair for node, pair in opened.items() if pair[0] in self.proofs}
 
     def forwarded(self, node: int) -> dict[str, Any]:
-        """Return the shares that a client gets, with whose they are."""
+        """Return the shares for a client, with their dealers."""
         others = [other for other in self.proofs if other != node]
         return {
             Key.SOURCE_LIST: others,
@@ -173,20 +162,20 @@ class Participants:
         }
 
     def _checks(self, source: int, node: int) -> bytes:
-        """Return what a client checks the shares of another with."""
+        """Return the data with which a client checks another's shares."""
         place, proofs = self.ranks[node], self.proofs[source]
         return b"".join(d.check(place).to_bytes() for d in (proofs.seed, proofs.key))
 
     def _complaints(self, node: int, content: RecordDict) -> list[int]:
-        """Return whose shares a client cannot use."""
+        """Return the clients whose shares a client cannot use."""
         sources = cast(list[int], values_of(content, {}, (COMPLAINTS,))[COMPLAINTS])
         if len(set(sources)) != len(sources) or not set(sources) <= self.proofs.keys() - {node}:
             raise TensorError("complaints about others than the clients of the exchange")
         return sources
 
     def _leave_out_liars(self, complaints: Mapping[int, Sequence[int]]) -> None:
-        """Leave out who disagrees with more than one other client. Of one liar each honest client
-        disagrees with that one alone.
+        """Leave out who disagrees with several others: with one liar, honest clients disagree only
+        with it.
         """
         pairs = {
             frozenset((node, other))
@@ -203,8 +192,8 @@ class Participants:
             pairs = {pair for pair in pairs if worst not in pair}
 
     def _opened(self, complaints: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, bytes]]:
-        """Return the shares that clients dealt to one that cannot use them, by that one: whose, and
-        what these show. Who does not show good ones is left out.
+        """Return, by client that cannot use shares of another, that other and the shares as it
+        opened them; leave out who does not open good ones.
         """
         pairs = {
             source: node
@@ -241,7 +230,7 @@ class Participants:
             )
 
     def _keep(self, nodes: Collection[int]) -> None:
-        """Leave out all others."""
+        """Leave out all other clients."""
         self.proofs = {node: dealt for node, dealt in self.proofs.items() if node in nodes}
 
     def exchange(
@@ -250,14 +239,8 @@ class Participants:
         contents: Mapping[int, RecordDict],
         read: Callable[[int, RecordDict], Read],
     ) -> dict[int, Read]:
-        """Return what nodes answered in one stage, as far as it fits; of the others the reason is
-        kept.
-
-        Args:
-            stage: Its name.
-            contents: By node.
-            read: Of a node and the content of its reply; raises TensorError, or whatever an
-                impossible message leads to.
+        """Return the valid answers of nodes in one stage; record why others failed. `read` parses a
+        node's reply, and raises TensorError or whatever an impossible message leads to.
         """
         answered = self.carry(
             {node: Message(content, node, TRAIN) for node, content in contents.items()}

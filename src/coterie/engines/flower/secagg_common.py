@@ -1,8 +1,6 @@
-"""Keys, secrets and masks of secure aggregation, and what they are bound to: what device and server
-both know of them. Each device deals its secrets among the others so that everybody can check what
-they got.
-
-Flower's functions that make masks and shares are replaced by those here, see `_REPLACED`.
+"""Keys, secrets and masks of secure aggregation, known to device and server, and the exchange that
+they are bound to. Devices deal their secrets so that every holder can check its shares. Flower's
+functions for masks and shares are replaced by those here, see `_REPLACED`.
 """
 
 import json
@@ -73,9 +71,7 @@ def signatures(private_keys: list[bytes], about: str, node: int) -> list[bytes]:
 
 
 def proves(public: bytes, signature: bytes, about: str, node: int) -> bool:
-    """Whether this is a public key of P-384, and its private key is the node's, see
-    `signatures`.
-    """
+    """Return whether a node has the private key of this P-384 public key, see `signatures`."""
     try:
         key = bytes_to_public_key(public)
         return (
@@ -89,20 +85,14 @@ def proves(public: bytes, signature: bytes, about: str, node: int) -> bool:
 
 @dataclass(frozen=True)
 class Proofs:
-    """What a device publishes of the secrets that it deals.
+    """What a device publishes of the secrets that it deals."""
 
-    Args:
-        seed: Of its own mask.
-        key: Of the private key of the masks of pairs.
-        point: Public key of the blinding value of `key`, PEM.
-    """
-
-    seed: SharingProof
-    key: SharingProof
-    point: bytes
+    seed: SharingProof  # of its own mask
+    key: SharingProof  # of the private key of the pairwise masks
+    point: bytes  # the public key of the blinding value of `key`, PEM
 
     def to_list(self) -> list[bytes]:
-        """Return it as a device sends it."""
+        """Return the parts that a device sends."""
         return [*self.seed.to_bytes(), *self.key.to_bytes(), self.point]
 
     @staticmethod
@@ -121,8 +111,8 @@ class Proofs:
         return [*2 * [clients * DIGEST, threshold * SCALAR], PUBLIC_KEY]
 
     def is_of(self, public: bytes) -> bool:
-        """Whether the private key of this public key was dealt (Schnorr's proof). Raises ValueError
-        for a point that is none.
+        """Return whether this public key's private key was dealt (Schnorr's proof). Raises
+        ValueError for an invalid point.
         """
         blinded = ECC.construct(curve="p384", d=1).pointQ * self.key.response[0]
         return bool(blinded == _point(self.point) + _point(public) * self.key.challenge)
@@ -140,7 +130,7 @@ def share_seed(
 def share_key(
     private: bytes, threshold: int, clients: int, cohort: bytes, node: int
 ) -> tuple[list[Share], SharingProof, bytes]:
-    """Share a private key. Its last value is `Proofs.point`."""
+    """Share a private key; the last value is `Proofs.point`."""
     blind, public = generate_key_pairs()
     point = public_key_to_bytes(public)
     secret, start = (
@@ -165,19 +155,12 @@ def _point(public: bytes) -> ECC.EccPoint:
 
 @dataclass(frozen=True)
 class Bound:
-    """The digests that an exchange is bound to.
+    """The digests that an exchange is bound to."""
 
-    Args:
-        cohort: Of the exchange, and of the clients in it with their public keys, see `digest_of`.
-        sent: Of the tensors that they got.
-        node: The device's own.
-        published: Receives what the device publishes of the secrets that it deals.
-    """
-
-    cohort: bytes = b""
-    sent: bytes = b""
-    node: int = 0
-    published: list[bytes] = field(default_factory=list)
+    cohort: bytes = b""  # of the exchange, its clients and their keys, see `digest_of`
+    sent: bytes = b""  # of the tensors sent to the clients
+    node: int = 0  # the device's own
+    published: list[bytes] = field(default_factory=list)  # receives the proofs of dealt secrets
 
 
 _NOTHING = Bound()
@@ -186,7 +169,7 @@ _bound: ContextVar[Bound] = ContextVar("_bound", default=_NOTHING)
 
 @contextmanager
 def binding(bound: Bound) -> Iterator[None]:
-    """Within the block shares and masks are of this exchange."""
+    """Bind shares and masks in the block to this exchange."""
     token = _bound.set(bound)
     try:
         yield
@@ -200,17 +183,15 @@ def exchange_name(request: Request) -> str:
 
 
 def digest_of(about: str, keys: Mapping[int, Sequence[bytes]]) -> bytes:
-    """Digest of an exchange and of all its clients' public keys, by node."""
+    """Return the digest of an exchange and all its clients' public keys, by node."""
     cohort = [[node, *(key.hex() for key in keys[node])] for node in sorted(keys)]
     return sha256(json.dumps([about, cohort]).encode()).digest()
 
 
 def expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    """Return a mask: AES-256 in counter mode, keyed with SHA-256 of the seed and of the exchange.
-    Of a seed one mask is made.
-
-    Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a Mersenne
-    Twister: with three clients a server finds both of a client's masks in minutes.
+    """Return a mask: AES-256 in counter mode, keyed with SHA-256 of a seed, used once, and the
+    exchange. Flower's own function folds the seed to 32 bits (28 for a pair of clients) for a
+    Mersenne Twister: with three clients a server finds both of a client's masks in minutes.
     """
     if modulus != MODULUS:
         raise TensorError(f"masks modulo {modulus}, expected {MODULUS}", SAME_VERSION)
@@ -222,8 +203,8 @@ def expanded(seed: bytes, modulus: int, shapes: Sequence[tuple[int, ...]]) -> li
 
 
 def _shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
-    """Return shares of the seed of a device's own mask, or of its private key, by place; and keep
-    what is to be published of them. Flower's own shares cannot be checked.
+    """Return shares, by place, of a device's seed or private key, and record its proofs. Shares of
+    Flower's own function cannot be checked.
     """
     bound = _bound.get()
     point: list[bytes] = []
@@ -236,24 +217,20 @@ def _shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
 
 
 def weight_sent(bound: Bound, clients: int) -> int:
-    """Return what a client sends as its weight, which is 1, under a mask that everybody knows: so
-    no client's weight can hide in the sum of all.
+    """Return a client's weight, 1, under a mask that everybody knows, so that no other weight can
+    hide in the sum.
     """
     text = b"weight" + bound.cohort + bound.sent + bound.node.to_bytes(8)
     return (levels(clients) + int.from_bytes(sha256(text).digest()[:4])) % MODULUS
 
 
 def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
-    """Return what a client tells another under encryption: for which exchange and cohort, and
-    Flower's own part.
-    """
+    """Return a client's shares for another as plain text: exchange, cohort, Flower's part."""
     return _bound.get().cohort + share_keys_plaintext_concat(source, target, b_share, key_share)
 
 
 def share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
-    """Return the inverse of `_share`. Raises TensorError: the other client takes part in another
-    exchange, or was shown another cohort.
-    """
+    """Return the inverse of `_share`. Raises TensorError: the other exchange or cohort differs."""
     if share[:DIGEST] != _bound.get().cohort:
         problem = (
             "secure aggregation: another client was sent a different cohort or exchange from this"
@@ -285,7 +262,7 @@ for _name, (_ours, _users) in _REPLACED.items():
 
 
 def terms(clients: int) -> dict[str, int | float]:
-    """Return Flower's terms for so many clients in the first stage, without the stage's name."""
+    """Return Flower's settings for so many clients in the first stage."""
     return {
         Key.SAMPLE_NUMBER: clients,
         Key.SHARE_NUMBER: clients,
@@ -298,11 +275,8 @@ def terms(clients: int) -> dict[str, int | float]:
 
 
 def shares_hold(plain: bytes, source: int, target: int, checks: bytes) -> bool:
-    """Whether a client dealt these shares, see `_share`, of its seed and its key to another.
-
-    Raises:
-        TensorError: They are for another exchange or cohort.
-        ValueError: They are no shares.
+    """Return whether a client dealt these shares, see `_share`, of its seed and key to another.
+    Raises TensorError for another exchange or cohort, ValueError for invalid shares.
     """
     sent_by, sent_to, *shares = share_read(plain)
     middle = len(checks) // 2

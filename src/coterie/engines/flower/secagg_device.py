@@ -1,21 +1,20 @@
-"""Secure aggregation through Flower's SecAgg+. It is of Flower's older interface: a file of its
-own, imported only by runs that ask for it.
+"""Secure aggregation through Flower's SecAgg+, which is of Flower's older interface, and so
+imported only by runs that ask for it.
 
-Device: `masked` is what `client_app` registers for messages of type "train". Server: `summed` has
-one exchange done so that only the sum of the clients' updates is seen. Flower's own modifier runs;
-what is here decides who may say what, and refuses the rest.
+Device: `client_app` registers `masked` for messages of type "train". Server: `summed` runs one
+exchange so that only the sum of the clients' updates is seen. Flower's own modifier runs; this file
+decides which messages are allowed.
 
-Before anybody trains, each client checks what every other one dealt it (`secagg_common`) and says
-whose shares it cannot use; such a share is opened once to the server, which then sees who of the
-two is wrong. So what is left when updates are sent can be unmasked, whatever one client does.
+Before training, each client checks the shares that others dealt it (`secagg_common`), and reports
+those that it cannot use. These are opened once to the server, which then sees which of the two is
+wrong. So the updates sent later can be unmasked, whatever one client does.
 
-Shares of keys say for which exchange and which cohort they are, and masks are made of that and of
-what the clients got. A client that was shown another cohort, round or model than the others refuses
-their shares, or its masks do not cancel: the sum of one exchange cannot be differenced against a
-part of it, and nobody's update is alone among those of a model made to give none (Pasquini et al.,
-"Eluding Secure Aggregation in Federated Learning via Model Inconsistency", CCS 2022). Clients' keys
-are not signed: a server that makes up clients, or stands between them with keys of its own, is not
-kept out.
+Shares of keys name their exchange and cohort, and masks depend on these and on what clients were
+sent. A client that was shown another cohort, round or model than the others refuses their shares,
+or its masks do not cancel: one exchange's sum cannot be differenced against a part of it, and no
+update stands alone among those of a model made to give none (Pasquini et al., "Eluding Secure
+Aggregation in Federated Learning via Model Inconsistency", CCS 2022). Clients' keys are not signed:
+a server that makes up clients, or stands between them with its own keys, is not kept out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,11 +78,9 @@ _COHORT = "cohort"
 
 
 def masked(handle: Handle, message: Message, context: Context) -> Message:
-    """One stage of SecAgg+ on a device: keys, shares of keys, checks of what the others dealt, the
-    masked update, shares that take masks from the sum.
-
-    Whatever goes wrong it answers with an error, which says no more than what went wrong, and
-    forgets its keys.
+    """Handle one stage of SecAgg+ on a device: keys, shares of keys, checks of others' shares, the
+    masked update, shares that take masks from the sum. On any failure, answer with an error that
+    tells only what went wrong, and forget the keys.
     """
     try:
         stage = _admitted(message, context)
@@ -115,9 +112,8 @@ def _forget(context: Context) -> None:
 
 
 def _bound_by(message: Message, context: Context, stage: str) -> Bound:
-    """Return what a device binds the exchange to, as far as it knows by this stage, and remembers
-    until the last. Raises TensorError: the server does not say which exchange it is, or another one
-    than at first.
+    """Return the digests known by this stage, which are kept until the last. Raises TensorError:
+    the server names no exchange, or another one than at first.
     """
     content, state = message.content, context.state.config_records
     if stage == Stage.SETUP:
@@ -149,8 +145,8 @@ def _bound_by(message: Message, context: Context, stage: str) -> Bound:
 
 
 def _flower_state(context: Context) -> SecAggPlusState:
-    """Return what Flower's modifier keeps of an exchange between two stages. Raises TensorError:
-    the device has not just dealt its secrets.
+    """Return the state of Flower's modifier between two stages. Raises TensorError: the device has
+    not just dealt its secrets.
     """
     state = SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if state.current_stage != Stage.SHARE_KEYS:
@@ -159,7 +155,7 @@ def _flower_state(context: Context) -> SecAggPlusState:
 
 
 def _checked(message: Message, context: Context) -> RecordDict:
-    """Say whose shares this device cannot use."""
+    """Return whose shares this device cannot use."""
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
     lists = (configs[key] for key in (Key.SOURCE_LIST, Key.CIPHERTEXT_LIST, CHECKS))
     dealt = zip(*(cast(list[Any], values) for values in lists), strict=True)
@@ -172,7 +168,7 @@ def _checked(message: Message, context: Context) -> RecordDict:
 
 
 def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: bytes) -> bool:
-    """Whether a device can use the shares that it got of a client."""
+    """Return whether a device can use the shares that it got of a client."""
     try:
         plain = decrypt(state.ss2_dict[source], ciphertext)
         return shares_hold(plain, source, state.nid, checks)
@@ -181,10 +177,10 @@ def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: byte
 
 
 def _opened(message: Message, context: Context) -> RecordDict:
-    """Tell the server the shares that this device dealt to one client, which cannot use them. It
-    does so for one client of an exchange: with the shares of more, fewer clients than `threshold`
-    would have to collude with a server to take masks away. Raises TensorError: it was asked about
-    another client before, or did not send this.
+    """Return the shares that this device dealt to a client which cannot use them, to the server: of
+    one client per exchange, since fewer clients than `threshold` could otherwise collude with a
+    server to remove masks. Raises TensorError: it was asked about another client, or sent other
+    shares.
     """
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
     complainer = cast(int, configs[COMPLAINER])
@@ -202,9 +198,7 @@ _OWN_STAGES = {CHECK_SHARES: _checked, OPEN_SHARE: _opened}
 
 
 def _take_opened(content: RecordDict, context: Context) -> None:
-    """Put the shares that another client opened for this one in the place of those that it could
-    not use.
-    """
+    """Replace the shares that this device could not use by those that their dealer opened."""
     opened = content.config_records.get(EXCHANGE)
     if opened is None:
         return
@@ -215,8 +209,8 @@ def _take_opened(content: RecordDict, context: Context) -> None:
 
 
 def _admitted(message: Message, context: Context) -> str:
-    """Return the stage of a message that a device accepts. Raises TensorError: flower would not
-    mask the reply, the server uses other settings, or it asks for both masks of a client.
+    """Return a message's stage if a device accepts it. Raises TensorError: Flower would not mask
+    the reply, the settings differ, or both masks of a client are asked for.
     """
     if message.metadata.message_type != TRAIN:
         raise TensorError(
@@ -262,8 +256,8 @@ def _refuse_twice(nodes: Any, what: str) -> None:
 
 
 def _trained(handle: Handle, message: Message, context: Context) -> Message:
-    """Return the update, still open: for Flower's modifier in this process, and nobody else. Raises
-    TensorError with the task's problem.
+    """Return the unmasked update, for Flower's modifier in this process only. Raises TensorError
+    with the task's problem.
     """
     from safetensors.numpy import load
 
@@ -285,8 +279,8 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
 
 
 def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> None:
-    """Add to Flower's reply what the others check it with. Raises TensorError for one that would
-    carry tensors which are not masked.
+    """Add to Flower's reply the proofs for other clients. Raises TensorError if it has unmasked
+    tensors.
     """
     content = reply.content
     configs = content.config_records[RECORD_KEY_CONFIGS]
@@ -310,8 +304,8 @@ def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> Non
 
 
 def _show_weight(configs: ConfigRecord, bound: Bound, clients: int) -> None:
-    """Put a weight that everybody can check in the place of the masked one. Raises TensorError:
-    that was not masked, as it is but with a chance of 2^-32.
+    """Replace the masked weight by one that everybody can check. Raises TensorError: it was not
+    masked, as it is but with a chance of 2^-32.
     """
     values = cast(list[bytes], configs[Key.MASKED_PARAMETERS])
     if int(bytes_to_ndarray(values[0])[0]) == levels(clients):

@@ -1,5 +1,5 @@
-"""What a server of secure aggregation takes from a client: values of the kinds, numbers and lengths
-that were asked for, which are checked before anything reads them.
+"""What a server of secure aggregation accepts from a client: the requested kinds, numbers and
+lengths of values, checked before they are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,11 +26,11 @@ _REPLY = {f"{FITRES}.metrics", f"{FITRES}.status", RECORD_KEY_CONFIGS}
 
 
 class NoAnswer(TensorError):
-    """The error of a node that does not answer."""
+    """A node does not answer."""
 
 
 def content_of(node: int, stage: str, answered: Message | None) -> RecordDict:
-    """Return what a node answered. Raises TensorError: nothing, an error, or in another's place."""
+    """Return a node's answer. Raises TensorError: it is missing, an error, or another node's."""
     if answered is None:
         raise NoAnswer(f"no reply in time ({stage})")
     if answered.has_error():
@@ -55,7 +55,7 @@ _INTEGERS = {Key.DESTINATION_LIST, Key.NODE_ID_LIST, COMPLAINTS}  # other lists 
 def values_of(
     content: RecordDict, kinds: Mapping[str, type], lists: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the values of a reply that has nothing else. Raises TensorError, see `_listed`."""
+    """Return the values of a reply without other records. Raises TensorError, see `listed`."""
     if set(content) != {RECORD_KEY_CONFIGS}:
         raise TensorError(
             f"records {sorted(content)[:5]} where only keys were asked for",
@@ -67,9 +67,7 @@ def values_of(
 def listed(
     configs: ConfigRecord, kinds: Mapping[str, type], lists: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the values of a record. Raises TensorError: it has other ones than these, of these
-    kinds, and these lists.
-    """
+    """Return a record's values. Raises TensorError unless it has exactly these kinds and lists."""
     if (
         set(configs) != {*kinds, *lists}
         or not all(isinstance(configs[key], kind) for key, kind in kinds.items())
@@ -87,7 +85,7 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def check_lengths(values: Sequence[bytes], expected: Sequence[int]) -> None:
-    """Check, with a TensorError otherwise, how long values are, before anything reads them."""
+    """Raise TensorError unless the values have the expected lengths."""
     if [len(value) for value in values] != list(expected):
         raise TensorError(
             f"values of {[len(value) for value in values[:5]]} bytes, expected "
@@ -97,8 +95,8 @@ def check_lengths(values: Sequence[bytes], expected: Sequence[int]) -> None:
 
 
 def integers_of(data: bytes, size: int, expected: str) -> np.ndarray:
-    """Return integers modulo 2^32, (size,) int64. Raises TensorError: it holds something else; only
-    its bytes are compared, so nothing in them decides how much is read.
+    """Return integers modulo 2^32, (size,) int64. Raises TensorError if anything else is in the
+    bytes, which cannot decide how much is read.
     """
     whole = ndarray_to_bytes(np.zeros(size, np.int64))
     head = len(whole) - 8 * size
@@ -111,9 +109,7 @@ def integers_of(data: bytes, size: int, expected: str) -> np.ndarray:
 
 
 def described(request: Request, content: RecordDict) -> Reply:
-    """Return what a client says beside its masked update. Raises TensorError: it is not what was
-    asked for.
-    """
+    """Return a client's reply without its masked update. Raises TensorError if not requested."""
     arrays = content.array_records
     if set(arrays) != {f"{FITRES}.parameters"} or any(record for record in arrays.values()):
         raise TensorError("tensors that are not masked", SAME_VERSION)

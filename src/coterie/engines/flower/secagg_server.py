@@ -1,9 +1,9 @@
 """Secure aggregation by SecAgg+, the server's side: one exchange of which only the sum is seen. See
 `secagg_device`.
 
-Whatever a client sends is checked when it arrives: keys, and that they are its own; to whom it
-gave shares, and that they fit together (`secagg_cohort`); its weight; the shares that it gives of
-others. What does not fit is left out, and its client named, alone.
+Replies are checked when they arrive: keys and their owners; receivers of shares, and whether these
+fit together (`secagg_cohort`); weights; the revealed shares of others. A client with an invalid
+reply is left out, and it alone is named.
 """
 
 from collections.abc import Collection, Mapping
@@ -52,19 +52,14 @@ from coterie.engines.messages import Reply, Request
 
 @dataclass
 class Sum:
-    """The result of one masked exchange.
+    """The result of one masked exchange."""
 
-    Args:
-        mean: The mean of the updates, (d,) float64; None if there is none.
-        replies: The replies of the nodes in the sum, without their updates.
-        problems: Why other nodes are not in the sum, and what nodes in it did wrong afterwards.
-        spoilt: The nodes of a sum that is out of range: one of them sent something else than a
-            masked update, and the sum does not tell which.
-    """
-
-    mean: np.ndarray | None = None
+    mean: np.ndarray | None = None  # of the updates, (d,) float64; None if there is none
+    # of the nodes in the sum, without updates
     replies: dict[int, Reply] = field(default_factory=dict)
+    # why nodes are not in the sum, or what they did after
     problems: dict[int, str] = field(default_factory=dict)
+    # Nodes of a sum that is out of range: an unknown one sent no valid masked update.
     spoilt: list[int] = field(default_factory=list)
 
 
@@ -80,8 +75,7 @@ def summed(
         size: d, the number of values of an update.
 
     Raises:
-        TensorError: Nodes would be asked for different exchanges, or sent different tensors. No
-            node was asked.
+        TensorError: Exchanges or tensors differ between nodes. No node was asked.
     """
     if (
         len({exchange_name(request) for request in requests.values()}) > 1
@@ -132,12 +126,12 @@ class _Exchange:
     result: Sum
 
     def mean(self) -> np.ndarray:
-        """Return the mean of the updates, (d,) float64. Raises TensorError: there is none."""
+        """Return the mean of the updates, (d,) float64. Raises TensorError if there is none."""
         opened = self.cohort.agree()
         return self._unmasked(self._masked_sum(opened), set(self.cohort.proofs))
 
     def _masked_sum(self, opened: Mapping[int, tuple[int, bytes]]) -> np.ndarray:
-        """Have clients train, and return the sum of their masked updates, (d,) int64."""
+        """Have clients train; return the sum of their masked updates, (d,) int64."""
         contents = {}
         for node in self.cohort.proofs:
             text = {TEXT: self.requests[node].model_dump_json()}
@@ -180,8 +174,8 @@ class _Exchange:
         return Bound(self.cohort.digest, sha256(self.body).digest(), node)
 
     def _unmasked(self, total: np.ndarray, dealers: set[int]) -> np.ndarray:
-        """Return the mean, (d,) float64, of a masked sum, (d,), that has the pairwise masks of the
-        dealers: those shared with nodes that sent nothing do not cancel.
+        """Return the mean, (d,) float64, of a masked sum, (d,), with pairwise masks of the dealers:
+        those shared with nodes that sent nothing do not cancel.
         """
         active = set(self.result.replies)
         shares = self._shares(active, dealers - active)
@@ -206,13 +200,11 @@ class _Exchange:
         return mean
 
     def _mask(self, seed: bytes) -> np.ndarray:
-        """Return a mask of an update, (d,) int64; the first value of the stream is the weight's."""
+        """Return an update's mask, (d,) int64; the stream's first value is for the weight."""
         return expanded(seed, MODULUS, [(1,), (self.size,)])[1]
 
     def _shares(self, active: Collection[int], dead: Collection[int]) -> dict[int, list[Share]]:
-        """Return as many shares as are needed, by client: of the seeds of clients that sent an
-        update, and of the keys of clients that did not.
-        """
+        """Return enough shares by client: of seeds if it sent an update, otherwise of keys."""
         lists = {Key.ACTIVE_NODE_ID_LIST: list(active), Key.DEAD_NODE_ID_LIST: list(dead)}
         contents = {node: content_with(configs_of(Stage.UNMASK, **lists)) for node in active}
 
@@ -227,9 +219,7 @@ class _Exchange:
     def _given(
         self, node: int, content: RecordDict, active: Collection[int], dead: Collection[int]
     ) -> dict[int, Share]:
-        """Return the shares that a client reveals, by owner of the secret, checked against the
-        owners' proofs.
-        """
+        """Return the shares that a client reveals, by owner, checked against the owners' proofs."""
         configs = values_of(content, {}, (Key.NODE_ID_LIST, Key.SHARE_LIST))
         owners = cast(list[int], configs[Key.NODE_ID_LIST])
         data = cast(list[bytes], configs[Key.SHARE_LIST])

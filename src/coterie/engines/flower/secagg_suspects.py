@@ -1,15 +1,15 @@
 """The search for a client that spoils masked sums, by halves, from one exchange to the next.
 
-An out-of-range sum has been spoilt by one of the clients in it, and it does not tell which. So the
-following exchanges leave out one half of the suspects, and then the other. Each further spoilt sum
-clears those that were left out; a good one clears nobody, since a liar can be quiet for a while, to
-have others blamed. After some quiet exchanges all take part again; if they are then spoilt again,
-twice as many follow. So of R exchanges with n clients one client spoils about log2(n) + log2(R),
-and one that always does so is found after 2 log2(n).
+An out-of-range sum does not tell which of its clients spoilt it. So the next exchanges leave out
+one half of the suspects, and then the other. Each further spoilt sum clears those that were left
+out; a good one clears nobody, since a liar can be quiet for a while, to have others blamed. After
+some quiet exchanges all take part again; if one is spoilt then, twice as many follow. So one client
+spoils about log2(n) + log2(R) of R exchanges with n clients, and one that always does so is found
+after 2 log2(n).
 
-No update is in two sums: devices refuse that, as the difference of two sums is the sum of the
-clients in one of them alone. For the same reason groups of at least `FEWEST` are left out, not
-single clients.
+No update is in two sums, whose difference would be the sum of the clients in only one of them:
+devices refuse that. For the same reason groups of at least `FEWEST` are left out, not single
+clients.
 """
 
 from collections.abc import Collection, Sequence
@@ -20,17 +20,11 @@ from coterie.aggregation.secure import FEWEST
 
 @dataclass
 class Suspects:
-    """Clients of which one spoilt all the sums that were spoilt so far.
+    """Clients of which one spoilt all sums that were spoilt so far."""
 
-    Args:
-        names: The suspects, sorted; empty: no sum was spoilt.
-        turn: Exchanges since the last spoilt one.
-        patience: Exchanges after a spoilt one that leave out suspects.
-    """
-
-    names: list[str] = field(default_factory=list)
-    turn: int = 0
-    patience: int = 2
+    names: list[str] = field(default_factory=list)  # sorted; empty: no sum was spoilt
+    turn: int = 0  # exchanges since the last spoilt one
+    patience: int = 2  # exchanges after a spoilt one that leave out suspects
 
     def learn(self, spoilt: Collection[str]) -> None:
         """Record the clients in a spoilt sum."""
@@ -40,8 +34,8 @@ class Suspects:
             self.patience *= 2
 
     def left_out(self, clients: Sequence[str]) -> list[str]:
-        """Select clients to leave out of an exchange: the culprit, or half of the suspects and, if
-        these are few, others; none if too few would stay, or be left out.
+        """Return clients to leave out of an exchange: the culprit, or half of the suspects, with
+        others if these are few; none if too few would stay or be left out.
         """
         here = [name for name in self.names if name in clients]
         if len(self.names) == 1:

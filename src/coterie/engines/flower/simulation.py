@@ -1,6 +1,4 @@
-"""Flower's simulation in a thread of this process, on the Ray cluster that RAY_ADDRESS names or one
-of its own.
-"""
+"""Flower's simulation in a thread, on its own Ray cluster or the one that RAY_ADDRESS names."""
 
 import logging
 import os
@@ -22,7 +20,7 @@ ANSWER_S = 10.0  # seconds for a Ray cluster to answer
 
 @dataclass(frozen=True)
 class _Simulation:
-    """A simulation that runs in a separate thread."""
+    """A simulation in a separate thread."""
 
     about: tuple[int, int, Handle, int]
     grid: Grid
@@ -33,17 +31,15 @@ _going_on: list[_Simulation] = []  # at most one: Ray is started once in a proce
 
 
 def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0) -> Grid:
-    """Return the grid of a simulation: that of the last call if the arguments are the same. It
-    ends with the process, or when another simulation starts.
+    """Return a simulation's grid: the last one if the arguments are the same. It ends with the
+    process, or when another simulation starts. Raises ClientError if Flower's simulation does not
+    start.
 
     Args:
         clients: Number of nodes; the i-th has `partition-id` i.
         threads: Cores for each program; as many run at once as the cluster has cores for.
         handle: The function of each node; must be picklable.
         accelerators: Accelerators for each program, which sees no other.
-
-    Raises:
-        ClientError: Flower's simulation could not be started.
     """
     about = (clients, threads, handle, accelerators)
     if _going_on and _going_on[0].about != about:
@@ -110,9 +106,8 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
 
 
 def _connect(threads: int, accelerators: int) -> None:
-    """Start Ray, or connect to the cluster that RAY_ADDRESS names; not in the main thread, whose
-    SIGTERM Ray would take. Raises ClientError: nobody answers there, or no machine has what a
-    program needs. Flower would wait for both without end.
+    """Start Ray, or connect to RAY_ADDRESS, in a thread, as Ray would take the main one's SIGTERM.
+    Raises ClientError: no cluster or suitable machine, for which Flower would wait endlessly.
     """
     import ray
 

@@ -24,24 +24,17 @@ QUICK_S, SLOW_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Transport:
-    """The way to the nodes of a grid.
+    """The transport of messages to the nodes of a grid."""
 
-    Args:
-        grid: Flower's, of one run.
-        traffic: Bytes to devices and from them, whatever they hold; counted up.
-    """
-
-    grid: Grid
-    traffic: list[int]
+    grid: Grid  # Flower's, of one run
+    traffic: list[int]  # bytes to devices and from them, counted up
 
     def nodes(self) -> set[int]:
         """Return the nodes that are connected now."""
         return set(self.grid.get_node_ids())
 
     def collected(self, sent: dict[str, int], seconds: float) -> dict[int, Message]:
-        """Wait until all messages are answered, or the seconds have passed; return the reply of
-        each node.
-        """
+        """Wait until all messages are answered, or for `seconds`; return the reply of each node."""
         end, pause = time.monotonic() + seconds, QUICK_S
         replies: dict[int, Message] = {}
         while sent:
@@ -92,8 +85,8 @@ class Transport:
 
 
 def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
-    """Return a reply and its tensors. Raises TensorError for a lost node, a program that died, and
-    a message that is not a reply.
+    """Return a reply and its tensors. Raises TensorError for lost nodes, failed programs and other
+    messages.
     """
     if message.has_error():
         reason = message.error.reason or "no reason"
@@ -124,7 +117,7 @@ def bodies_of(
 
 
 def _size(content: RecordDict) -> int:
-    """Return the bytes of the values of a message."""
+    """Return the bytes of a message's values."""
     arrays = sum(
         len(array.data) for record in content.array_records.values() for array in record.values()
     )
