@@ -28,29 +28,21 @@ class PerClientTensors(Tensors):
 
 @dataclass
 class ClientBatch:
-    """Clients that do a task as one: what `Client` does for one client, under the same names, see
+    """Clients that do a task as one, with what `Client` does for one under the same names, see
     `AnyClient`.
 
     Their parameters are the rows of one matrix X, (n, d), and their optimisers' moments and running
     statistics those of others. The rows are the tensors of the clients' states, so that nothing is
-    copied between a batch and its clients one by one. Tensors that are received and sent have the
-    clients as their first dimension, or are `PerClientTensors`.
-
-    Args:
-        site: What the process needs to be these clients.
-        states: Of the clients, in order.
-        model: Theirs.
-        round: Rounds that the run has done.
-        round_steps: L, local iterations in a round.
-        total_iterations: T * L.
+    copied between a batch and its clients. Received and sent tensors have the clients as their
+    first dimension, or are `PerClientTensors`.
     """
 
     site: Site
-    states: Mapping[ClientId, State]
+    states: Mapping[ClientId, State]  # of the clients, in order
     model: Classifier
-    round: int
-    round_steps: int
-    total_iterations: int
+    round: int  # rounds that the run has done
+    round_steps: int  # L, local iterations in a round
+    total_iterations: int  # T * L
     _tokens: dict[ClientId, int] = field(default_factory=dict)
     _stats: dict[ClientId, dict[str, list[float]]] = field(default_factory=dict)
 
@@ -63,11 +55,9 @@ class ClientBatch:
         round_steps: int,
         total_iterations: int,
     ) -> "ClientBatch | None":
-        """Return the batch of these clients; None where they must be asked one by one.
-
-        They must have one layout, a model that stacks and gains by it, batches in one piece, no
-        privacy of single examples, optimisers that have done the same number of steps, and
-        schedules at one place.
+        """Return the batch of these clients, or None: they lack one layout, a model that stacks and
+        gains by it, batches in one piece, equal steps of optimisers and schedules, or have privacy
+        of single examples.
         """
         if len(states) < 2 or site.sanitizes:
             return None
@@ -99,7 +89,7 @@ class ClientBatch:
         return self._matrix(_X)
 
     def stack(self, received: Mapping[ClientId, Tensors]) -> Tensors:
-        """Return the clients' tensors stacked; expanded where all have the same object."""
+        """Return the clients' tensors stacked; expanded if all have the same object."""
         first, device = received[self.ids[0]], self.model.device
         forms = {
             tuple((name, t.shape) for name, t in tensors.items()) for tensors in received.values()
@@ -112,7 +102,7 @@ class ClientBatch:
         return {name: stacked([received[i][name] for i in self.ids]).to(device) for name in first}
 
     def split(self, reply: Tensors) -> Replies:
-        """Return the tensors of the batch as those of its clients, in one pass over them."""
+        """Return the batch's tensors by client, in one pass over them."""
         if not isinstance(reply, PerClientTensors):
             return {i: {name: t[k] for name, t in reply.items()} for k, i in enumerate(self.ids)}
         replies: dict[ClientId, Tensors] = {i: {} for i in self.ids}
@@ -127,7 +117,7 @@ class ClientBatch:
 
     @property
     def windows(self) -> int:
-        """Rows of the first client: only where size does not matter do others differ."""
+        """Rows of the first client; others may differ only where the size does not matter."""
         return self.site.data[self.ids[0]].train.windows
 
     @property
@@ -171,7 +161,7 @@ class ClientBatch:
 
     @property
     def _shared(self) -> dict[str, Named]:
-        """What travels of a model, by name, under each key of a client's state."""
+        """The shared tensors of a model, by name, under each key of a client's state."""
         shared: dict[str, Named] = {_X: self.model.parameters_by_role()[GENERALIST]}
         if self.model.statistics is not None and (buffers := self.model.buffers()):
             shared[_BUFFERS] = buffers
@@ -279,14 +269,15 @@ class ClientBatch:
         on: Mapping[ClientId, Split],
         purpose: str = "",
     ) -> Tensor:
-        """Return the gradients at points, (m, d), of their owners' losses, each on its own batch.
+        """Return gradients, (m, d), at points, (m, d), of their owners' losses on their own
+        batches.
 
         Args:
             points: (m, d).
-            owners: Of each point; one client may own several.
-            on: What each owner's batches are drawn from.
-            purpose: Of gradients elsewhere, see `Client.gradient_at`. By default each point is its
-                owner's model, the only one, and running statistics follow.
+            owners: The owner of each point; a client may own several.
+            on: The split from which each owner's batches are drawn.
+            purpose: See `Client.gradient_at`. By default each point is the only one, its owner's
+                model, and running statistics are updated.
         """
         if purpose and not all_finite({"points": points}):
             raise Divergence(
@@ -341,7 +332,7 @@ class ClientBatch:
 
 
 def _optimiser(state: State) -> list[tuple[str, float]]:
-    """Return the names of an optimiser's tensors, with the values of scalars such as Adam's t."""
+    """Return an optimiser's tensors by name, with the values of scalars such as Adam's t."""
     memory = {key: tensor for key, tensor in state.items() if key.startswith(_OPTIMISER)}
     return sorted(
         (key, float(tensor) if tensor.ndim == 0 else 0.0) for key, tensor in memory.items()
@@ -349,7 +340,7 @@ def _optimiser(state: State) -> list[tuple[str, float]]:
 
 
 def stacked(rows: Sequence[Tensor]) -> Tensor:
-    """Return the rows, (d,) each, as one matrix, (n, d): without a copy if they are its rows."""
+    """Return rows, (d,) each, as a matrix, (n, d), uncopied if they are the rows of one."""
     base, size = rows[0]._base, rows[0].numel()
     if (
         base is not None

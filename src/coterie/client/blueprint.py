@@ -21,23 +21,16 @@ def initial_seed(seed: int, role: Role, client: ClientId) -> int:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The server's view of the model: its shapes, from the configuration, and the run's seed. Never
-    backbone weights.
-
-    Args:
-        trainable: Makes the trainable part of a model of some layout.
-        layouts: Of each client.
-        seed: The run's seed.
-        clusters: The true cluster of each client, where the data tell: for methods that are given
-            it, as an oracle is.
-        anchors: Clients that are tied to an expert each, the q-th to expert q.
+    """The server's view of the model: its shapes, from the configuration, and the run's seed, but
+    no weights of the backbone.
     """
 
-    trainable: Callable[[Layout], Trainable]
+    trainable: Callable[[Layout], Trainable]  # makes the trainable part of a layout
     layouts: Mapping[ClientId, Layout]
     seed: int
+    # each client's true cluster, if known: for oracles
     clusters: Mapping[ClientId, int] | None = None
-    anchors: Sequence[ClientId] = ()
+    anchors: Sequence[ClientId] = ()  # the q-th client is tied to expert q
 
     def read(self, *roles: Role) -> Tensors:
         """Return the initial values of the shared tensors."""
@@ -49,10 +42,8 @@ class Blueprint:
         }
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
-        """Return the initial values of one role as one vector, (d,); `start` 1, 2, ... for others
-        of the same distribution.
-
-        Of the experts of a pool it is one expert, with its running statistics; those of others are
+        """Return one role's initial values, (d,); `start` 1, 2, ... for others of the same
+        distribution. Of a pool it is one expert, with its running statistics, which otherwise are
         in no vector.
         """
         seed = (
@@ -71,7 +62,7 @@ class Blueprint:
 
     @property
     def ranks(self) -> dict[ClientId, list[int]]:
-        """The rank of each of a client's low-rank updates, in the order of their modules' names."""
+        """The ranks of each client's low-rank updates, in the order of the modules' names."""
         updates = {i: self.trainable(layout).loras() for i, layout in self.layouts.items()}
         return {
             i: [loras[module].A.shape[1] for module in sorted(loras)]

@@ -29,27 +29,26 @@ from coterie.models.classifier import Classifier
 class Client(BoundClient):
     """One client during one task.
 
-    All that it must remember lies in `state`, a flat dict of tensors that the engine keeps between
-    tasks: `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each of which the model's
-    parameters are views; `buffers`, likewise (running statistics); `experts`, which of a pool's
-    experts it has; `cursor/<split>`, the rows drawn so far; `iteration`, its local iterations over
-    the whole run, and `began`, the last round that it trained in with those before that round;
-    `embeddings/<split>`, what a common expert made of its data, once; `best/...`, see `remember`.
+    All that it remembers is in `state`, a flat dict of tensors that the engine keeps between tasks:
+    `parameters/<role>` and `optimiser/<role>/...`, one flat tensor each, of which the model's
+    parameters are views; likewise `buffers` (running statistics); `experts`, the numbers of its
+    experts of a pool; `cursor/<split>`, the rows drawn so far; `iteration`, its local iterations
+    over the whole run, and `began`, the last round that it trained in with the iterations before
+    that; `embeddings/<split>`, a common expert's embeddings of its data; `best/...`, see
+    `remember`.
 
     Args:
         id: The client's stable name.
-        model: The process's model of this client's layout; its parameters are bound to `state`
-            here.
+        model: The process's model of this client's layout; its parameters are bound to `state`.
         data: The client's own splits.
         training: Batch size and optimisers.
         state: Its stored tensors; {} for a new client.
         seed: The run's seed.
         total_iterations: T * L, over which the cosine schedule runs.
-        sanitizer: Makes the gradients of what is shared, if single examples are protected.
+        sanitizer: Makes the gradients of shared roles, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
-        frozen: Roles whose tensors no step changes: they belong to others and are not sent back,
-            see `Method.iterate`.
+        frozen: Roles that no step changes, since they belong to others, see `Method.iterate`.
     """
 
     sanitizer: Sanitizer | None = None
@@ -61,41 +60,40 @@ class Client(BoundClient):
 
     @property
     def iteration(self) -> int:
-        """The client's own local iterations so far, over the whole run."""
+        """The client's local iterations so far, over the whole run."""
         return int(self.state.get("iteration", 0))
 
     @property
     def position(self) -> int:
-        """Where the run's schedules stand, see `position`."""
+        """The position of the run's schedules, see `position`."""
         return position(self.state, self.round, self.round_steps)
 
     def advance(self) -> int:
-        """Count a local iteration; returns where the schedules stood before it."""
+        """Count a local iteration; return the schedules' position before it."""
         before = self.position
         advance(self.state, self.round)
         return before
 
     @property
     def lr(self) -> float:
-        """The learning rate of the experts in the next local iteration: eta."""
+        """eta, the learning rate of the experts in the next local iteration."""
         return self.training.experts.lr_at(self.position, self.total_iterations)
 
     def step(self, *roles: Role, on: Split, extra: Callable[[], Named] | None = None) -> None:
         """Take one optimiser step of the tensors of these roles on the next batch of a split.
 
-        Gradients are taken of these roles alone, so nothing leaks between the levels. A step of
+        Gradients are of these roles alone, so that nothing leaks between the levels. A step of
         anything but the router or gate alone is a local iteration.
 
-        Where single examples are protected, gradients of shared roles are made by a `Sanitizer`, on
-        a batch of its own, at a model whose other parts have their initial values: those that it
-        has learned were never noised, and what depends on them would tell of them.
+        If single examples are protected, a `Sanitizer` makes the gradients of shared roles, on its
+        own batch, at a model whose other parts have their initial values: trained without noise,
+        they would reveal examples.
 
         Args:
-            roles: Whose tensors are trained.
-            on: The split that the batch is drawn from.
-            extra: Gives the gradient, by name, of what the objective has beside the loss: a
-                regulariser, a penalty; of shared roles it must not depend on the data but through
-                what is shared.
+            roles: The roles to train.
+            on: The split from which the batch is drawn.
+            extra: Returns gradients, by name, of the objective's other terms, such as a penalty;
+                those of shared roles must depend on the data only through what is shared.
         """
         if self.sanitizer is None or self.sanitizer.roles.isdisjoint(roles):
             return self.step_on(self.draw(on), *roles, extra=extra)
@@ -127,7 +125,7 @@ class Client(BoundClient):
     def _gradients(
         self, batch: Batch, roles: Sequence[Role], what: str = ""
     ) -> dict[Role, list[Tensor]]:
-        """Return the gradients of each role's tensors on a batch; note the loss under `what`."""
+        """Return each role's gradients on a batch; record the loss under `what`."""
         wrt = [p for role in roles for p in self._parameters[role].values()]
         gradients, stats = self.model.gradient(batch, wrt, self.training.micro_batch)
         self._note(what or "+".join(roles), len(batch), stats)
@@ -136,14 +134,14 @@ class Client(BoundClient):
     def _by_role(
         self, gradients: Iterable[Tensor], roles: Sequence[Role]
     ) -> dict[Role, list[Tensor]]:
-        """Split the gradients of all tensors of some roles by role."""
+        """Split the gradients of several roles by role."""
         remaining = iter(gradients)
         return {role: list(islice(remaining, len(self._parameters[role]))) for role in roles}
 
     def _descend(
         self, gradients: Mapping[Role, list[Tensor]], extra: Callable[[], Named] | None, at: int
     ) -> None:
-        """One optimiser step of each role, along its gradients and those of `extra`."""
+        """Take an optimiser step of each role, along its gradients and those of `extra`."""
         extra_gradients = extra() if extra else {}
         for role, parts in gradients.items():
             named = zip(self._parameters[role], parts, strict=True)
@@ -156,7 +154,7 @@ class Client(BoundClient):
     def _sanitized(
         self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
     ) -> dict[Role, list[Tensor]]:
-        """Return each role's gradients on a sample of a split, private for each of its examples."""
+        """Return each role's gradients on a sample of a split, private for each example."""
         wrt = [p for role in roles for p in self._parameters[role].values()]
         size, expected = sum(p.numel() for p in wrt), min(self.training.batch_size, on.windows)
         with self.borrowing(self._initial(frozenset(OWNED) - sanitizer.roles)):
@@ -171,7 +169,7 @@ class Client(BoundClient):
     def _by_example(
         self, on: Split, numbers: Numbers, wrt: list[nn.Parameter], what: str
     ) -> Iterator[list[Tensor]]:
-        """Return the gradients of each of some rows of a split, so many at a time as fit."""
+        """Yield gradients of single rows of a split, as many at a time as fit into memory."""
         assert self.model.per_example is not None
         rows = self.training.micro_batch or self.training.batch_size
         for part in np.array_split(numbers, math.ceil(len(numbers) / rows)) if len(numbers) else ():
@@ -199,9 +197,8 @@ class Client(BoundClient):
         self.tokens += rows * self.data.train.context
 
     def descend(self, role: Role, gradient: Tensor, at: int | None = None) -> None:
-        """Take one optimiser step of all values of a role along a gradient, (d,).
-
-        `at` is where the schedule stands, see `position`; by default at the last local iteration.
+        """Take one optimiser step of all values of a role along a gradient, (d,), with the schedule
+        at position `at`; by default that of the last local iteration.
         """
         settings = self.training.optimiser(role)
         lr = settings.lr_at(self.position - 1 if at is None else at, self.total_iterations)
@@ -210,8 +207,8 @@ class Client(BoundClient):
         )
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
-        """Return the gradient of the loss, (d,) fp32, at other values of a role, (d,), than the
-        client's own, of which nothing changes, running statistics neither.
+        """Return the loss's gradient, (d,) fp32, at other values, (d,), of a role. The client does
+        not change, nor do running statistics.
         """
         with self.at(values, role):
             wrt = list(self._parameters[role].values())
@@ -220,16 +217,13 @@ class Client(BoundClient):
             return _flat(gradients).float()
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
-        """Return the gradients of the client's loss at several models.
+        """Return the gradients of the client's loss at several models, (d,) fp32 each, by name.
 
         Args:
             points: (d,) each, by the ids of the clients whose models they are, or are halfway to.
-                What is under the client's own id becomes its model, and the batch is of those that
-                train it, which its running statistics follow.
+                The one under the client's own id becomes its model; its batch is one that trains
+                it, and updates its running statistics.
             purpose: The other batches are those of `independent_stream(purpose)`.
-
-        Returns:
-            (d,) fp32 each, under the same names.
         """
         others, gradients_of = self.independent_stream(purpose), Tensors()
         for name, values in sorted(points.items()):
@@ -242,8 +236,8 @@ class Client(BoundClient):
         return gradients_of
 
     def gradient_to_share(self, values: Tensor, batch: Batch) -> Tensor:
-        """As `gradient_at`, for values that are shared: where examples are protected the sanitizer
-        makes the gradient, on a batch of its own.
+        """As `gradient_at`, for shared values: if examples are protected, the sanitizer makes the
+        gradient, on its own batch.
         """
         if self.sanitizer is None:
             return self.gradient_at(values, batch)
@@ -265,31 +259,29 @@ class Client(BoundClient):
             del self.state[key]
 
     def score(self, split: Split, batches: int | None = None) -> Tensor:
-        """Return the score of the client's model on a split, or on at most so many batches of it.
-
-        Returns:
-            (2,) float64: the total negative log-likelihood in nats and the number of predictions;
-            of a classifier (3,), with how many of them were right.
+        """Return the model's score on a split, or on at most `batches` of it: (2,) float64, total
+        negative log-likelihood in nats and number of predictions; of a classifier (3,), with
+        correct ones.
         """
         return self.model.score(islice(self.batches(split), batches))
 
     def score_part(self, split: Split, windows: int) -> Tensor:
-        """As `score`, of so many rows, evenly spaced over the split."""
+        """Return `score` of so many rows, evenly spaced over the split."""
         return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
 
     def losses(self, split: Split, windows: int) -> Tensor:
-        """Return the loss on each row of `score_part`, (rows,), weighted to have its mean."""
+        """Return each row's loss of `score_part`, (rows,), weighted to have its mean."""
         rows = self._part(split, windows)[:, None]
         scores = torch.stack([self.model.score(iter([split.take(row)])) for row in rows]).cpu()
         return scores[:, 0] / scores[:, 1].mean()
 
     @staticmethod
     def _part(split: Split, windows: int) -> Numbers:
-        """Return the numbers of so many rows, evenly spaced over the split."""
+        """Return the indices of so many rows, evenly spaced over the split."""
         return np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
 
     def batches(self, split: Split) -> Iterator[Any]:
-        """All rows of a split once, in order, in batches for scoring."""
+        """Yield all rows of a split in order, in batches for scoring."""
         for batch in split.scoring(self._rows):
             check_stopped()
             yield batch
@@ -308,11 +300,8 @@ class Client(BoundClient):
         return float(nll / predictions)
 
     def metrics(self) -> Metrics:
-        """Return what this task measured: mean loss and balance by trained roles, mean routing
-        weight (blocks, experts), tokens.
-
-        Raises:
-            Divergence: A loss was not finite.
+        """Return the task's measurements: mean loss and balance by trained roles, mean routing
+        weight (blocks, experts), tokens. Raises Divergence if a loss was not finite.
         """
         metrics: Metrics = {"tokens": self.tokens} if self.tokens else {}
         for roles, steps in self.stats.items():

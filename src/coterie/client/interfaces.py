@@ -59,10 +59,8 @@ class Model(Protocol):
 
 
 class AnyClient(Protocol):
-    """The common interface of `Client` and `ClientBatch`: all that a task that serves both may use,
-    see `protocol.task`.
-
-    The tensors that a batch takes and gives have a first dimension more, its clients.
+    """The common interface of `Client` and `ClientBatch`, for tasks that serve both, see
+    `protocol.task`. Tensors of a batch have its clients as an additional first dimension.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""What leaves a client: clipped, noised, masked or poisoned as the recipe says."""
+"""The processing of replies that leave a client: clipping, noise, masks, or an attack."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -31,47 +31,35 @@ _MOST_MEASURED = 16  # numbers that a device which protects its owner measures a
 class Outbound:
     """The processing of a reply before it leaves a client.
 
-    Where its owner is protected (by local privacy, by secure aggregation, by limits of the owner)
-    nothing leaves but what its task is declared to send, see `Sends`. What is asked with which
-    number decides nothing here: a server chooses those.
-
-    Args:
-        seed: The run's seed.
-        privacy: Clips updates and adds noise, where that is a client's own business.
-        attack: What attackers make of their replies. Only simulated ones lie.
-        attackers: The ids of the attackers.
-        secret: Whether noise is drawn from what only this machine knows, as it must be on devices:
-            whoever has the seed of a run could take its noise away. In a simulation it is drawn
-            from the run's seed.
-        key: What only this machine knows, and keeps: the same reply to the same request then leaves
-            with the same noise. Otherwise whoever asks often enough could average it away.
-        secure: Whether updates are sent only under the masks of secure aggregation.
-        noisy: Whether updates are sent only with noise.
-        by_examples: Whether noise in each step, for single examples, is sufficient for that.
-        masked: Whether the current reply is masked.
-        silent: Whether scores and measurements are never sent.
+    If its owner is protected (by local privacy, secure aggregation or the owner's limits), only
+    what the task is declared to send leaves, see `Sends`. The numbers of requests decide nothing
+    here, since a server chooses them.
     """
 
     seed: int
-    privacy: Privacy | None = None
-    attack: Attack | None = None
+    privacy: Privacy | None = None  # clips updates and adds noise, if clients do so
+    attack: Attack | None = None  # what attackers, simulated ones only, make of their replies
     attackers: frozenset[ClientId] = frozenset()
+    # Whether noise comes from this machine's secret, as on devices: whoever knows the seed could
+    # remove noise that comes from it, as in simulations.
     secret: bool = False
+    # This machine's secret: equal replies to equal requests get equal noise, which cannot be
+    # averaged away by repeated requests.
     key: bytes = b""
-    secure: bool = False
-    noisy: bool = False
-    by_examples: bool = False
-    masked: bool = False
-    silent: bool = False
+    secure: bool = False  # whether updates leave only under masks
+    noisy: bool = False  # whether updates leave only with noise
+    by_examples: bool = False  # whether noise in each step, for examples, is enough for that
+    masked: bool = False  # whether the current reply is masked
+    silent: bool = False  # whether scores and measurements never leave
 
     @property
     def noise(self) -> Privacy | None:
-        """What clips updates and adds noise to them here, if that is private at all."""
+        """What clips updates and adds noise to them here, if anything."""
         return self.privacy if self.privacy is not None and self.privacy.where == "local" else None
 
     @property
     def protects(self) -> bool:
-        """Whether nothing may leave that is not declared."""
+        """Whether only declared content may leave."""
         return self.secure or self.noisy or self.silent or self.noise is not None or self.sanitizes
 
     @property
@@ -81,12 +69,12 @@ class Outbound:
 
     @property
     def _noised(self) -> bool:
-        """Whether updates leave with such noise as the owner wants."""
+        """Whether updates have the noise that the owner requires."""
         applies = self.noise is not None or (self.by_examples and self.sanitizes)
         return applies and self.privacy is not None and self.privacy.noise > 0
 
     def check(self, task: Task) -> None:
-        """Refuse, before anything is done, a task whose reply could not leave. Raises Refused."""
+        """Raise Refused for a task whose reply could not leave, before it starts."""
         if not self.protects:
             return
         name, sends = task.__name__, declared(task)
@@ -113,8 +101,8 @@ class Outbound:
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
     ) -> Tensors:
-        """Return what leaves the client `id`. Raises Refused for what its task is not declared to
-        send, where its owner is protected.
+        """Return what leaves the client `id`. Raises Refused for undeclared content of a protected
+        owner.
         """
         update = declared(task) is Sends.UPDATE
         # attackers do not lie about their scores
@@ -134,7 +122,7 @@ class Outbound:
         return reply
 
     def measured(self, metrics: Metrics) -> Metrics:
-        """Return the metrics that leave: of a protected owner a few single numbers, all means."""
+        """Return the metrics that leave; of a protected owner a few means."""
         if not self.protects:
             return metrics
         if self.silent:
@@ -145,12 +133,10 @@ class Outbound:
     def _noise_of(
         self, privacy: Privacy, id: ClientId, sent: Named, reply: Named, round: int, phase: int
     ) -> Source:
-        """Return random numbers for the noise of a reply.
-
-        With a key they depend on all that the noise must differ by, and on nothing that a server
-        could change while the reply stays: with another seed, run or round the noise is the same,
-        and cannot be averaged away; with another C or z it is another one, since the same one in
-        two sizes would tell the reply.
+        """Return random numbers for a reply's noise. With a key they depend on all that the noise
+        must differ by, and on nothing that a server could change without changing the reply. With
+        another seed, run or round the noise is equal, and cannot be averaged away; with another C
+        or z it differs, since the same noise in two sizes would reveal the reply.
         """
         if not self.key:
             return self.source("noise", round, phase, id)
@@ -162,11 +148,10 @@ class Outbound:
     def sanitizer(
         self, method: Any, steps: int, round: int, phase: int, id: ClientId
     ) -> Sanitizer | None:
-        """Return what makes the gradients that a client of a method shares, in one task of so many
-        steps; None where no examples are protected.
-
-        On devices it never draws the same twice, not even for the same request: with the same noise
-        on other data, or from another state, the difference would have none. Each time counts.
+        """Return the maker of a client's shared gradients in one task of so many steps; None if
+        examples are not protected. On devices it never draws the same noise twice, even for equal
+        requests: on other data, or from another state, the difference would have none. Each time
+        counts.
         """
         if self.privacy is None or not self.sanitizes:
             return None

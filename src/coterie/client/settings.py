@@ -1,4 +1,4 @@
-"""How a client trains: batches, and optimisers of flat tensors with memory in its state."""
+"""Settings of a client's training: batches, and optimisers with memory in its state."""
 
 import math
 from abc import ABC, abstractmethod
@@ -44,9 +44,9 @@ class Scheduled(BaseModel, ABC):
 
         Args:
             flat: fp32, of any shape.
-            gradient: The gradient, of the same shape.
+            gradient: Of the same shape.
             lr: The learning rate of this step.
-            memory: The optimiser's moments, started where they are missing.
+            memory: The optimiser's moments, which start at zero.
             prefix: The prefix of this tensor's keys in `memory`.
         """
 
@@ -121,7 +121,7 @@ class SGD(Scheduled):
 
 
 def _started(memory: State, key: str, like: Tensor) -> Tensor:
-    """Return the tensor under a key; zeros at first."""
+    """Return the tensor under a key, which starts at zero."""
     if key not in memory:
         memory[key] = torch.zeros_like(like)
     return memory[key]

@@ -1,4 +1,4 @@
-"""The place where clients' tasks are done: their data, and one model for each layout."""
+"""The place where clients' tasks run: their data, and one model for each layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,38 +37,29 @@ _OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", EXPERT_IDS)
 
 @dataclass
 class Site:
-    """The models, data and training settings with which a process runs the tasks of any client of a
-    run; all models are on one backbone.
-
-    Args:
-        build: Makes a model of some layout.
-        layouts: The shape of each client's model.
-        data: The clients' data (of the pool too, where a method trains on it).
-        training: Batch size and optimisers.
-        seed: The run's seed.
-        total_iterations: T * L.
-        outbound: Processes replies; None: they are sent unchanged.
+    """The models, data and training settings with which a process runs any client's tasks; all
+    models share one backbone.
     """
 
-    build: Callable[[Layout], Model]
-    layouts: Mapping[ClientId, Layout]
-    data: Mapping[ClientId, ClientData]
+    build: Callable[[Layout], Model]  # makes a model of some layout
+    layouts: Mapping[ClientId, Layout]  # of each client's model
+    data: Mapping[ClientId, ClientData]  # also of the pool, if a method trains on it
     training: Training
     seed: int
-    total_iterations: int
-    outbound: Outbound | None = None
+    total_iterations: int  # T * L
+    outbound: Outbound | None = None  # processes replies; None: they are sent unchanged
     models: dict[Layout, Model] = field(default_factory=dict)
     _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
 
     def model(self, id: ClientId) -> Model:
-        """Return the model that clients of this one's layout take turns in."""
+        """Return the model that clients of this layout take turns in."""
         layout = self.layouts[id]
         if layout not in self.models:
             self.models[layout] = self.build(layout)
         return self.models[layout]
 
     def twin(self) -> "Site":
-        """Return the same for another thread, with models of its own on the base's weights."""
+        """Return a copy for another thread, with its own models on the base's weights."""
 
         def copied(layout: Layout) -> Model:
             if layout not in self.models:
@@ -78,7 +69,7 @@ class Site:
         return replace(self, build=copied, models={}, _known={})
 
     def client(self, id: ClientId, state: State, **task: Any) -> Client:
-        """Return the client `id` with its remembered state; during a task with what it brings."""
+        """Return the client `id` with its state, and the settings of a task."""
         settings = {"total_iterations": self.total_iterations} | task
         return Client(
             id, self.model(id), self.data[id], self.training, state, self.seed, **settings
@@ -87,11 +78,9 @@ class Site:
     def _unshared(
         self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor
     ) -> str | None:
-        """Return why a tensor of a reply does not have a shared role; None if it has one, or holds
-        scores or counts.
-
-        What belongs to several models has a prefix for each (`change/<name>`); gradients travel
-        under the names of clients.
+        """Return why a tensor of a reply has no shared role; None if it has one, or is scores or
+        counts. What belongs to several models has prefixes (`change/<name>`), and gradients have
+        names of clients.
         """
         roles, sizes = self._roles_of(id)
         parts = name.split("/")
@@ -111,7 +100,7 @@ class Site:
         return f"its role is {role}"
 
     def _roles_of(self, id: ClientId) -> tuple[dict[str, Role], dict[Role, int]]:
-        """Return the role of each tensor of a client's model, and how many values each role has."""
+        """Return the role of each tensor of a client's model, and each role's number of values."""
         layout = self.layouts[id]
         if layout not in self._known:
             model = self.model(id)
@@ -151,7 +140,7 @@ class Site:
         round: int,
         phase: int,
     ) -> Tensors:
-        """Return a reply as it leaves a client. Raises Refused for a tensor that is not shared."""
+        """Return a reply as it leaves a client. Raises Refused for an unshared tensor."""
         scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
             if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):
@@ -180,16 +169,11 @@ class Site:
         phase: int,
         seeded: bool = True,
     ) -> tuple[Tensors, Metrics]:
-        """Do one task of one client; `state` is updated in place.
-
-        A stateless client forgets the model afterwards. Learning rates are where the run stands,
-        not where the client itself does.
-
-        The global random generators are seeded from (run seed, round, phase, client id) and put
-        back afterwards; unless `seeded` is false, for threads, which share them.
-
-        Raises:
-            ClientError: The task failed; it names the client, the task and the round.
+        """Do one task of one client; `state` is updated in place, and a stateless client forgets
+        its model. Learning rates are those of the run's position, not of the client's. Global
+        random generators are seeded from (run seed, round, phase, client id) and restored, unless
+        `seeded` is False, for threads, which share them. Raises ClientError that names client, task
+        and round.
         """
         device = self.model(id).device
         with ExitStack() as stack:

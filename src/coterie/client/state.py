@@ -1,4 +1,4 @@
-"""What a client remembers: its model, bound while a task runs, counters, and its best model."""
+"""A client's memory: its model, bound while a task runs, counters, and its best model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ class BoundClient:
         self.bind()
 
     def bind(self) -> None:
-        """Make the model's parameters and buffers views of `state`, until another is bound."""
+        """Make the model's parameters and buffers views of `state`, until the next is bound."""
         for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
@@ -87,7 +87,7 @@ class BoundClient:
 
     @property
     def loras(self) -> Mapping[str, LoRA]:
-        """The client's low-rank updates by the name of their module: its own values, not copies."""
+        """The client's low-rank updates by module name: its own values, not copies."""
         return self.model.loras()
 
     @property
@@ -135,20 +135,20 @@ class BoundClient:
 
     @property
     def _rows(self) -> int:
-        """Rows at a time where nothing is trained."""
+        """Rows at a time without training."""
         return self.training.micro_batch or min(self.training.batch_size, 32)
 
     def load(self, tensors: Named) -> None:
-        """Take over tensors from the server, by name; an empty dict changes nothing.
+        """Take over tensors from the server, by name.
 
         Args:
-            tensors: By their own names; under a role's name all values of that role as one vector,
-                (d,); or as `expert/<number>`, (d,), all that belongs to one expert of a pool, for
-                the next slot in the order of the numbers.
+            tensors: By their own names; all values of a role, (d,), under the role's name; or all
+                values of a pool's expert, (d,), as `expert/<number>`, which fill slots in the order
+                of the numbers.
 
         Raises:
-            TensorError: A name, shape or dtype that this client's model does not have, or a value
-                that is not finite.
+            TensorError: The client's model has no such name, shape or dtype, or a value is not
+                finite.
         """
         tensors = self._named(tensors)
         current = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
@@ -157,7 +157,7 @@ class BoundClient:
             tensor.detach().copy_(tensors[name])
 
     def _check(self, expected: Named, tensors: Named) -> None:
-        """Refuse tensors of other forms than the client's, or with values that are not finite."""
+        """Raise TensorError for tensors of other forms than the client's, or not finite."""
         check_alike(expected, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
             raise Divergence(
@@ -166,7 +166,7 @@ class BoundClient:
             )
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
-        """Return the tensors of these roles by name, with what travels with them."""
+        """Return the tensors of these roles by name, and what travels with them."""
         values: dict[str, Tensor] = {
             name: p for role in roles for name, p in self._parameters[role].items()
         }
@@ -176,7 +176,7 @@ class BoundClient:
         return values | (dict(self.model.buffers()) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
-        """Return the same tensors, those that came as one vector under their own names."""
+        """Return the tensors under their own names, also those that came as one vector."""
         named = dict(tensors)
         for role in tensors.keys() & set(OWNED):
             named |= self._unflatten(self._parameters[Role(role)], named.pop(role), role)
@@ -229,7 +229,7 @@ class BoundClient:
 
     @contextmanager
     def at(self, values: Tensor, role: Role) -> Iterator[None]:
-        """Give the model other values of one role, (d,), within the block, without a copy."""
+        """Give one role other values, (d,), within the block, without a copy."""
         named, current = self._parameters[role], self.state[f"parameters/{role}"]
         self._check({role: current}, {role: values})
         _point(named, values.to(current))
@@ -240,7 +240,7 @@ class BoundClient:
 
     @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:
-        """Within the block the client has `tensors` loaded; afterwards its own are back."""
+        """Load `tensors` within the block; restore the client's own afterwards."""
         tensors = self._named(tensors)
         before = {
             name: t.detach().clone() for name, t in self._values(*OWNED).items() if name in tensors
@@ -253,14 +253,14 @@ class BoundClient:
 
 
 def _point(named: Named, flat: Tensor) -> None:
-    """Make parameters or buffers views of one vector, (d,), one behind the other."""
+    """Make parameters or buffers consecutive views of one vector, (d,)."""
     parts = torch.split(flat, [tensor.numel() for tensor in named.values()])
     for tensor, part in zip(named.values(), parts, strict=True):
         tensor.data = part.view_as(tensor)
 
 
 def count(state: State, key: str, add: int) -> int:
-    """Return a counter of a client's state before `add` is added to it."""
+    """Add to a counter of a client's state; return its value before."""
     counter = state.setdefault(key, torch.zeros((), dtype=torch.int64))
     before = int(counter)
     counter += add
@@ -268,15 +268,9 @@ def count(state: State, key: str, add: int) -> int:
 
 
 def position(state: State, round: int, steps: int) -> int:
-    """Return where the run's schedules stand for a client, in local iterations.
-
-    They run over the run's rounds: the rounds before count whole, whoever took part in them, and of
-    this one the client's own iterations.
-
-    Args:
-        state: The client's.
-        round: Rounds that the run has done.
-        steps: Local iterations of the client in a round.
+    """Return a client's position in the run's schedules, in local iterations: all of the `round`
+    rounds before, of `steps` iterations each, whether or not it took part, plus its own in this
+    round.
     """
     then, before = state[BEGAN].tolist() if BEGAN in state else (-1, 0)
     return round * steps + (int(state.get("iteration", 0)) - before if then == round else 0)
@@ -301,7 +295,7 @@ def training_data(data: ClientData, purpose: str = "") -> Split:
 
 
 def improves(client: BoundClient, valid: Tensor) -> bool:
-    """Return whether a validation score is better than that of the kept copy, not just equal."""
+    """Return whether a validation score is strictly better than that of the kept copy."""
     if not all_finite({"valid": valid}):
         return False
     kept, metric = client.state.get(f"{_SCORE}valid"), metric_of(valid)
@@ -309,7 +303,7 @@ def improves(client: BoundClient, valid: Tensor) -> bool:
 
 
 def remember(client: BoundClient, scores: Mapping[str, Tensor], round: int) -> None:
-    """Keep a copy of the client's model, with its scores and the rounds done so far."""
+    """Keep a copy of the client's model, its scores, and the number of rounds done."""
     model = {key: t for key, t in client.state.items() if key.startswith(_MODEL)}
     client.state.update({f"{_BEST}{key}": t.detach().clone() for key, t in model.items()})
     client.state.update({f"{_SCORE}{name}": scores[name].clone() for name in _SPLITS})
@@ -317,18 +311,14 @@ def remember(client: BoundClient, scores: Mapping[str, Tensor], round: int) -> N
 
 
 def kept_round(client: BoundClient) -> int | None:
-    """Return the round of the kept copy; None where there is none."""
+    """Return the round of the kept copy, or None."""
     return int(client.state[_ROUND]) if _ROUND in client.state else None
 
 
 def recall(client: BoundClient) -> Tensors:
-    """Make the kept copy the client's model.
-
-    Returns:
-        Its scores `valid` and `test`, see `Client.score`, and the `round` that it is of, ().
-
-    Raises:
-        ClientError: The client never kept one: it was not scored, or lost its state.
+    """Make the kept copy the client's model; return its scores `valid` and `test`, see
+    `Client.score`, and its `round`, (). Raises ClientError: no copy was kept, or the state was
+    lost.
     """
     if _ROUND not in client.state:
         raise ClientError(
