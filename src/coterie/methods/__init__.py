@@ -20,20 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A name on the command line.
+    """A name on the command line."""
 
-    Args:
-        home: The method's class, as `file.Class` in this room, or `module:Class` anywhere.
-        title: In tables and figures.
-        paper: Where it comes from.
-        fixed: Fields that the name fixes.
-        of_own_shares: The method in which each client chooses how much of this one it shares.
-    """
-
-    home: str
-    title: str
-    paper: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    home: str  # the class, `file.Class` in this room, or `module:Class` anywhere
+    title: str  # in tables and figures
+    paper: str  # its source
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the name fixes
+    # The method in which each client chooses how much of this one it shares.
     of_own_shares: str | None = None
 
     @cached_property
@@ -247,9 +240,7 @@ GROUP = "coterie.methods"  # of the entry points
 
 
 class _Methods(Mapping[str, Entry]):
-    """The shipped methods, those of installed packages, and by the name of its module and class
-    any other.
-    """
+    """The shipped methods, those of installed packages, and any other by its module and class."""
 
     def __iter__(self) -> Iterator[str]:
         yield from _SHIPPED
@@ -274,9 +265,7 @@ METHODS: Mapping[str, Entry] = _Methods()
 
 @cache
 def import_problem(name: str) -> str | None:
-    """Import `module:Class`; returns why it is no method, or None where it is one. The folder
-    that one works in is looked in, too.
-    """
+    """Import `module:Class`, also from the current folder; return why it is no method, or None."""
     from coterie.methods.base import Method
 
     try:
@@ -291,7 +280,7 @@ def import_problem(name: str) -> str | None:
 
 
 def name_of(method: "str | type[Method]") -> str:
-    """Return the name of a method that is given by its class, or by its name already."""
+    """Return the name of a method, given by its class or name."""
     return method if isinstance(method, str) else own_name(method)
 
 

@@ -96,19 +96,17 @@ class Method(ABC):
 
     @abstractmethod
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        """One round: yields Asks, is sent the replies, returns the next state.
+        """Do one round: yield Asks, receive the replies, return the next state.
 
         Args:
             state: The server's.
-            clients: The clients that take part. The other members keep their tensors, on the client
-                and in the state, and continue from them later.
+            clients: The clients that take part. Other members keep their tensors, on the client and
+                in the state, and continue from them later.
             rng: The server's random numbers of this round.
         """
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
-        """Do the work that follows the last round once, with all connected clients; most methods
-        have none.
-        """
+        """Do what follows the last round once, with all connected clients; usually nothing."""
         yield from ()
         return state
 
@@ -123,11 +121,9 @@ class Method(ABC):
     @property
     def by_examples(self) -> bool:
         """Whether all that a client sends was trained by gradients that can be made private, one in
-        each local iteration.
-
-        Those are `Client.step` of the roles in `shared`, and `Client.gradient_to_share`. A method
-        must declare this itself: an inherited value does not count, see
-        `protocol.protects_examples`.
+        each local iteration. These are `Client.step` of the roles in `shared`, and
+        `Client.gradient_to_share`. A method must declare this itself: an inherited value does not
+        count, see `protocol.protects_examples`.
         """
         return False
 
@@ -137,14 +133,14 @@ class Method(ABC):
         return True
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor | None:
-        """(N, N): row i holds the weight that client i gives each client, if the method has such
-        weights.
+        """Return the weights that client i, row i, gives each client, (N, N), if the method has
+        any.
         """
         return None
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        """Give a model to clients that have none: new ones, unlabelled data and all. Returns
-        what each of them gets; see `serves_unseen_clients`.
+        """Give models to clients that have none, without labels; return what each client gets. See
+        `serves_unseen_clients`.
         """
         yield from ()
         return self.download(state, clients)
@@ -155,48 +151,40 @@ class Method(ABC):
             self.iterate(client)
 
     def iterate(self, client: Client) -> None:
-        """Do one local iteration of a client by itself: all of its model that the method trains,
-        but what is `frozen` there.
-        """
+        """Do one local iteration outside a round, training all roles but `client.frozen`."""
         client.step(GENERALIST, on=client.train)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Return what each client would get from the server now: with it loaded, it is synchronised
+        """Return what each client would get from the server now, to be synchronised
         (`test_synced`).
         """
         return {i: {} for i in clients}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
-        """Return what a client loads of what it gets from the server, where that travels in
-        another form.
-        """
+        """Return what a client loads from a download, which may be in another form."""
         return download
 
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Return the tensors that a client needs beyond its own state for its personal model: none,
-        right after its last local iteration.
+        """Return the tensors that a client's personal model needs beyond the client's state: by
+        default none, right after its last local iteration.
         """
         return {i: {} for i in clients}
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
-        """Return the score, see `Client.score`, of the whole valid and test sets, with `tensors` on
-        loan.
-        """
+        """Return the score (`Client.score`) of all valid and test data, with `tensors` on loan."""
         with client.borrowing(self.loadable(client, tensors)):
             return {"valid": client.score(client.valid), "test": client.score(client.test)}
 
     @task(Sends.SCORES)
     def score_test(self, client: Client, tensors: Tensors) -> Tensors:
-        """Return the score, see `Client.score`, of the whole test set, with `tensors` on loan."""
+        """Return the score (`Client.score`) of all test data, with `tensors` on loan."""
         with client.borrowing(self.loadable(client, tensors)):
             return {"test": client.score(client.test)}
 
     @task(Sends.SCORES)
     def score_and_keep(self, client: Client, tensors: Tensors) -> Tensors:
-        """As `score`; the client keeps a copy of its personal model where that is the best so far
-        on its validation set.
-        """
+        """Return `score`; keep a copy of the personal model if it is the best on validation."""
         scores = self.score(client, tensors)
         if improves(client, scores["valid"]):
             with client.borrowing(self.loadable(client, tensors)):
@@ -205,9 +193,7 @@ class Method(ABC):
 
     @task(Sends.SCORES)
     def recall(self, client: Client, tensors: Tensors) -> Tensors:
-        """Make the copy that `score_and_keep` kept the client's model; return the scores that it
-        had, and the round that it is of.
-        """
+        """Make the copy of `score_and_keep` the client's model; return its scores and round."""
         return recall(client)
 
     @task(Sends.NOTHING)

@@ -1,6 +1,4 @@
-"""Centralized: one model on the union of all clients' data, the bound that sharing the data
-itself would give.
-"""
+"""Centralized: one model on the union of all clients' data, the bound of sharing the data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +17,7 @@ from coterie.methods.templates import OneAdapter
 
 @dataclass(frozen=True)
 class Centralized(OneAdapter):
-    """One model trained on the pooled data, with a batch N times a client's (4x for the paper's
-    four clients).
-    """
+    """One model trained on the pooled data, with a batch N times a client's."""
 
     centralized: ClassVar[bool] = True
 

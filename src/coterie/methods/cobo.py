@@ -113,14 +113,14 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
     def client_selection(
         self, x: Mapping[ClientId, Tensor], weights: Tensor, pairs: Sequence[Pair]
     ) -> Generator[Ask, Replies, Tensor]:
-        """Return W after the pairs were compared at their midpoints z_ij: lines 9 to 17."""
+        """Return W after comparing the pairs at their midpoints z_ij: lines 9 to 17."""
         scores = yield from self.compared(x, list(x), pairs)
         ascend = ascend_simplex if self.row_stochastic else ascend_box
         return ascend(weights, scores, self.gamma)  # eq. 4
 
     @task(batched=True)
     def descend(self, client: AnyClient, pull: Tensors) -> Tensors:
-        """x_i <- x_i - eta (g_i(x_i) + rho sum_k w_ik (x_i - x_k)), the pull as it was before."""
+        """x_i <- x_i - eta (g_i(x_i) + rho sum_k w_ik (x_i - x_k)), with the pull as received."""
         for _ in range(self.steps(client)):
             eta = client.lr if self.pull == "gradient" else 1.0
             client.step(GENERALIST, on=client.train)

@@ -1,8 +1,6 @@
-"""CoMiGS whose clients never share anything, the row 2S as the authors of CoMiGS released it.
-
-Their script runs one single round, at the end of which nothing is averaged (epfml/CoMiGS,
-collab_runscripts/table1/comigs_2s.sh); in Algorithm 1 the attention LoRAs are averaged in every
-round, which is `comigs-2s`.
+"""CoMiGS without any sharing, the row 2S as the authors of CoMiGS released it: their script runs a
+single round, after which nothing is averaged (epfml/CoMiGS, collab_runscripts/table1/comigs_2s.sh).
+In Algorithm 1 attention LoRAs are averaged in every round, which is `comigs-2s`.
 """
 
 from dataclasses import dataclass
@@ -18,9 +16,7 @@ from coterie.methods.templates import Alone
 
 @dataclass(frozen=True)
 class CoMiGSAlone(Alone, CoMiGS):
-    """Experts on training data, routers on validation data, the client's own attention LoRAs; no
-    tensor ever leaves a client.
-    """
+    """Experts on training data, routers on validation data, own attention LoRAs; sends nothing."""
 
     shared: ClassVar[tuple[Role, ...]] = CoMiGS.shared
     serves_unseen_clients: ClassVar[bool] = False

@@ -87,7 +87,7 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     def average(
         self, theta: Mapping[ClientId, Tensor], weights: Tensor, order: Sequence[ClientId]
     ) -> dict[ClientId, Tensor]:
-        """Return sum_j w_ij theta_j^G of each client, over those that took part."""
+        """Return each client's sum_j w_ij theta_j^G, over those that took part."""
         if not theta:
             return {}
         rows = torch.tensor([order.index(i) for i in theta])
@@ -103,14 +103,13 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
 
 
 def with_own(scores: Tensor) -> Tensor:
-    """Return scores of pairs, (n, n), with each client's own: its best collaborator's, and 0 where
-    it agrees with nobody. Without it two who agree would take each other's model and drop their
-    own.
+    """Return scores of pairs, (n, n), with a diagonal: the best collaborator's score, or 0 if all
+    disagree. Otherwise two clients that agree would take each other's model and drop their own.
     """
     others = scores.masked_fill(torch.eye(len(scores), dtype=torch.bool), 0.0)
     return others + torch.diag(others.max(dim=1).values)
 
 
 def even(n: int) -> Tensor:
-    """(n, n): W with which everybody gets the mean."""
+    """(n, n): W with which all clients get the mean."""
     return torch.full((n, n), 1 / n).double()

@@ -1,4 +1,4 @@
-"""CoMiGS whose personal generalists are pulled towards FedAvg's model, beyond the papers.
+"""CoMiGS with personal generalists that are pulled towards FedAvg's model, beyond the papers.
 
 The pull is that of elastic averaging (Zhang et al., "Deep learning with Elastic Averaging SGD",
 NeurIPS 2015); a global model trained beside the personal one is Ditto's (Li et al., ICML 2021).
@@ -81,8 +81,8 @@ class CoMiGSElastic(WeightedMixture, Averaged):
             return client.read(GENERALIST) | self.sample_count(client)
 
     def begin(self, client: Client, w: Tensor) -> None:
-        """Begin the personal model where the client's last local steps ended, or at the mean w if
-        it has had none; FedAvg's model goes on with a copy of the optimiser's memory.
+        """Begin the personal model where the client's last local steps ended, or at the mean w
+        before any; copy the optimiser's memory for FedAvg's model.
         """
         client.load({GENERALIST: client.state.get(SHARED, w), **self.mixing(client, self.weight)})
         if client.round:
@@ -99,7 +99,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
         client.state[LOSSES] = torch.zeros(len(self.pulls), dtype=torch.float64)
 
     def pulled(self, client: Client, w: Tensor) -> Tensor:
-        """Return (1 - b) v + b w, (d,), with the b of the least loss on the windows so far."""
+        """Return (1 - b) v + b w, (d,), with the b of least loss on the windows so far."""
         points, losses = [client.flat().lerp(w, b) for b in self.pulls], client.state[LOSSES]
         if len(points) == 1:
             return points[0]
@@ -115,7 +115,7 @@ class CoMiGSElastic(WeightedMixture, Averaged):
 
     @task(Sends.NOTHING)
     def choose(self, client: Client, mean: Tensors) -> Tensors:
-        """Make the candidate with the least validation loss the client's model."""
+        """Make the candidate of least validation loss the client's model."""
         if LOSSES not in client.state:
             return {}
         personal, shared = client.read(GENERALIST), {GENERALIST: client.state[SHARED]}

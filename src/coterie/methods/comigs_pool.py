@@ -1,8 +1,6 @@
 """CoMiGS with a pool of generalists at the server, of which a gate picks a few for each client:
-beyond both papers.
-
-The gate is DDOME's; that it learns to choose by itself what was assigned is self-labelling (Asano
-et al. 2020), so that it can choose freely for clients that come later.
+beyond both papers. The gate is DDOME's; it learns to choose what it was assigned by self-labelling
+(Asano et al. 2020), so that it can choose freely for clients that come later.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +28,12 @@ CHOSEN = "chosen"  # each client's generalists, in the server's state
 
 @dataclass(frozen=True)
 class CoMiGSPool(CoMiGS):
-    """The server has M generalists, and each client trains the K that the gate scores highest for
-    its text, under a limit of load.
+    """The server has M generalists; each client trains the K that the gate scores highest for its
+    text, under a limit of load. The gate is averaged over all clients, a generalist over its
+    holders.
 
-    The gate is averaged over all clients, each generalist over those that have it.
-
-    The server's state is the attention LoRAs by their names, `expert/<number>`, (d,), one
-    generalist in all blocks; `gate`, (d_g,); and `chosen/<client>`, (K,).
+    The server's state is the attention LoRAs by name, `expert/<number>`, (d,), one generalist in
+    all blocks; `gate`, (d_g,); and `chosen/<client>`, (K,).
     """
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, EXPERT, GATE)
@@ -69,7 +66,7 @@ class CoMiGSPool(CoMiGS):
         return state | self.first(new)  # until the gate has chosen theirs
 
     def first(self, clients: Sequence[ClientId]) -> State:
-        """Return `chosen/<client>` of clients that have not been scored."""
+        """Return `chosen/<client>` of clients without scores."""
         return {f"{CHOSEN}/{i}": torch.arange(self.generalists) for i in clients}
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
@@ -91,7 +88,7 @@ class CoMiGSPool(CoMiGS):
         return self.download(state | self.assign(scores, None), tuple(scores))
 
     def assign(self, scores: Replies, load: float | None) -> State:
-        """Return `chosen/<client>` of those that sent their scores."""
+        """Return `chosen/<client>` of clients that sent their scores."""
         if not (order := sorted(scores)):
             return {}
         preferences = torch.stack([scores[i][SCORES] for i in order])
@@ -100,8 +97,8 @@ class CoMiGSPool(CoMiGS):
 
     @task(Sends.SCORES)
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:
-        """Return how much the client's text wants each generalist, (M,): all that the server
-        learns before it sends any.
+        """Return the gate's score of each generalist, (M,), on the client's text: all that the
+        server learns before it sends any.
         """
         return own_scores(client, gate, client.data.train)
 
@@ -123,8 +120,8 @@ class CoMiGSPool(CoMiGS):
         client.step(GENERALIST, EXPERT, SPECIALIST, on=client.train)
 
     def upper_step(self, client: Client) -> None:
-        """Routers and gate descend on validation data; the gate also towards what was assigned, as
-        that of an anchor in DDOME.
+        """Train routers and gate on validation data; the gate also towards the assignment, as an
+        anchor's in DDOME.
         """
         assert isinstance(client.model, LanguageModel)
         client.step(ROUTER, GATE, on=self.upper_data(client), extra=client.model.towards)

@@ -1,11 +1,10 @@
-"""CoMiGS as its published code runs it, for reproductions: the gradients of one level leak into the
-steps of the other.
+"""CoMiGS as its published code runs it, for reproductions: gradients of one level leak into steps
+of the other.
 
-The published loop (epfml/CoMiGS, collab_utils/clients.py) takes the gradients of all tensors in
+The published loop (epfml/CoMiGS, collab_utils/clients.py) computes the gradients of all tensors in
 each backward pass and clears only those of the optimiser that steps. So the s validation gradients
-stay with the experts and are added to their next training step, and tau training gradients stay
-with the router and are added to its next validation step. Algorithm 1 has neither: `comigs` is the
-method.
+of experts are added to their next training step, and tau training gradients of routers to their
+next validation step. Algorithm 1 has neither: `comigs` is the method.
 """
 
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ class CoMiGSPublished(CoMiGS):
     def _step(
         self, client: Client, batch: Batch, trained: tuple[Role, ...], others: tuple[Role, ...]
     ) -> None:
-        """One step of some roles along all gradients since their last one; the others keep what
-        this batch adds to theirs.
+        """Step some roles along all gradients since their last step; add this batch's to the
+        others.
         """
         left, added = under(LEAK, client.state), client.gradients(batch, *others)
         client.step_on(batch, *trained, extra=lambda: left)

@@ -1,4 +1,4 @@
-"""Common expert: the frozen, pretrained expert that everybody has, as it is (DDOME, Table 1)."""
+"""Common expert: the frozen, pretrained expert of all clients (DDOME, Table 1)."""
 
 from dataclasses import dataclass
 

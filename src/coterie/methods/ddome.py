@@ -1,5 +1,5 @@
-"""DDOME: a pool of experts at the server, of which a gate picks the few that a client needs, also
-for clients never seen before.
+"""DDOME: a pool of experts at the server, of which a gate picks a few for each client, new ones
+too.
 
 Farhat et al., "Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs in
 Decentralized Settings", Algorithm 1.
@@ -99,29 +99,29 @@ class DDOME(Pooling):
         return self.downloads_for(state, scores)
 
     def downloads_for(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
-        """Return for each client the gate, and the experts e_s = TopK(sum_i softmax g(x_i))."""
+        """Return each client's download: the gate, and experts e_s = TopK(sum_i softmax g(x_i))."""
         chosen = {s: first_largest(reply[SCORES], self.top_k) for s, reply in scores.items()}
         return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
 
     def reply_spec(self, sent: Named) -> Named:
-        """As any pool's; an anchor does not repeat that it is one."""
+        """Return the specification of any pool, without an anchor's mark."""
         return super().reply_spec({name: tensor for name, tensor in sent.items() if name != ANCHOR})
 
     @task(Sends.SCORES)
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
-        """Return sum_i softmax g(x_i), (M,), over the client's training data: all that the server
-        learns of them before it sends experts.
+        """Return sum_i softmax g(x_i), (M,), over the training data: all that the server learns of
+        them before it sends experts.
         """
         return own_scores(client, gate, client.train)
 
     @task(Sends.SCORES)
     def score_experts_unlabelled(self, client: Client, gate: Tensors) -> Tensors:
-        """Return the same over the data that a new client wants classified."""
+        """Return the same over the data that a new client wants to classify."""
         return own_scores(client, gate, client.test)
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """Do the local iterations of an anchor or a normal client; return what it trained."""
+        """Do an anchor's or a normal client's local iterations; return the trained tensors."""
         step = self.anchor_step if ANCHOR in received else self.normal_step
         client.load({name: tensor for name, tensor in received.items() if name != ANCHOR})
         for _ in range(self.steps(client)):
@@ -129,11 +129,11 @@ class DDOME(Pooling):
         return self.trained(client)
 
     def anchor_step(self, client: Client, batch: Examples) -> None:
-        """Step on two independent losses: the gate's towards I_q, the expert's on the labels."""
+        """Step on two independent losses: the gate's towards I_q, the expert's on labels."""
         assert batch.embedding is not None
         client.step_on(GateTarget(batch.embedding, int(client.state[EXPERT_IDS][0])), GATE)
         client.step_on(replace(batch, embedding=None), EXPERT)
 
     def normal_step(self, client: Client, batch: Examples) -> None:
-        """Step on the one loss of the K experts' mixture."""
+        """Step on the joint loss of the K experts' mixture."""
         client.step_on(batch, GATE, EXPERT)

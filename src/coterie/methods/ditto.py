@@ -55,8 +55,8 @@ class Ditto(OneAdapter, Aggregating):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, w: Tensors) -> Tensors:
-        """w_i <- w_i - eta grad f_i(w_i) and v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i -
-        w)), with w as it came.
+        """w_i <- w_i - eta grad f_i(w_i), v_i <- v_i - eta (grad f_i(v_i) + lambda (v_i - w)),
+        where w is the received one.
         """
         with client.borrowing(w):
             w_i, received = client.flat(), client.read(GENERALIST)

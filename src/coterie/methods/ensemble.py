@@ -1,5 +1,5 @@
-"""Average ensembles: a few models trained as in FedAvg with different seeds, whose probabilities
-are averaged.
+"""Average ensembles: models trained by FedAvg with different seeds, whose probabilities are
+averaged.
 
 Lakshminarayanan et al., "Simple and Scalable Predictive Uncertainty Estimation using Deep
 Ensembles", NeurIPS 2017, as Farhat et al. compare with it (DDOME, Section 5).
@@ -21,8 +21,8 @@ from coterie.models.layout import Layout, PoolLayout
 
 @dataclass(frozen=True)
 class Ensemble(WholePool):
-    """The models know nothing of each other: each has its own order of the data, and its own
-    initial values unless they are pretrained.
+    """Independent models: each has its own order of the data, and its own initial values unless
+    they are pretrained.
     """
 
     models: Annotated[int, Field(ge=1, description="number of models")] = 2
@@ -49,7 +49,7 @@ class Ensemble(WholePool):
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """Return the local iterations of a client with each model, one after the other."""
+        """Do a client's local iterations with each model, one after the other."""
         reply: Tensors = {}
         began = client.iteration
         for name in sorted(received):

@@ -90,7 +90,7 @@ class FC(OneAdapter):
         return state
 
     def step_along(self, gradients: Replies, part: Sequence[ClientId], state: State) -> Round:
-        """Let these clients descend along their centres v_i; return the state with their x_i."""
+        """Have these clients descend along their centres v_i; return the state with their x_i."""
         centres = {i: self.centre(i, gradients, state) for i in part if i in gradients}
         replies = yield Ask(
             self.descend,
@@ -101,9 +101,7 @@ class FC(OneAdapter):
         return state | by_client(x) | by_client({i: centres[i][1] for i in replies}, "weights")
 
     def centre(self, i: ClientId, gradients: Replies, state: State) -> tuple[Tensor, Tensor]:
-        """Return v_i, (d,), and the weights over all clients that make it of their gradients at
-        x_i, 0 for those that did not arrive.
-        """
+        """Return v_i, (d,), and its weights over all clients, 0 without a gradient at x_i."""
         members = clients_with(state, "size")
         points = {j: gradients[j][i] for j in members if j in gradients}
         # Of a cluster as many take part as of all.
@@ -113,8 +111,8 @@ class FC(OneAdapter):
 
     @task(batched=True)
     def gradients(self, client: AnyClient, models: Tensors) -> Tensors:
-        """Return grad f_j(x_i) at each model x_i that came, on fresh batches; at client j's own
-        one on the batch that trains it.
+        """Return grad f_j(x_i) at each received x_i, on fresh batches; at its own on its training
+        batch.
         """
         return client.gradients_at(models, "others")
 

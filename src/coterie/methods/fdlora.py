@@ -1,5 +1,4 @@
-"""FDLoRA: two LoRAs per client, a personal and a global one, fused at the end by weights found
-without gradients.
+"""FDLoRA: two LoRAs per client, personal and global, fused at the end by gradient-free weights.
 
 Qi et al., "FDLoRA: Personalized Federated Learning of Large Language Model via Dual LoRA Tuning",
 2024 (arXiv:2406.07925), Algorithm 1.
@@ -98,8 +97,8 @@ class FDLoRA(OneAdapter, Aggregating):
         return theta | prefixed("momentum", momentum) | {"round": torch.tensor(t)}
 
     def first_stage(self, theta: Tensors, clients: Sequence[ClientId], last: bool) -> Round:
-        """Let every client train its theta_p alone; return theta_s, the mean after the last of
-        these rounds.
+        """Have every client train its theta_p alone; return theta_s, their mean, after the last
+        such round.
         """
         replies = yield Ask(
             self.local_round,
@@ -129,9 +128,7 @@ class FDLoRA(OneAdapter, Aggregating):
 
     @task(Sends.SCORES)
     def fuse(self, client: Client, theta_s: Tensors) -> Tensors:
-        """Make the client's model the best fusion of its personal and the global LoRA; return its
-        (w_1, w_2).
-        """
+        """Fuse personal and global LoRA into the client's model; return (w_1, w_2)."""
         theta_p = under("personal", client.state) or client.read(GENERALIST)
         samples = client.valid.batch(0, self.fusion_samples)
 

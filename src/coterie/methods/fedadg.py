@@ -1,5 +1,4 @@
-"""FedADG: FedAvg whose clients align their features to one distribution, which a generator learns
-with them.
+"""FedADG: FedAvg whose clients align their features to a distribution learned by a generator.
 
 Zhang et al., "Federated Learning with Domain Generalization", 2021 (arXiv:2111.10487).
 """

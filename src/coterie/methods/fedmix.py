@@ -1,4 +1,4 @@
-"""FedMix: a mixture of a few experts, all of which go to everybody.
+"""FedMix: a mixture of a few experts, all of which go to all clients.
 
 Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate
 sees the same embeddings as DDOME's.
@@ -19,9 +19,7 @@ from coterie.models.layout import Layout, PoolLayout
 
 @dataclass(frozen=True)
 class FedMix(WholePool):
-    """M = K: every client trains all experts and the gate by one joint loss; there are no anchors
-    and no choice of experts.
-    """
+    """M = K: every client trains all experts and the gate by one joint loss, without anchors."""
 
     experts: Annotated[int, Field(ge=1, description="M = K, experts that every client gets")] = 2
     answer: Annotated[
@@ -40,7 +38,7 @@ class FedMix(WholePool):
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """Return the local iterations of a client, from all experts and the gate."""
+        """Do a client's local iterations, from all experts and the gate."""
         client.load(received)
         for _ in range(self.steps(client)):
             client.step(GATE, EXPERT, on=client.train)

@@ -15,9 +15,7 @@ from coterie.models.layout import Layout
 
 @dataclass(frozen=True)
 class FedSALoRA(Averaged, OneAdapter):
-    """Both matrices are trained; the As, which learn what is general, are averaged, and the Bs
-    stay with their client.
-    """
+    """Both matrices are trained; only the As, which learn the general part, are averaged."""
 
     joinable: ClassVar[bool] = True
 

@@ -11,8 +11,8 @@ from coterie.models.layout import Layout
 
 @dataclass(frozen=True)
 class FFALoRA(FedAvg):
-    """Every A stays at an initial value that all clients share; only the Bs are trained and
-    averaged, so that the mean of the updates B_i A is the update of the mean, exactly.
+    """Every A stays at a shared initial value; only the Bs are trained and averaged, so that the
+    mean of the updates B_i A is the update of the mean, exactly.
     """
 
     by_examples = True

@@ -58,9 +58,7 @@ class FinetunedFedAvg(FedAvg):
 
     @task(Sends.NOTHING, batched=True)
     def finetune(self, client: AnyClient, mean: Tensors) -> Tensors:
-        """L local iterations of a client that is alone, from the last mean if that comes with
-        the request.
-        """
+        """Do L local iterations of a client alone, from the last mean if it is sent."""
         client.load(mean)
         for _ in range(self.steps(client)):
             client.step(GENERALIST, on=client.train)

@@ -1,5 +1,4 @@
-"""FlexLoRA: the full products of LoRAs of different ranks are averaged, and redistributed by a
-singular value decomposition.
+"""FlexLoRA: full products of LoRAs of different ranks are averaged, then redistributed by an SVD.
 
 Bai et al., "Federated Fine-tuning of Large Language Models under Heterogeneous Tasks and Client
 Resources", NeurIPS 2024, Section 3.
@@ -29,12 +28,12 @@ TOKENS = "tokens"  # how much a client counts, in its reply
 
 @dataclass(frozen=True)
 class FlexLoRA(Ranked):
-    """The server averages gamma_i B_i A_i weighted by the clients' data; client i goes on from the
-    r_i largest singular directions.
+    """The server averages gamma_i B_i A_i weighted by the clients' data; client i gets the r_i
+    largest singular directions.
 
     The server's state holds the factors of the largest rank, singular directions in order (their
-    form: `aggregation.lowrank`), and `ranks/<client>`, (modules,). Each round a client's basis is a
-    new one, and so its optimiser starts afresh.
+    form: `aggregation.lowrank`), and `ranks/<client>`, (modules,). A client's basis changes each
+    round, so that its optimiser starts anew.
     """
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
@@ -42,7 +41,7 @@ class FlexLoRA(Ranked):
         return state | redistribute(replies, state)
 
     def reply_spec(self, sent: Named) -> Named:
-        """Return the form of a client's factors and of the number of its tokens."""
+        """Return the specification of a client's factors and number of tokens."""
         return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
 
     @task(Sends.UPDATE)
@@ -54,10 +53,8 @@ class FlexLoRA(Ranked):
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
-    """Return the singular value decomposition of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by
-    module, n_i the tokens of client i.
-
-    Clients that all say they have none count alike.
+    """Return the SVD of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, with n_i tokens of
+    client i, or equal n_i if all are zero.
     """
     redistributed: Tensors = {}
     order = sorted(replies)

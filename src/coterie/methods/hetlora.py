@@ -1,5 +1,4 @@
-"""HetLoRA: LoRAs of different ranks, padded, weighted by their norms, truncated, and pruned by
-their owners.
+"""HetLoRA: LoRAs of different ranks, padded, weighted by norm, truncated, and pruned by clients.
 
 Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of On-Device Foundation Models", EMNLP
 2024, Algorithm 1.

@@ -81,14 +81,12 @@ class IFCA(OneAdapter, Aggregating):
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
 
     def reply_spec(self, sent: Named) -> Named:
-        """Return the form of the centre that a client chose, trained, and of its number."""
+        """Return the specification of the client's centre, trained, and its number."""
         return super().reply_spec({GENERALIST: sent["0"], _CHOICE: torch.tensor(len(sent) - 1)})
 
     @task()
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
-        """L local iterations from the centre of least loss; all are compared on one batch beside
-        those that train.
-        """
+        """Do L local iterations from the centre of least loss on a separate batch."""
         batch = client.draw(client.independent_stream(_CHOICE))
         losses: dict[str, float] = {}
         for k in sorted(centres, key=int):

@@ -11,7 +11,7 @@ from coterie.methods.templates import Alone, OneAdapter
 
 @dataclass(frozen=True)
 class Local(Alone, OneAdapter):
-    """Each client trains its own LoRAs on its own data; nothing is ever sent."""
+    """Each client trains its own LoRAs on its own data; nothing is sent."""
 
     by_examples = True
 

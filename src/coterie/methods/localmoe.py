@@ -10,7 +10,7 @@ from coterie.methods.templates import Alone, TwoExperts
 
 @dataclass(frozen=True)
 class LocalMoE(Alone, TwoExperts):
-    """Each client trains two experts and a router on its own data; nothing is ever sent."""
+    """Each client trains two experts and a router on its own data; nothing is sent."""
 
     by_examples = True
 

@@ -1,5 +1,4 @@
-"""Oracle: FedAvg within the true clusters of clients, an upper bound for every method that must
-find the clusters.
+"""Oracle: FedAvg within the clients' true clusters, an upper bound for methods that find them.
 
 Hashemi et al., "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 4.
 """
@@ -21,10 +20,10 @@ from coterie.methods.fedavg import FedAvg
 
 @dataclass(frozen=True)
 class Oracle(FedAvg):
-    """All tensors averaged every round, inside each of the data's true clusters.
+    """All tensors are averaged every round, inside each true cluster.
 
-    The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`, the
-    number of everybody's cluster.
+    The server's state holds `mean-<k>/<tensor>`, the mean of cluster k, and `cluster/<client>`,
+    each client's cluster.
     """
 
     serves_unseen_clients: ClassVar[bool] = False

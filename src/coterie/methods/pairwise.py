@@ -1,5 +1,5 @@
-"""The common part of CoBo and related methods: which pairs of clients a round compares, gradients
-at midpoints, weights W of pairs, and clients that join.
+"""The common part of CoBo and related methods: sampled pairs of clients, gradients at midpoints,
+pairwise weights W, and clients that join.
 
 "CoBo: Collaborative Learning via Bilevel Optimization", NeurIPS 2024, Section 3 (papers/cobo), and
 the authors' code.
@@ -65,7 +65,7 @@ class SamplingPairs(Method):
     ] = 256.0
 
     def sample(self, t: int, order: Sequence[ClientId], rng: torch.Generator) -> list[Pair]:
-        """Draw the pairs i < j, of those that take part, that round t compares."""
+        """Draw the pairs i < j of participants that round t compares."""
         every = list(combinations(order, 2))
         if self.pairs == "all":
             return every
@@ -81,8 +81,8 @@ class SamplingPairs(Method):
     def compared(
         self, x: Mapping[ClientId, Tensor], order: Sequence[ClientId], pairs: Sequence[Pair]
     ) -> Generator[Ask, Replies, Tensor]:
-        """Return how well the gradients of pairs agree at their midpoints z_ij, (n, n): lines 11 to
-        13 of Algorithm 1; 0 for pairs that are not compared.
+        """Return how well gradients agree at midpoints z_ij, (n, n): lines 11 to 13 of Algorithm 1;
+        0 for pairs that are not compared.
 
         Args:
             x: The clients' models, (d,) each.
@@ -98,9 +98,7 @@ class SamplingPairs(Method):
 
     @task(batched=True)
     def midpoint_gradients(self, client: AnyClient, midpoints: Tensors) -> Tensors:
-        """Return g_i = grad f_i(z_ij), (d,), for each j whose midpoint came, each on a fresh batch
-        of the client's own data.
-        """
+        """Return g_i = grad f_i(z_ij), (d,), for each received midpoint, on a fresh batch each."""
         return client.gradients_at(midpoints, "midpoints")
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
@@ -119,14 +117,12 @@ class Joining(Method):
     """
 
     def marked(self, state: State, before: State) -> State:
-        """Return the state, in which who is new since `before` has the mark `<client>/joined`."""
+        """Return the state, with `<client>/joined` for clients that are new since `before`."""
         new = set(clients_with(state)) - set(clients_with(before))
         return state | {of_client(i, "joined"): torch.tensor(True) for i in sorted(new)}
 
     def started(self, state: State, clients: Sequence[ClientId]) -> Round:
-        """Let those of the clients that have joined take over their models; return the state in
-        which the ones that did are marked no more.
-        """
+        """Have clients that joined take over their models; return the state without their marks."""
         joined = [i for i in sorted(clients) if of_client(i, "joined") in state]
         if not joined:
             return state
@@ -145,13 +141,13 @@ class Joining(Method):
 def rejoined(
     state: State, clients: Sequence[ClientId], start: Tensor, row_stochastic: bool
 ) -> State:
-    """Return the state for these clients: who leaves takes its model and its row of W along; who
-    joins starts from the mean of the others' models.
+    """Return the state for these clients: who leaves takes its model and row of W along; who joins
+    starts from the mean of the others' models.
 
     Args:
         state: Of a `SamplingPairs` method.
-        clients: Those that are there now.
-        start: (n, n), W of n clients that all are new.
+        clients: The present clients.
+        start: (n, n), W of n new clients.
         row_stochastic: Whether each row of W sums to 1.
     """
     members, order = clients_with(state), sorted(clients)
@@ -168,9 +164,9 @@ def rejoined(
 
 
 def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> None:
-    """Refuse a rho with which the pull alone diverges: its step times the Laplacian's largest
-    eigenvalue, n where all weights are 1 and 2 of a row-stochastic W, must stay below 2. Raises
-    RecipeError. The step is eta, the learning rate, if the pull is multiplied by it, otherwise 1.
+    """Raise RecipeError for a rho with which the pull alone diverges: its step (eta if the pull is
+    multiplied by it, else 1) times rho and the Laplacian's largest eigenvalue, n if all weights are
+    1, 2 for a row-stochastic W, must stay below 2.
     """
     step, largest = 1.0 if eta is None else eta, 2.0 if row_stochastic else n
     if rho * step * largest >= 2:
@@ -183,8 +179,8 @@ def check_pull(rho: float, eta: float | None, n: int, row_stochastic: bool) -> N
 def drawn_output(
     state: State, t: int, x: Mapping[ClientId, Tensor], rng: torch.Generator
 ) -> Tensors:
-    """Return `<client>/output`: models of a uniformly drawn round, though nobody knows how many
-    there will be. Each takes the place of those before with probability 1 / (t + 1) (Theorem I).
+    """Return `<client>/output`: models of a uniformly drawn round, of an unknown number of rounds.
+    New ones replace the former with probability 1 / (t + 1) (Theorem I).
     """
     drawn = float(torch.rand((), generator=rng)) < 1 / (t + 1)
     before = {i: None if drawn else state.get(of_client(i, "output")) for i in x}

@@ -72,9 +72,7 @@ class PCL(OneAdapter):
         return state | self.collaborate(models, judged, members)
 
     def collaborate(self, models: Replies, judged: Replies, order: Sequence[ClientId]) -> State:
-        """Return the next state of the clients that judged: their weights over all clients, 0 for
-        models that did not arrive.
-        """
+        """Return the next state of clients that judged; missing models have weight 0."""
         state: State = {}
         for i, verdict in judged.items():
             weights = collaboration_weights({j: float(verdict[j]) for j in sorted(models)})
@@ -90,7 +88,7 @@ class PCL(OneAdapter):
 
     @task(Sends.SCORES)
     def judge(self, client: Client, models: Tensors) -> Tensors:
-        """Return each model's perplexity on this client's validation data, by its owner's id."""
+        """Return each model's perplexity on this client's validation data, by its owner."""
         perplexities: Tensors = {}
         for j in dict.fromkeys(name.partition("/")[0] for name in models):
             with client.borrowing(under(j, models)):

@@ -1,6 +1,5 @@
-"""The base classes of methods whose server holds a pool of whole models, of which a client trains
-some or all at once; and the scores that a gate gives the members of a pool on a client's data
-(DDOME, Section 4).
+"""Base classes of methods whose server holds a pool of whole models, of which clients train some or
+all; and a gate's scores of its members on a client's data (DDOME, Section 4).
 """
 
 from abc import abstractmethod
@@ -36,7 +35,7 @@ def ask_scores(question: Task, state: State, clients: Sequence[ClientId], size: 
 
 
 def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
-    """Return sum_i softmax g(x_i), (M,) float64, over a client's embedded data x_i."""
+    """Return sum_i softmax g(x_i), (M,) float64, over a client's embedded data."""
     with client.borrowing(gate), torch.no_grad():
         assert isinstance(client.model, PoolClassifier | LanguageModel)
         return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}
@@ -44,8 +43,7 @@ def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
 
 @dataclass(frozen=True)
 class Pooling(Aggregating):
-    """Clients keep nothing of the pool between rounds; each expert is averaged over the clients
-    that held it.
+    """Clients keep nothing of the pool between rounds; each expert is averaged over its holders.
 
     The server's state holds `expert/<number>`, (d,) each, running statistics included, and `gate`,
     (d_g,), if there is one.
@@ -74,7 +72,7 @@ class Pooling(Aggregating):
     @property
     @abstractmethod
     def size_of_pool(self) -> int:
-        """M."""
+        """M, the number of members."""
 
     @abstractmethod
     def layout(self, position: int, base: Layout) -> PoolLayout: ...
@@ -84,7 +82,7 @@ class Pooling(Aggregating):
         return experts | ({GATE: model.flat(GATE)} if self.layout(0, Layout()).gated else {})
 
     def download_for(self, state: State, experts: Iterable[int]) -> Tensors:
-        """Return a client's download: the gate, and these experts of the pool."""
+        """Return a client's download: the gate, and these experts."""
         gate = {GATE: state[GATE]} if GATE in state else {}
         return gate | {of_expert(m): state[of_expert(m)] for m in experts}
 
@@ -95,14 +93,14 @@ class Pooling(Aggregating):
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
-        """As any method's, and `choices` of the test set, see `PoolClassifier.judge`."""
+        """Return any method's score, and `choices` of the test set, see `PoolClassifier.judge`."""
         with client.borrowing(tensors):
             assert isinstance(client.model, PoolClassifier)
             test, choices = client.model.judge(client.batches(client.test))
             return {"valid": client.score(client.valid), "test": test, "choices": choices}
 
     def check_anchors(self, anchors: int) -> None:
-        """Raise RecipeError if there are more anchors than experts: each has one of its own."""
+        """Raise RecipeError if there are more anchors than experts."""
         if anchors > self.size_of_pool:
             mistake = (
                 f"method.pool: {self.size_of_pool} experts for {anchors} anchors (data.anchors), "
@@ -113,7 +111,7 @@ class Pooling(Aggregating):
 
 @dataclass(frozen=True)
 class WholePool(Pooling):
-    """Every client gets the whole pool and trains all of it."""
+    """Every client gets and trains the whole pool."""
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.train, dict.fromkeys(clients, state), self.reply_spec)
@@ -124,4 +122,4 @@ class WholePool(Pooling):
 
     @abstractmethod
     def train(self, client: Client, received: Tensors) -> Tensors:
-        """Train locally, starting from the whole pool. A @task that returns `trained`."""
+        """Train locally from the whole pool. A @task that returns `trained`."""

@@ -1,4 +1,4 @@
-"""Pretrained: the base model as it is, without training."""
+"""Pretrained: the base model without training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from coterie.models.layout import Layout
 
 @dataclass(frozen=True)
 class Pretrained(Method):
-    """No rounds. The fresh adapter of each client changes nothing, since every B is zero."""
+    """No rounds. Each client's new adapter changes nothing, since every B is zero."""
 
     dynamic_membership: ClassVar[bool] = True
     serves_unseen_clients: ClassVar[bool] = True

@@ -1,5 +1,4 @@
-"""SCAFFOLD: FedAvg whose clients correct their steps by how their gradients differ from
-everybody's.
+"""SCAFFOLD: FedAvg whose clients correct their steps for the difference of their gradients.
 
 Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning", ICML 2020,
 Algorithm 1.
@@ -134,5 +133,5 @@ class Scaffold(Averaged, OneAdapter):
 
 
 def plain(experts: Optimiser) -> SGD:
-    """Gradient descent without momentum."""
+    """Return gradient descent without momentum."""
     return SGD(optimiser="sgd", **experts.model_dump(include=set(Scheduled.model_fields)))

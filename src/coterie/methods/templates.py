@@ -44,11 +44,11 @@ class Aggregating(Method):
         self.aggregation.check(len(clients))
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """Aggregate the replies, updates of `around`, see `by_holders`; {} if there are none."""
+        """Aggregate the replies, updates of `around`, see `by_holders`; {} without replies."""
         return by_holders(self.aggregation, replies, around)
 
     def sample_count(self, client: AnyClient) -> Tensors:
-        """Return the number of training samples, sent if the rule weights by it."""
+        """Return the number of training samples if the rule weights by it, else {}."""
         return {SAMPLES: client.sample_count} if self.aggregation.counts else {}
 
     def reply_spec(self, sent: Named) -> Named:
@@ -80,9 +80,7 @@ class Averaged(Aggregating):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        """Do the client's L local iterations from `theta`; return the trained tensors, and the
-        client's `sample_count`.
-        """
+        """Do L local iterations from `theta`; return the trained tensors and `sample_count`."""
         client.load(theta)
         self.local_iterations(client)
         return client.read(*self.shared) | self.sample_count(client)
@@ -90,7 +88,7 @@ class Averaged(Aggregating):
 
 @dataclass(frozen=True)
 class Alone(Method):
-    """A method whose clients never send anything."""
+    """A method whose clients send nothing."""
 
     dynamic_membership: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = ()
@@ -109,8 +107,8 @@ class Alone(Method):
 
 @dataclass(frozen=True)
 class OneAdapter(Method):
-    """A method without routing, at the budget of CoMiGS-1G1S (spec section 4). An image classifier
-    is one whole network in any case.
+    """A method without routing, at the budget of CoMiGS-1G1S (spec section 4); an image classifier
+    is always one whole network.
     """
 
     budget: Annotated[
@@ -137,14 +135,14 @@ V = TypeVar("V")
 
 
 def value_of(field: V | tuple[V, ...], position: int) -> V:
-    """Return the value for the client at `position` of a field that may have one per client."""
+    """Return the value for a client's position of a field that may have one per client."""
     return field[position] if isinstance(field, tuple) else field
 
 
 @dataclass(frozen=True)
 class Ranked(Method):
-    """A method whose clients have MLP LoRAs of different ranks; the rank of the attention LoRAs is
-    the recipe's.
+    """A method whose clients have MLP LoRAs of different ranks; attention LoRAs have the recipe's
+    rank.
     """
 
     per_client: ClassVar[tuple[str, ...]] = ("ranks",)
@@ -176,13 +174,13 @@ class Ranked(Method):
         return read_factors(model.loras()) | prefixed("ranks", ranks)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Truncate: each client gets the first of the server's ranks, as many as it has."""
+        """Return for each client the first of the server's ranks, as many as it has."""
         ranks = under("ranks", state)
         theta = {name: tensor for name, tensor in state.items() if not name.startswith("ranks/")}
         return {i: truncated(theta, ranks[i].tolist()) for i in clients}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
-        """As any method's, of tensors in the form that updates of unlike ranks travel in."""
+        """Return a download in the common form (`aggregation.lowrank`) by the client's names."""
         return own_factors(client.loras, download) if download else {}
 
 
@@ -203,13 +201,10 @@ class Routed(Method):
     ] = 0.01
 
     def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
-        """Return the layout of a client with so many experts.
-
-        Raises:
-            ValueError: A token would use one of several experts: the softmax over one logit is 1
-                whatever the router says, so that it has no gradient. Weighted by its share of all
-                logits instead, the frozen MLP itself would be scaled down with its expert, and a
-                fresh adapter would no longer be the base.
+        """Return the layout of a client with so many experts. Raises ValueError if a token would
+        use only one of several experts: the softmax over one logit is always 1, so that the router
+        has no gradient. Weighted by its share of all logits instead, the frozen MLP would be scaled
+        down with its expert, and a fresh adapter would not equal the base.
         """
         if self.top_k == 1 < generalists + specialists:
             raise ValueError(
@@ -231,8 +226,8 @@ OFF = 1000.0  # a logit that leaves the other experts a weight of exp(-1000), wh
 
 @dataclass(frozen=True)
 class WeightedMixture(Method):
-    """A method whose mixtures have weights that are the same for all tokens: constants that each
-    router adds to its logits. No token is routed, no router trained.
+    """A method whose mixtures have the same weights for all tokens: constants that each router adds
+    to its logits. No router is trained.
     """
 
     generalists: Annotated[int, Field(ge=1, description="g, shared experts per MLP block")] = 2
@@ -249,9 +244,7 @@ class WeightedMixture(Method):
         )
 
     def mixing(self, client: Client, weight: float) -> Tensors:
-        """Return routers that give each of g generalists (1 - a) / g and each of s specialists
-        a / s.
-        """
+        """Return routers that give g generalists (1 - a) / g each and s specialists a / s each."""
         g, s = self.generalists, self.specialists
         logit = OFF if weight == 1 else math.log(weight * g / (1 - weight) / s) if weight else -OFF
         bias = torch.tensor([0.0] * g + [logit] * s)
@@ -261,15 +254,15 @@ class WeightedMixture(Method):
         }
 
     def halved(self, client: Client) -> Tensors:
-        """Return the experts half-way to the base: every B of their LoRAs halved."""
+        """Return the experts half-way to the base: with every B of their LoRAs halved."""
         learned = client.read(GENERALIST) | client.read(SPECIALIST)
         return {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
 
 
 @dataclass(frozen=True)
 class TwoExperts(Routed):
-    """Two experts of the same kind and a router, all trained on training data alone (CoMiGS, Table
-    5, ii and iii; alternating are the rows "-tr").
+    """Two experts of one kind and a router, trained on training data only (CoMiGS, Table 5, ii and
+    iii; alternating are the rows "-tr").
     """
 
     updates: Annotated[
