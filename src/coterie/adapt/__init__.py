@@ -1,1 +1,1 @@
-"""Adaptation to clients that a run has never seen: personal models, and a run's shared part."""
+"""Adaptation to unseen clients: personal models, and a run's shared part."""

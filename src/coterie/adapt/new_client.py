@@ -1,5 +1,5 @@
-"""Personal models for clients that a run has never seen: from data without labels, or trained on
-the client's own text.
+"""Personal models for unseen clients: from data without labels, or trained on the client's own
+text.
 """
 
 import os
@@ -45,46 +45,30 @@ TRAINED = "training.json"
 
 @dataclass(frozen=True)
 class Training:
-    """The training of a new client of language models on its own text.
+    """The training of a new client of language models on its own text."""
 
-    Args:
-        iterations: The most local iterations; None: as many as a client of the run does.
-        say: Called with a line after every evaluation on the validation text.
-    """
-
+    # most local iterations; None: as many as a client of the run does
     iterations: int | None = None
+    # called with a line after every evaluation on validation text
     say: Callable[[str], None] = lambda line: None
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """The result and the costs of an adaptation.
-
-    Args:
-        model: The personal model.
-        folder: The folder of the personal model.
-        samples: The number of the client's images, texts or windows of text.
-        experts: The numbers of the experts that the client received from a pool.
-        rounds: The number of rounds of the whole run; the model is from after round
-            `model.about.round`.
-        scores: For each expert of the pool the share of the client's samples that the gate sends to
-            it; () without a gate.
-        up: The bytes that the client sent.
-        down: The bytes that the client received.
-        once: The bytes of the common expert, which every client has from the beginning; 0 if the
-            client needs none.
-        personalised: The effect of training on the client's own text; None without training.
-    """
+    """The result and the costs of an adaptation."""
 
     model: PersonalClassifier | PersonalModel
     folder: Path
-    samples: int
-    experts: tuple[int, ...]
-    rounds: int
+    samples: int  # number of the client's images, texts or windows of text
+    experts: tuple[int, ...]  # numbers of the experts received from a pool
+    rounds: int  # of the whole run; the model is from after round `model.about.round`
+    # per expert of the pool, the share of samples that the gate sends to it; () without a gate
     scores: tuple[float, ...]
-    up: int
-    down: int
+    up: int  # bytes that the client sent
+    down: int  # bytes that the client received
+    # bytes of the common expert, which all clients start with; 0 if the client needs none
     once: int
+    # the effect of training on own text; None without training
     personalised: Personalised | None = None
 
 
@@ -113,8 +97,8 @@ def adapt(
         training: The settings of the training; None: no training.
 
     Raises:
-        Refused: There is no such run, or it has no checkpoint; its method does not support new
-            clients; the data are unsuitable; or the client exists already.
+        Refused: The run or a checkpoint is missing, its method does not support new clients, the
+            data are unsuitable, or the client exists already.
         ClientError: The client's computation failed.
         SaveError: The model could not be written.
     """
@@ -174,7 +158,7 @@ def _exchange(
 def _write_model(
     execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None
 ) -> Personalised | None:
-    """Write the client's personal model, after its training, whole or not. Raises SaveError."""
+    """Write the client's personal model, after training if any, whole or not. Raises SaveError."""
     state = execution.state
     problem, personalised = state.prepared.problem, None
     make_folder(folder.parent)

@@ -1,5 +1,5 @@
-"""Training of a new client: from a run's shared part, on the client's own text, on its own machine.
-Nothing is sent.
+"""Training of a new client from a run's shared part, on its own text. Nothing leaves its
+machine.
 """
 
 import math
@@ -28,8 +28,8 @@ _ROWS = 32  # windows that are scored at once
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A personal model at one point of the training: layout, without a pool, and tensors by the
-    adapter's names.
+    """A personal model during training: its layout, without a pool, and tensors by the adapter's
+    names.
     """
 
     layout: Layout
@@ -38,32 +38,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Personalised:
-    """The effect of training on a new client's own text. Perplexities are per token.
+    """The effect of training on a new client's own text. Perplexities are per token."""
 
-    Args:
-        own: Whether the client's own parts were trained (specialists, router) and the shared part
-            was left unchanged; otherwise a copy of the shared part was trained.
-        tokens: The number of tokens of the client's text, by split.
-        base: Test perplexity of the base, without any adapter.
-        before: Test perplexity of the shared part alone.
-        after: Test perplexity after training, at the iteration with the best validation perplexity.
-        valid_before: The perplexity of `before`, on validation text.
-        valid_after: The perplexity of `after`, on validation text.
-        iteration: The best iteration; 0 if none was better than the shared part alone.
-        iterations: The number of local iterations done.
-        most: The number of local iterations allowed.
-    """
-
+    # whether specialists and router were trained, with the shared part frozen; or else a copy of it
     own: bool
-    tokens: Mapping[str, int]
-    base: float
-    before: float
-    after: float
-    valid_before: float
-    valid_after: float
-    iteration: int
-    iterations: int
-    most: int
+    tokens: Mapping[str, int]  # of the client's text by split
+    base: float  # test perplexity of the base alone
+    before: float  # test perplexity of the shared part alone
+    after: float  # test perplexity at the best iteration
+    valid_before: float  # `before`, on validation text
+    valid_after: float  # `after`, on validation text
+    iteration: int  # with the best validation perplexity; 0 if none beat the shared part alone
+    iterations: int  # number done
+    most: int  # number allowed
 
     @property
     def summary(self) -> dict[str, object]:
@@ -82,12 +69,8 @@ def shared_part(client: Client, method: Method) -> Snapshot:
 
     The specialists are left out, and the generalists are weighted by the gate that chose them if
     there is one, otherwise equally; if the method shares only attention LoRAs, the MLPs are those
-    of the base. A router that the method shares was trained, and is kept.
-
-    Args:
-        client: A client of a language model, with what it received loaded and the rest as
-            initialised.
-        method: The method of the run.
+    of the base. A router that the method shares was trained, and is kept. `client` must have loaded
+    what it received, with the rest as initialised.
     """
     assert isinstance(client.model, LanguageModel)
     layout, tensors = client.model.settled()
@@ -113,7 +96,8 @@ def shared_part(client: Client, method: Method) -> Snapshot:
 def train(
     client: Client, method: Method, most: int, say: Callable[[str], None]
 ) -> tuple[Snapshot, Personalised]:
-    """Train a client alone, by the local iterations of its method.
+    """Train a client alone, by the local iterations of its method. Raises ModelError if nothing can
+    be trained.
 
     If the client has specialists, the shared part is frozen, and specialists and router are trained
     from their initial values. Otherwise a copy of the shared part is trained. The best iteration is
@@ -128,10 +112,8 @@ def train(
 
     Returns:
         The model to keep (the shared part alone, unless the trained model is better), and the
-        effect of the training.
-
-    Raises:
-        ModelError: The run has nothing that can be trained.
+        effect of
+        the training.
     """
     before, model = shared_part(client, method), client.model
     assert isinstance(model, LanguageModel)

@@ -1,5 +1,5 @@
-"""The shared part of a run of language models, exported from the run: what every new client gets,
-with all that is needed to train from it elsewhere.
+"""The shared part of a run of language models, exported with all that new clients need to train
+from it elsewhere.
 """
 
 from contextlib import closing
@@ -36,32 +36,18 @@ _SECTIONS = ("name", "model", "method", "training", "seed")
 
 @dataclass(frozen=True)
 class SharedPart:
-    """The shared part of a run.
+    """The shared part of a run."""
 
-    Args:
-        clients: The number of clients that trained.
-        tokens: The number of tokens of their training text together.
-        before: Mean test perplexity of the base over the clients.
-        after: Mean test perplexity of the shared part alone over the same clients.
-    """
-
-    clients: int
-    tokens: int
-    before: float
-    after: float
+    clients: int  # number that trained
+    tokens: int  # of their training text together
+    before: float  # mean test perplexity of the base over the clients
+    after: float  # mean test perplexity of the shared part alone over the same clients
 
 
 def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
-    """Write the shared part of a run to a folder: a model that can be used like a client's, and the
-    tensors and recipe from which `started` continues.
-
-    Args:
-        run: The run's folder; its newest checkpoint is used.
-        folder: A new folder.
-        base: The name of the base to write to the recipe.
-
-    Raises:
-        Refused: The run has no shared part that is the same for all clients.
+    """Write a run's shared part to a new folder: a model that can be used like a client's, and the
+    tensors and recipe, which names `base`, from which `started` continues. Uses the newest
+    checkpoint. Raises Refused if the run has no shared part that is the same for all clients.
     """
     recipe = resolve(run)
     name, method = recipe.method["name"], recipe.build_method()
@@ -117,14 +103,14 @@ def opened(prepared: Prepared, run: Path, data: ClientData) -> Execution:
 
 
 def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client:
-    """Return a client that has loaded the tensors of the server."""
+    """Return a client that has loaded the server's tensors."""
     owner = execution.state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
     owner.load(execution.state.method.loadable(owner, tensors))
     return owner
 
 
 def _portable(recipe: Recipe, base: str) -> str:
-    """Return the recipe as YAML, without anything that names its data, clients or machine."""
+    """Return the recipe as YAML without names of its data, clients or machine."""
     section: dict[str, Any] = recipe.model_dump(mode="json", include=set(_SECTIONS))
     section["model"]["base"] = base
     section["data"] = section_of(recipe.data).model_dump(mode="json") | {"path": None}
@@ -132,7 +118,7 @@ def _portable(recipe: Recipe, base: str) -> str:
 
 
 def holds_shared(folder: Path) -> bool:
-    """Return whether a folder holds a shared part instead of a run."""
+    """Whether a folder holds a shared part instead of a run."""
     return (folder / SHARED).is_file()
 
 
@@ -140,12 +126,8 @@ def started(
     folder: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
 ) -> tuple[Execution, Tensors]:
     """Return a run of one client alone on its text, from the shared part in a folder, and the
-    tensors that the client gets.
-
-    Raises:
-        DataError: The text is unsuitable.
-        CheckpointError: A file has changed since it was written, or the tensors do not fit the
-            recipe.
+    tensors that the client receives. Raises DataError for unsuitable text, CheckpointError if a
+    file has changed or the tensors do not fit the recipe.
     """
     assert recipe.model.kind == "language"
     verify(folder)

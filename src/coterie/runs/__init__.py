@@ -1,3 +1,1 @@
-"""From a recipe to its result: what is asked (`recipes`), what is loaded (`problems`), the loop,
-devices, and tuning.
-"""
+"""From a recipe to its result: recipes, loaded problems, the loop, devices, and tuning."""

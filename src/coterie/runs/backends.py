@@ -1,6 +1,4 @@
-"""Backends of a run: clients in this process, in a simulation on this machine, or on devices that
-Flower's grid reaches.
-"""
+"""Backends of a run: clients in this process, in a simulation, or on devices of Flower's grid."""
 
 import os
 import time
@@ -54,19 +52,15 @@ class Backend(Protocol):
         ...
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        """Return the engine of one run. Raises ClientError where clients cannot be reached."""
+        """Return the engine of one run. Raises ClientError if clients cannot be reached."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalBackend:
-    """All clients in this process, or under Flower's simulation, which may have more machines.
+    """All clients in this process, or in Flower's simulation, which may span several machines."""
 
-    Args:
-        carrier: The engine's name; None for the recipe's.
-    """
-
-    carrier: str | None = None
+    carrier: str | None = None  # the engine's name; None for the recipe's
     devices: ClassVar[bool] = False
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
@@ -102,15 +96,15 @@ class LocalBackend:
 
 
 def computing_threads(prepared: Prepared) -> int:
-    """Return with how many threads a run on this machine computes."""
+    """Return the number of threads that a run on this machine computes with."""
     return prepared.threads or prepared.problem.threads or torch.get_num_threads()
 
 
 def choose_threads(prepared: Prepared) -> ThreadChoice:
-    """Return with how many threads a run on this machine had best compute, see `threads.choose`.
+    """Return the best number of threads for a run on this machine, see `threads.choose`.
 
-    It is tried only where nobody has decided it: models so small that one thread is best, and who
-    sets OMP_NUM_THREADS, have. Where several clients compute at once, they share the cores.
+    It is measured only if it is open: not for models so small that one thread is best, nor if
+    OMP_NUM_THREADS is set. Clients that compute at once share the cores.
     """
     problem, most = prepared.problem, torch.get_num_threads()
     if (
@@ -132,9 +126,9 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
 def clients_at_once(prepared: Prepared) -> int:
     """Return how many clients of a round should compute at once, with a thread each or more.
 
-    One, where the model is not on a CPU, or random while it trains (see `AtOnce`), where clients
-    are stacked, or steps so short that Python, which runs one thread at a time, takes most of them.
-    Each but the first may need as much memory as this process has needed until now.
+    One, if the model is not on a CPU, or random while it trains (see `AtOnce`), if clients are
+    stacked, or if steps are so short that Python, which runs one thread at a time, takes most of
+    them. Each but the first may need as much memory as this process has needed until now.
     """
     problem, recipe = prepared.problem, prepared.recipe
     several = min(torch.get_num_threads(), len(recipe.active(problem.federation, 0)))
@@ -145,13 +139,11 @@ def clients_at_once(prepared: Prepared) -> int:
 
 
 class CommonThreads:
-    """The number of threads for the rows of a command: the same for all, so that what differs
-    between them cannot be rounding.
+    """The number of threads for all rows of a command, so that they do not differ by rounding.
 
-    A row that has begun keeps its own number, because sums of floating-point numbers depend
-    on how many threads share them: with another one it would not end bit-equal to the same run
-    without an interruption. New rows take that of one that has begun; otherwise the first row that
-    needs a number has it found out, see `choose_threads`.
+    A row that has begun keeps its number, because sums of floating-point numbers depend on it: with
+    another one it would not end bit-equal to an uninterrupted run. New rows take the number of a
+    begun one; otherwise it is chosen for the first row that needs one, see `choose_threads`.
     """
 
     def __init__(
@@ -182,9 +174,8 @@ class CommonThreads:
 
 
 def _kept_threads(folder: Path) -> int | None:
-    """Return with how many threads the run in a folder computes; None if it has not begun.
-
-    A damaged checkpoint is ignored here (0): resuming from it reports the damage.
+    """Return the number of threads of the run in a folder; None if it has not begun, 0 for a
+    damaged checkpoint, which resuming reports.
     """
     begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
     if not begun:
@@ -196,7 +187,7 @@ def _kept_threads(folder: Path) -> int | None:
 
 
 def _stacks(prepared: Prepared) -> bool:
-    """Return whether clients do a task of the method as one batch, see `ClientBatch`."""
+    """Whether clients do a task of the method as one batch, see `ClientBatch`."""
     model, method = prepared.site.model(prepared.clients[0]), type(prepared.method)
     return (
         isinstance(model, Classifier)
@@ -207,7 +198,7 @@ def _stacks(prepared: Prepared) -> bool:
 
 
 def _long(prepared: Prepared) -> bool:
-    """Return whether a gradient is long enough for threads to help, and draws nothing global."""
+    """Whether a gradient takes long enough for threads to help, and draws nothing global."""
     client, training = prepared.site.client(prepared.clients[0], {}), prepared.recipe.training
     model = client.model.experts[0] if isinstance(client.model, PoolClassifier) else client.model
     wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
@@ -228,7 +219,7 @@ def _long(prepared: Prepared) -> bool:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """Return a function that returns the seconds of a short forward pass with so many threads."""
+    """Return a function that measures a short forward pass with so many threads, in seconds."""
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
 
@@ -252,13 +243,13 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
-    """Answer as the simulated node whose number is its position among the clients of the data."""
+    """Answer as the simulated node, whose number is its position among the clients of the data."""
     return Device(Path(), index=int(node["partition-id"])).answer(text, body)
 
 
 @dataclass
 class DeviceBackend:
-    """Clients on separate devices: those of Flower's grid that have come."""
+    """Clients on separate devices: the connected ones of Flower's grid."""
 
     grid: "Grid"
     members: Sequence[Member]
@@ -293,7 +284,7 @@ def flower_engine(
     threads: int | None = None,
     shared: bool = False,
 ) -> "Flower":
-    """Return an engine on a grid, whose federation has these clients, in their order; `shared`:
+    """Return an engine on a grid whose federation has these clients, in their order. If `shared`,
     they write to the run's folder, too.
     """
     from coterie.engines.flower.engine import Flower
@@ -315,9 +306,7 @@ def flower_engine(
 
 
 def kept(round: int, every: int) -> int:
-    """Return the oldest round that a server which has done `round` rounds may go back to: that of
-    the older of its checkpoints.
-
-    The evaluation after a round comes before its checkpoint, which is therefore not counted on yet.
+    """Return the oldest round that a server after `round` rounds may go back to: that of the older
+    of its checkpoints. The one of `round` itself is not counted yet, as evaluation comes before it.
     """
     return max(((round - 1) // every - KEPT + 1) * every, 0)

@@ -1,4 +1,4 @@
-"""Estimate the cost of a run before it starts. A few steps of a few clients are measured, bytes are
+"""Estimate the cost of a run before it starts: a few steps of a few clients are measured, bytes are
 counted, time and memory extrapolated.
 """
 
@@ -45,9 +45,8 @@ class Estimate:
     Args:
         seconds: Of all rounds and evaluations.
         up: Bytes that a client sends in a round.
-        down: Bytes that it gets.
-        memory: Bytes: the most that the process was resident in so far, and the states of all
-            clients.
+        down: Bytes that a client receives in a round.
+        memory: Bytes: the peak of the process so far, and the states of all clients.
     """
 
     seconds: float
@@ -57,7 +56,7 @@ class Estimate:
 
 
 def estimate(prepared: Prepared) -> Estimate:
-    """Measure a round of a few clients, in memory alone, and extrapolate; no model is kept."""
+    """Measure a round of a few clients in memory and extrapolate; no model is kept."""
     method, recipe = prepared.method, prepared.recipe
     steps = min(method.local_steps, STEPS)
     trial = _Trial(prepared, steps)
@@ -80,7 +79,7 @@ def estimate(prepared: Prepared) -> Estimate:
 
 
 def _curve(prepared: Prepared) -> float:
-    """Return what the points of the curves take, in evaluations."""
+    """Return the cost of the points of the curves, in evaluations."""
     recipe = prepared.recipe
     if recipe.curve_every is None:
         return 0.0
@@ -100,7 +99,7 @@ def work(prepared: Prepared) -> float:
 
 
 def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
-    """Yield the cost of each method of a recipe on this machine, its own last. Raises Refused."""
+    """Yield the cost of each method of a recipe here, its own last. Raises Refused."""
     backend = LocalBackend()
     threads = CommonThreads((), backend, Callback())
     for row in (*map(recipe.with_method, recipe.compare_with), recipe):
@@ -111,8 +110,8 @@ def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
 
 
 class RunEstimator:
-    """An estimator of the time of several methods: it measures as many as the seconds allow, and
-    estimates the others by how much they train.
+    """Estimates the time of several methods: measures as many as the seconds allow, and
+    extrapolates to the others by how much they train.
     """
 
     def __init__(self, seconds: float = 1.5) -> None:
@@ -121,7 +120,7 @@ class RunEstimator:
         self._rows: list[tuple[str, float]] = []
 
     def add(self, prepared: Prepared, done: bool) -> None:
-        """Take in a method; one that is done takes no time."""
+        """Add a method; one that is done takes no time."""
         name = f"{prepared.recipe.name}, {prepared.recipe.method['name']}"
         begun, size = time.monotonic(), 0.0 if done else work(prepared)
         if size and self._left > 0 and name not in self._known:
@@ -130,7 +129,7 @@ class RunEstimator:
         self._rows.append((name, size))
 
     def seconds(self) -> list[float]:
-        """Of each method, in the order in which they came."""
+        """Return the seconds of each method in the order of `add`."""
         measured, sizes = (sum(pair[k] for pair in self._known.values()) for k in (0, 1))
         usual = measured / sizes if sizes else 0.0
         rates = {name: seconds / size for name, (seconds, size) in self._known.items()}
@@ -145,7 +144,7 @@ def _iterations(prepared: Prepared) -> float:
 
 
 def _router(prepared: Prepared, steps: int) -> float:
-    """Return how much longer iterations are for router steps, if too few were measured for one."""
+    """Return how much longer router steps make iterations, if too few were measured."""
     method, every = prepared.method, getattr(prepared.method, "router_every", 0)
     if every <= steps or getattr(method, "updates", "alternating") != "alternating":
         return 1.0
@@ -153,7 +152,7 @@ def _router(prepared: Prepared, steps: int) -> float:
 
 
 class _Trial:
-    """A round of few clients, of so many local iterations at most, scaled up to all of them."""
+    """A round of few clients and at most so many local iterations, scaled up to all."""
 
     def __init__(self, prepared: Prepared, steps: int) -> None:
         self.prepared, self.steps = prepared, max(steps, 1)
@@ -161,7 +160,7 @@ class _Trial:
         self.few = FEW
 
     def repeated(self, steps: int, few: int) -> float:
-        """Measure a round twice, as the first loads libraries; return the seconds of the second."""
+        """Measure a round twice, as the first loads libraries; return the second's seconds."""
         for _ in range(2):
             begun = time.monotonic()
             self.round(steps, few)
@@ -196,7 +195,7 @@ class _Trial:
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def scoring(self) -> float:
-        """Return the seconds that one evaluation takes."""
+        """Return the seconds of one evaluation."""
         federation, recipe = self.prepared.problem.federation, self.prepared.recipe
         groups = evaluated(federation, recipe.evaluate_clients, recipe.seed)
         scored = [federation.everyone[i] for group in groups.values() for i in group]
@@ -213,7 +212,7 @@ class _Trial:
         return seconds * windows / max(rows, 1)
 
     def _download(self, client: ClientId) -> Tensors:
-        """Return what a client gets before it is scored."""
+        """Return what a client receives before it is scored."""
         method, prepared = self.prepared.method, self.prepared
         if not method.serves_unseen_clients:
             return {}

@@ -1,4 +1,4 @@
-"""One method on one federation, from a checkpoint or from the start, to its result: the loop."""
+"""The loop: one method on one federation, from the start or a checkpoint to its result."""
 
 import math
 import time
@@ -36,7 +36,7 @@ UNDECISIVE = {"compare_with", "samples", "memory", "curve_every", "auto"}
 
 
 class Execution:
-    """One method on one federation, from a checkpoint or from the start, to its result.
+    """One method on one federation, from the start or a checkpoint to its result.
 
     Args:
         prepared: The recipe with its base and data.
@@ -88,14 +88,11 @@ class Execution:
     # The loop
 
     def execute(self) -> Result:
-        """Run the rounds that are left; return their result.
+        """Run the remaining rounds; return their result. After a ClientError or SaveError, the last
+        checkpoint can be resumed.
 
         The second of them is profiled, as the first one warms up; otherwise the only one, or the
         scoring of a method without rounds.
-
-        Raises:
-            ClientError: A client failed; the last checkpoint can be resumed.
-            SaveError: A file could not be written; the last checkpoint can be resumed.
         """
         state, rounds = self.state, self.state.method.rounds
         with self.running():
@@ -123,7 +120,7 @@ class Execution:
         return result
 
     def one_round(self) -> None:
-        """Run one round of the method, and score and save where that is due."""
+        """Run one round of the method; score and save if due."""
         state, method = self.state, self.state.method
         self._welcome()
         self.requests.answered.clear()
@@ -152,7 +149,7 @@ class Execution:
         self.reporter.round(state.round)
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
-        """Carry out one exchange of a round, and count its bytes."""
+        """Carry out one exchange of a round and count its bytes."""
         state = self.state
         self.profile.enter(ask.name)
         answers = self.requests.answer(ask, phase)
@@ -172,8 +169,8 @@ class Execution:
         return replies
 
     def _active(self) -> tuple[ClientId, ...]:
-        """Return who takes part in the round: those drawn that can be reached now, or all drawn if
-        too few can be reached for the quorum.
+        """Return the participants of the round: those drawn that can be reached now, or all drawn
+        if these are too few for the quorum.
         """
         state, reachable = self.state, self.engine.present()
         secret = None if self.spending is None else self.spending.secret
@@ -184,7 +181,7 @@ class Execution:
         return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
 
     def _drop_round(self) -> None:
-        """Keep the server's state of before a round whose sum one client spoilt."""
+        """Restore the server's state before a round whose sum was spoilt by a client."""
         if self.spending is not None:
             self.spending.count_discarded()
         self.requests.noted(
@@ -194,7 +191,7 @@ class Execution:
         )
 
     def _due(self, every: int | None) -> bool:
-        """Whether something that is done every so many rounds, and after the last, is due."""
+        """Whether an action of every `every` rounds, and after the last one, is due."""
         if not every:
             return False
         return self.state.round % every == 0 or self.state.round == self.state.method.rounds
@@ -212,7 +209,7 @@ class Execution:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Open the metrics and set the number of threads, so that rounds can run in the block."""
+        """Open the metrics and set the number of threads for rounds in the block."""
         state = self.state
         self.started = time.monotonic() - state.progress["seconds"]
         metrics = MetricsFile(self.folder, state.progress["position"], state.iteration)
@@ -227,7 +224,7 @@ class Execution:
                 self.engine.close()
 
     def _begin(self) -> None:
-        """Tell the reporter, and write down the planted canaries for audits. Raises SaveError."""
+        """Notify the reporter, and save the planted canaries for audits. Raises SaveError."""
         state = self.state
         if (planted := state.prepared.planted) is not None:
             write_json(self.folder / AUDIT / CANARIES, planted.to_json())
@@ -242,7 +239,7 @@ class Execution:
             )
 
     def _welcome(self) -> None:
-        """Take in clients that came after the start, where the method can do with that."""
+        """Add clients that came after the start, if the method allows it."""
         for member in self.engine.members():
             if member.client in self.state.federation.everyone:
                 continue
@@ -268,11 +265,9 @@ class Execution:
         self.reporter.checkpoint(state.round, self.checkpoints.save(checkpoint))
 
     def restore(self) -> bool:
-        """Go back to the newest checkpoint; return whether there was one.
-
-        Raises:
-            CheckpointError: It is damaged, or of another recipe.
-            Refused: It is of other clients, and the method needs all of them from the start.
+        """Restore the newest checkpoint; return whether there was one. Raises CheckpointError if it
+        is damaged or of another recipe; Refused if its clients differ and the method needs all from
+        the start.
         """
         state, checkpoint = self.state, self.checkpoints.latest()
         if checkpoint is not None:
@@ -297,7 +292,7 @@ class Execution:
         return checkpoint is not None
 
     def _skip_begun(self) -> None:
-        """Skip rounds already answered under masks, as clients answer such an exchange once."""
+        """Skip rounds already answered under masks, as clients answer each such exchange once."""
         state, begun = self.state, self.engine.begun(self.state.round)
         if self.spending is not None:
             # The first of them came to an end, and were counted when they did.
@@ -308,7 +303,7 @@ class Execution:
         state.round = self.skipped.stop
 
     def _check_clients(self, before: Collection[ClientId] | None) -> None:
-        """Refuse to continue with other clients than before; None: the method can do so."""
+        """Refuse to continue with clients other than `before`; None: the method allows it."""
         everyone = self.state.federation.everyone.keys()
         if before is None or everyone == set(before):
             return

@@ -20,8 +20,8 @@ from coterie.runs.state import RunState
 
 
 class PrivacySpending:
-    """The privacy that a run has spent, and the noise that the server adds where it is central;
-    `devices`: clients are on devices, which must not be able to predict the noise.
+    """The privacy that a run has spent, and the server's noise if privacy is central. With
+    `devices`, clients are on devices, which must not be able to predict the noise.
     """
 
     def __init__(self, privacy: Privacy, state: RunState, folder: Path, devices: bool) -> None:
@@ -40,18 +40,18 @@ class PrivacySpending:
 
     @cached_property
     def secret(self) -> bytes | None:
-        """The key of what devices must not be able to predict; None if they may. It stays in the
-        run's folder, so that a resumed run draws the same.
+        """The key of what devices must not predict; None if they may. It is in the run's folder, so
+        that a resumed run draws the same.
         """
         central = self.accountant.privacy.where == "central"
         return kept_key(self.folder / SECRET) if self.devices and central else None
 
     def restore(self) -> None:
-        """Go back to what a checkpoint had spent."""
+        """Restore the spending at a checkpoint."""
         self.accountant = replace(self.accountant, runs=self.state.progress["spent"])
 
     def count_released(self) -> None:
-        """Count what left the server after the checkpoint that the run goes on from."""
+        """Count what left the server after the resumed checkpoint."""
         for result in self.released.since(self.state.round):
             if isinstance(self.accountant, ExampleAccountant):
                 self.accountant.spend(result["windows"], result["steps"])
@@ -59,7 +59,7 @@ class PrivacySpending:
                 self.accountant.spend(result["drawn"], result["population"])
 
     def count_discarded(self) -> None:
-        """Count an exchange whose sum the server may have seen, though nothing came of it."""
+        """Count a discarded exchange whose sum the server may have seen."""
         clients = self.state.clients
         if isinstance(self.accountant, ExampleAccountant):
             self.accountant.spend(*self._examples(clients))
@@ -67,7 +67,7 @@ class PrivacySpending:
             self.accountant.spend(len(clients), len(clients))
 
     def protect(self, ask: Ask, replies: Replies, phase: int) -> Replies:
-        """Count what an exchange spends; return the replies, with noise if privacy is central."""
+        """Count the cost of an exchange; return the replies, with noise if privacy is central."""
         accountant = self.accountant
         if isinstance(accountant, ExampleAccountant):
             self._spend_examples(accountant, ask, phase)
@@ -77,13 +77,13 @@ class PrivacySpending:
         return replies
 
     def spent(self) -> dict[str, float]:
-        """Return epsilon and delta spent so far, and the clipping bound of now."""
+        """Return epsilon and delta spent so far, and the current clipping bound."""
         delta = self.accountant.delta
         epsilon = self.accountant.epsilon(delta)
         return {"epsilon": epsilon, "delta": delta, "clip": self.state.progress["clip"]}
 
     def _spend_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
-        """Count an exchange in which devices protect single examples by noise of their own."""
+        """Count an exchange in which devices protect single examples by their own noise."""
         windows, steps = self._examples(ask.to)
         accountant.spend(windows, steps)
         if self.devices:
@@ -94,7 +94,7 @@ class PrivacySpending:
     def _examples(
         self, clients: Iterable[ClientId]
     ) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
-        """Return the training examples and the local iterations of each client in a round."""
+        """Return each client's training examples and local iterations in a round."""
         state = self.state
         windows = {i: state.federation.clients[i].train.windows for i in clients}
         batch_size = state.recipe.training.batch_size
@@ -118,12 +118,11 @@ class PrivacySpending:
     def _noise(
         self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]
     ) -> tuple[Source, bool]:
-        """Return random numbers for the server's noise, and whether this is an exchange whose
-        result has not left yet.
+        """Return random numbers for the server's noise, and whether this result is new.
 
-        On devices they depend on all that the noise is added to: the same result leaves with the
-        same noise, however often a server goes back to a checkpoint, and any other result with
-        other noise; also that of another C or z, as the same noise in two sizes would reveal it.
+        On devices they depend on all that the noise is added to: the same result always gets the
+        same noise, however often a server goes back to a checkpoint, and any other result gets
+        other noise, also one of another C or z, as the same noise in two sizes would reveal it.
         """
         state = self.state
         if self.secret is None:
@@ -137,7 +136,7 @@ class PrivacySpending:
         return Source.keyed(self.secret, "noise", state.round, phase, content.hexdigest()), new
 
     def _release(self, phase: int, content: str, **counts: object) -> bool:
-        """Write down a result before it leaves the server; return whether it is new."""
+        """Record a result before it leaves the server; return whether it is new."""
         round = self.state.round
         result = {"round": round, "phase": phase, "content": content, **counts}
         return self.released.add(result, kept(round, self.state.recipe.checkpoint_every))

@@ -1,4 +1,4 @@
-"""The requests of a run to its clients: who answered, what is accepted, what is logged."""
+"""The requests of a run to its clients: who answers, which replies are valid, and logging."""
 
 import time
 from collections.abc import Callable, Mapping, Set
@@ -23,7 +23,7 @@ AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum 
 
 
 class Requests(Listener):
-    """The requests of a run to its clients. It has the engine, and hears from it."""
+    """The requests of a run to its clients; owns the engine and listens to it."""
 
     def __init__(self, state: RunState, backend: Backend, folder: Path, reporter: Callback) -> None:
         self.state, self.folder, self.reporter = state, folder, reporter
@@ -34,7 +34,7 @@ class Requests(Listener):
         self.engine: Engine = backend.engine(state.prepared, folder, self)
 
     def restart_watch(self) -> None:
-        """Begin to watch how busy the machine is."""
+        """Start to watch the load of the machine."""
         self._watch = Watch()
 
     def ask(
@@ -44,11 +44,8 @@ class Requests(Listener):
         return self.answer(Ask(task, to, reply_spec), -1)  # no exchange of a round has phase -1
 
     def answer(self, ask: Ask, phase: int) -> Replies:
-        """Return the valid replies of the clients, in the order asked.
-
-        Raises:
-            ClientError: Fewer clients than the quorum answered.
-            Divergence: The same, where all clients are on this machine.
+        """Return the valid replies of the clients, in the order asked. Raises ClientError, or
+        Divergence if all clients are on this machine, if fewer than the quorum answered.
         """
         replies: dict[ClientId, Tensors] = {}
         quorum, method, pending = self.state.recipe.quorum, self.state.method, ask
@@ -81,7 +78,7 @@ class Requests(Listener):
         )
 
     def _awaited(self, clients: Set[ClientId]) -> Set[ClientId]:
-        """Wait until some of these clients can be reached; return those."""
+        """Wait until some of these clients can be reached, and return them."""
         while True:
             time.sleep(AGAIN_S)
             present = self.engine.present()
@@ -100,7 +97,7 @@ class Requests(Listener):
         self._log("note", client, {"note": note}, note)
 
     def _log(self, kind: str, client: ClientId, values: Mapping[str, str], warning: str) -> None:
-        """Write a line of metrics.jsonl, and warn of it."""
+        """Write a line to metrics.jsonl, and warn of it."""
         self.write(kind, client, values, ahead=1)
         self.reporter.warning(self.state.round, client, warning)
 
@@ -128,7 +125,7 @@ class Requests(Listener):
         self.reporter.client(self.state.round, client, metrics)
 
     def _look_at_cores(self) -> None:
-        """Tell the reporter, every few seconds, how many cores of this machine others keep busy."""
+        """Report every few seconds how many cores other processes keep busy."""
         if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
             return
         if self._watch.seconds >= WATCHED_S:

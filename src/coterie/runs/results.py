@@ -35,7 +35,7 @@ from coterie.runs.state import RunState
 
 
 class ResultWriter:
-    """Makes the result of a run, and has the clients keep their personal models."""
+    """Builds the result of a run, and has clients keep their personal models."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ResultWriter:
         self._sizes: dict[Layout, dict[str, int]] = {}
 
     def result(self, seconds: float) -> Result:
-        """Return the result of the run, which took so many seconds."""
+        """Return the result of the run, which took `seconds`."""
         state, progress = self.state, self.state.progress
         recipe, prepared, last = state.recipe, state.prepared, state.evaluations[-1]
         metric = prepared.problem.metric.about
@@ -96,8 +96,8 @@ class ResultWriter:
         )
 
     def _clients(self, last: Evaluation) -> dict[ClientId, ClientResult]:
-        """Return the figures of each client: of its model after the last round, or of the one that
-        it kept, which is not synchronised again.
+        """Return each client's figures, of its model after the last round or of the one that it
+        kept, which is not synchronised again.
         """
         figures: dict[ClientId, tuple[Scores, float | None, int | None]]
         if self.scorer.keeps_best:
@@ -135,8 +135,8 @@ class ResultWriter:
         )
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
-        """Return how many examples of each class each client trains on, or is tested on if it is
-        unseen; None where nobody is unseen.
+        """Return each client's examples per class, for training, or for tests if it is unseen; None
+        if nobody is unseen.
         """
         groups, counts = self.state.groups, {}
         if not groups:
@@ -172,7 +172,7 @@ class ResultWriter:
         }
 
     def _size(self, layout: Layout) -> dict[str, int]:
-        """Return the parameters and the work of one prediction; a model is built once a layout."""
+        """Return parameters and work of one prediction; a model is built once per layout."""
         problem, trained = self.state.prepared.problem, self.state.method.total_iterations > 0
         if layout not in self._sizes:
             model = problem.trainable(layout)

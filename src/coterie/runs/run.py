@@ -1,4 +1,4 @@
-"""A recipe, or several methods on one, executed into a folder."""
+"""Run a recipe, or several methods on one, into a folder."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ from coterie.runs.recipes.recipe import Recipe
 
 @dataclass
 class JoinWarnings(Listener):
-    """A listener that warns of each client that is refused while a server waits for clients."""
+    """Warns of each client that is refused while a server waits for clients."""
 
     reporter: Callback
 
@@ -41,15 +41,15 @@ class JoinWarnings(Listener):
 
 
 class SharedData:
-    """The base and the data of the row that was prepared last, for the next one if it has the same;
-    released before others are loaded.
+    """Base and data of the last prepared row, for the next one if it has the same; released before
+    others are loaded.
     """
 
     def __init__(self) -> None:
         self._held: tuple[Recipe, LearningProblem] | None = None
 
     def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
-        """Return a row with its base and data, loaded if they differ. Raises Refused."""
+        """Return a row with base and data, loaded if they differ. Raises Refused."""
         if self._held is not None and not share_data(self._held[0], recipe):
             self._held = None
         prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
@@ -57,7 +57,7 @@ class SharedData:
         return prepared
 
     def keep(self, prepared: Prepared) -> None:
-        """Keep the base and the data of this row for the next one."""
+        """Keep this row's base and data for the next one."""
         self._held = prepared.recipe, prepared.problem
 
 
@@ -72,7 +72,7 @@ def run(
     profile: Profile | None = None,
 ) -> list[Result]:
     """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
-    `baselines/<name>/` there. Return the results, that of the recipe's own method last.
+    `baselines/<name>/` there. Return the results, the recipe's own method last.
     """
     if not (resume or changed) and (folder / RECIPE).exists():
         raise Refused(
@@ -92,7 +92,7 @@ def run(
 def without_auto(
     recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
 ) -> Recipe:
-    """Return a recipe without `auto`, see `resolved`, and report the choices. Raises Refused."""
+    """Return a recipe with `auto` resolved, and report the choices. Raises Refused."""
     recipe, choices = resolved(recipe, folder, devices=backend.devices)
     if choices:
         reporter.chosen(choices)
@@ -110,11 +110,11 @@ def execute_all(
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
 ) -> list[Result]:
-    """Run every row in its folder, from where it stands; return the results of those that have one.
+    """Run or resume every row in its folder; return the results of those that have one.
 
-    All are prepared before the first one starts, so that what is refused is refused at once. Rows
-    with the same base and data share them. Otherwise a later row loads its own again when it
-    starts, so that memory never holds the data and bases of all rows.
+    All are prepared before the first one starts, so that mistakes are refused at once. Rows with
+    the same base and data share them. Otherwise a later row reloads its own when it starts, so that
+    memory never holds those of all rows.
 
     Args:
         rows: Recipes and the folders of their runs.
@@ -124,8 +124,8 @@ def execute_all(
         profile: Records a round of the last row; default: nothing.
         changed: Whether unfinished rows continue with changed base, data, clients or metrics.
         within: The folder of all of them, which is locked; None: each row's own folder alone.
-        unfit: Called with the folder of a row that its method refuses or that diverged, which has
-            no result, and the error. By default the error is raised.
+        unfit: Called with folder and error of a row without a result, as its method refuses it or
+            it diverged. By default the error is raised.
         ended: Called with the folder of each row that has ended.
     """
     backend = backend or LocalBackend()
@@ -185,21 +185,21 @@ def execute_all(
 def _report_unfit(
     unfit: Callable[[Path, CoterieError], object] | None, folder: Path, error: CoterieError
 ) -> None:
-    """Report a row that has no result, or raise the error where nobody listens."""
+    """Report a row without a result, or raise the error if there is no callback."""
     if unfit is None:
         raise error
     unfit(folder, error)
 
 
 def _check_free(rows: Sequence[tuple[Recipe, Path]]) -> None:
-    """Refuse folders that cannot be written to, or are in use, see `alone`."""
+    """Refuse folders that are not writable or are in use, see `alone`."""
     for _, folder in rows:
         with alone(folder):
             pass
 
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
-    """Refuse a folder for results among the data of a recipe, or around them. Raises Refused."""
+    """Refuse a folder for results in, or around, the data of a recipe. Raises Refused."""
     places = (getattr(recipe.data, name, None) for name in ("path", "root", "dataset"))
     root = next(filter(None, places), None)
     if root is None and hasattr(recipe.data, "root"):
@@ -209,7 +209,7 @@ def check_beside_data(recipe: Recipe, folder: Path) -> None:
 
 
 def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
-    """Refuse to resume what has never begun. Raises Refused."""
+    """Refuse to resume a run that has not begun. Raises Refused."""
     begun = ((path / RECIPE).exists() or RecordedInputs(path).begun() for _, path in rows)
     if not (folder / "lock").exists() and not any(begun):
         raise Refused(
@@ -220,7 +220,7 @@ def _check_begun(folder: Path, rows: Sequence[tuple[Recipe, Path]]) -> None:
 
 
 def _executed(execution: Execution, changed: bool) -> Result:
-    """Return a row from where it stands to its result."""
+    """Return the result of a row, started or resumed."""
     folder, kept = execution.folder, RecordedInputs(execution.folder)
     execution.restore()
     execution.checkpoints.tidy()
@@ -243,7 +243,7 @@ def _executed(execution: Execution, changed: bool) -> Result:
 
 
 def check_new(folder: Path, resume: bool) -> None:
-    """Refuse a folder that holds a comparison, unless that is to go on. Raises Refused."""
+    """Refuse a folder with a comparison, unless it is to be resumed. Raises Refused."""
     if (folder / COMPARISON).exists() and not resume:
         raise Refused(
             f"{folder} already holds a comparison",
@@ -266,9 +266,8 @@ def compare(
 ) -> Comparison:
     """Compare methods, see `coterie.compare`.
 
-    `chosen` has the recipes of methods that were tuned, and `effort` says what that took.
-    `searched` is the folder of the runs of their search: one that is a run of the comparison is not
-    done again.
+    `chosen` has the recipes of tuned methods, `effort` a sentence about the cost. Runs of the
+    comparison that are in `searched`, the folder of the search, are not repeated.
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")

@@ -1,6 +1,4 @@
-"""How the clients of a run score: evaluations, points of curves, and the models that clients keep
-of their best round.
-"""
+"""Scores of a run's clients: evaluations, points of curves, and models of their best rounds."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -21,14 +19,14 @@ Values = Mapping[ClientId, Mapping[str, float]]  # by split, in the metric of th
 
 
 class Scorer:
-    """Scores the clients of a run; its state gets the evaluations and the points of the curves."""
+    """Scores the clients of a run; adds evaluations and points of curves to its state."""
 
     def __init__(self, state: RunState, requests: Requests) -> None:
         self.state, self.requests = state, requests
 
     @property
     def keeps_best(self) -> bool:
-        """Whether each client keeps its model of the round that was best on its validation set."""
+        """Whether each client keeps its model of the round with its best validation score."""
         return self.state.recipe.keep == "best"
 
     def evaluate(self) -> None:
@@ -89,13 +87,13 @@ class Scorer:
         }
 
     def _choices(self, replies: Replies, clients: Iterable[ClientId]) -> Choices:
-        """Return which experts the gates of clients chose, beside those of the anchors' classes."""
+        """Return the experts chosen by clients' gates, next to those of the anchors' classes."""
         federation = self.state.federation
         anchors = [federation.labels[anchor] for anchor in federation.anchors]
         return metrics.choices([replies[i]["choices"] for i in clients], anchors)
 
     def _to_score(self, trained: bool) -> Mapping[ClientId, Tensors]:
-        """Return what each scored client must receive to be scored, also before any training."""
+        """Return what each scored client must receive to be scored, even before training."""
         state = self.state
         received = self.personal(state.scored)
         if trained or not state.keeps_models:
@@ -104,7 +102,7 @@ class Scorer:
         return {i: tensors or start.get(i, {}) for i, tensors in received.items()}
 
     def personal(self, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        """Return what each client needs beyond its own state to have its personal model."""
+        """Return what each client needs besides its state for its personal model."""
         state = self.state
         if state.keeps_models:
             received = state.method.personal(state.server, clients)
@@ -121,10 +119,8 @@ class Scorer:
     def adapt(
         self, clients: Sequence[ClientId]
     ) -> tuple[Mapping[ClientId, Tensors], dict[ClientId, int], dict[ClientId, int]]:
-        """Give a personal model to clients without one, by the exchange of the method.
-
-        Returns:
-            What each gets, and the bytes that each sends and receives for it.
+        """Give a personal model to clients without one, by the method's exchange. Return what each
+        receives, and the bytes that each sends and receives for it.
         """
         up, down = (dict.fromkeys(clients, 0) for _ in range(2))
 
@@ -138,7 +134,7 @@ class Scorer:
         return received, up, {i: down[i] + nbytes(tensors) for i, tensors in received.items()}
 
     def recalled(self) -> dict[ClientId, tuple[int, Scores]]:
-        """Have each client take the model that it kept; return the model's round and scores."""
+        """Have each client restore the model that it kept; return its round and scores."""
         state = self.state
         spec = self._spec("valid", "test")
         by_round = {evaluation.round: evaluation.clients for evaluation in state.evaluations}
@@ -204,7 +200,7 @@ class Scorer:
         self.requests.reporter.point(state.round, test, CURVE_ROWS)
 
     def _score_part(self, id: ClientId, memory: State, received: Tensors) -> float:
-        """Return the metric of a client on a part of its test set, without any effect on it."""
+        """Return a client's metric on a part of its test set, without side effects on it."""
         prepared = self.state.prepared
         client = prepared.site.client(id, dict(memory))
         with (
@@ -215,7 +211,7 @@ class Scorer:
             return prepared.problem.metric.of(scores)
 
     def _spec(self, *names: str) -> ReplySpec:
-        """Return the form of the replies of a scoring task: of all possible scores, these."""
+        """Return the form of the replies of a scoring task, restricted to these scores."""
         prepared = self.state.prepared
         scores = prepared.problem.scores(prepared.site.layouts[self.state.scored[0]])
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}

@@ -1,6 +1,4 @@
-"""The state of a run between two rounds: who takes part, what the server has, and what was scored
-and counted so far.
-"""
+"""The state of a run between two rounds: participants, the server's tensors, scores and counts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +16,12 @@ class RunState:
     """The state of a run between two rounds.
 
     Attributes:
-        round: The rounds that are done.
-        server: The tensors of the server.
+        round: Rounds done.
+        server: The server's tensors.
         evaluations: All evaluations so far.
         points: The points of the curves so far.
-        progress: What was counted, as JSON: bytes by client (`up`, `down`), replies lost, rounds
-            taken part in, seconds, and the privacy spent.
+        progress: Counts as JSON: bytes by client (`up`, `down`), lost replies, rounds taken part
+            in, seconds, and the privacy spent.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -42,7 +40,7 @@ class RunState:
             self.progress["clients"] = list(self.federation.everyone)
 
     def take_in(self, prepared: Prepared) -> None:
-        """Set who takes part and who is scored: at the start, and when a client has joined."""
+        """Set participants and scored clients, at the start and when a client joins."""
         self.prepared, self.clients = prepared, prepared.clients
         self.federation = prepared.problem.federation
         self.groups = {
@@ -53,12 +51,12 @@ class RunState:
 
     @property
     def iteration(self) -> int:
-        """The local iterations that are done."""
+        """The number of local iterations done."""
         return self.round * self.method.local_steps
 
     @property
     def keeps_models(self) -> bool:
-        """Whether the clients that are scored keep models of their own between rounds."""
+        """Whether scored clients keep models of their own between rounds."""
         return not (self.groups or self.recipe.training.stateless or self.method.stateless)
 
     def count(self, direction: str, client: ClientId, size: int) -> None:
@@ -67,7 +65,7 @@ class RunState:
         counts[client] = counts.get(client, 0) + size
 
     def absent(self) -> Sequence[ClientId]:
-        """Return the clients that took part in no round so far, and have no model of their own."""
+        """Return clients that have not taken part yet and have no model of their own."""
         if not self.round or self.method.centralized or not self.keeps_models:
             return ()
         return tuple(i for i in self.clients if i not in self.progress["took_part"])

@@ -1,1 +1,1 @@
-"""One client on a machine of its own: its data and state, its owner's limits and account."""
+"""One client on its own machine: data and state, and the owner's limits and account."""

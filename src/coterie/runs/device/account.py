@@ -1,9 +1,9 @@
-"""The account of what a device has sent so far, over all runs. It is on disk before anything is
-sent, so it does not depend on what a server remembers.
+"""The account of all that a device has sent, over all runs. It is on disk before anything is sent,
+so it does not depend on a server's memory.
 
-What is counted: privacy that replies with noise have spent; exchanges of secure aggregation that
-were answered, each of which is answered once; unlike answers in a round; and the recipe of each
-run, which stays what it was when the run began.
+It counts the privacy spent by replies with noise, the answered exchanges of secure aggregation,
+each of which is answered once, and different answers in a round. It also fixes each run's recipe as
+it was at the beginning.
 """
 
 from dataclasses import dataclass
@@ -18,35 +18,23 @@ ACCOUNT = ".account"  # its name in a device's folder: no run has one that begin
 
 @dataclass(frozen=True)
 class OutgoingReply:
-    """A reply that is about to leave.
+    """A reply that is about to be sent."""
 
-    Args:
-        run: The run's name.
-        recipe: Digest of the part of the recipe that must stay the same.
-        turn: Round and number of the exchange.
-        contents: Digest of the reply.
-        cost: The privacy that it spends; None: none.
-        masked: Whether it leaves under masks.
-    """
-
-    run: str
-    recipe: str
-    turn: Turn
-    contents: str = ""
-    cost: Cost | None = None
-    masked: bool = False
+    run: str  # the run's name
+    recipe: str  # digest of the part of the recipe that must stay the same
+    turn: Turn  # round and number of the exchange
+    contents: str = ""  # digest of the reply
+    cost: Cost | None = None  # the privacy that it spends
+    masked: bool = False  # whether it is sent under masks
 
 
 @dataclass(frozen=True)
 class Account:
-    """The account of a device, a file that outlives its process and a power cut. One that is
-    damaged, missing or older than an anchor is refused, not begun afresh.
-
-    Args:
-        path: The file; see `LedgerFiles`.
+    """The account of a device, a file that survives process exit and power cuts. A damaged or
+    missing one, or one older than an anchor, is refused, not started anew.
     """
 
-    path: Path
+    path: Path  # see `LedgerFiles`
 
     @property
     def _files(self) -> LedgerFiles:
@@ -58,9 +46,9 @@ class Account:
             files.read()
 
     def accept(self) -> None:
-        """Continue with an account that `verify` refuses, as its owner wants. What it or any anchor
-        knows to be spent stays spent; missing entries are not counted. Raises SaveError, and
-        Refused if there is nothing to accept.
+        """Continue, as its owner decided, with an account that `verify` refuses. All spending known
+        to it or any anchor still counts; missing entries do not. Raises SaveError, or Refused if
+        nothing is to be accepted.
         """
         with self._files.locked() as files:
             try:
@@ -80,19 +68,20 @@ class Account:
 
     @property
     def incomplete(self) -> bool:
-        """Whether its owner has accepted that entries are missing. Raises Refused as `verify`."""
+        """Whether its owner has accepted missing entries. Raises Refused as `verify`."""
         with self._files.locked() as files:
             return files.read().accepted > 0
 
     def check(self, leaving: OutgoingReply, limits: Limits) -> None:
-        """Refuse, before any work, what could not leave. Raises Refused."""
+        """Refuse, before any work, what could not be sent. Raises Refused."""
         with self._files.locked() as files:
             _check(files.read(), leaving, limits)
 
     def record(self, leaving: OutgoingReply, limits: Limits, exchanges: int | None) -> None:
-        """Record a reply before it is sent: one of so many different answers in a round (None: any
-        number). An identical reply that was sent before costs nothing more; but with secure
-        aggregation nothing is sent twice. Raises Refused and SaveError: it must not be sent.
+        """Record a reply before it is sent, one of at most `exchanges` different answers in a round
+        (None: no limit). Repeating an identical reply costs nothing, except under secure
+        aggregation, where nothing is sent twice. Raises Refused or SaveError if it must not be
+        sent.
         """
         with self._files.locked() as files:
             ledger = files.read()
@@ -111,7 +100,7 @@ class Account:
 
 
 def accepted(home: Path) -> str:
-    """Do what `Account.accept` does for a device, and say what that means."""
+    """Call `Account.accept` for a device, and return its meaning in words."""
     Account(home / ACCOUNT).accept()
     return (
         f"Accepted: {home / ACCOUNT} goes on with what was known of it. Entries that are missing "
@@ -120,7 +109,7 @@ def accepted(home: Path) -> str:
 
 
 def described(home: Path, limits: Limits) -> str:
-    """Say what a device has spent so far. Raises Refused as `Account.epsilon`."""
+    """Return, in words, what a device has spent so far. Raises Refused as `Account.epsilon`."""
     sentence = "This device enforces its owner's limits, whatever a run asks for."
     if not limits.noisy:
         return sentence
@@ -132,7 +121,7 @@ def described(home: Path, limits: Limits) -> str:
 
 
 def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None:
-    """Refuse what the account alone forbids. Raises Refused."""
+    """Refuse what the account forbids by itself. Raises Refused."""
     run = ledger.runs.get(leaving.run)
     if run is None and limits.runs is not None and len(ledger.runs) >= limits.runs:
         raise Refused(
@@ -158,7 +147,7 @@ def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None
 
 
 def _count(run: RunEntries, leaving: OutgoingReply, exchanges: int | None) -> None:
-    """Count the answers of a round. Raises Refused: there are too many."""
+    """Count the answers of a round. Raises Refused if there are too many."""
     if exchanges is None:
         return
     left = run.left.setdefault(leaving.turn[0], [])
@@ -174,7 +163,7 @@ def _count(run: RunEntries, leaving: OutgoingReply, exchanges: int | None) -> No
 
 
 def _sum(ledger: DeviceLedger, run: RunEntries, leaving: OutgoingReply) -> None:
-    """Note an answer under masks. Raises Refused: the same update was in another sum."""
+    """Record an answer under masks. Raises Refused if the same update was in another sum."""
     if leaving.contents in ledger.summed:
         raise Refused(
             "this update was already sent under masks, in another run or exchange: the difference "
@@ -186,7 +175,7 @@ def _sum(ledger: DeviceLedger, run: RunEntries, leaving: OutgoingReply) -> None:
 
 
 def _charge(ledger: DeviceLedger, leaving: OutgoingReply, cost: Cost, limits: Limits) -> None:
-    """Add what a reply with noise spends. Raises Refused: the owner does not allow so much."""
+    """Add the privacy spent by a reply with noise. Raises Refused beyond the owner's limit."""
     ledger.charge(cost)
     ledger.noised.append(leaving.contents)
     if limits.epsilon is not None and (spent := ledger.epsilon(limits.delta)) > limits.epsilon:

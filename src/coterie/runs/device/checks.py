@@ -1,5 +1,5 @@
-"""What a device checks before it loads a server's recipe, before it works, and before a reply
-leaves it: its owner's limits, and the account of earlier replies.
+"""A device's checks by its owner's limits and its account: before it loads a server's recipe,
+before it works, and before it sends a reply.
 """
 
 import json
@@ -29,22 +29,17 @@ _INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}
 
 @dataclass(frozen=True)
 class OutboundCheck:
-    """The last check before a reply leaves: the owner's limits, and the account of earlier replies.
-
-    Args:
-        prepared: What the reply is made with; its `Outbound` checks the tensors themselves.
-        request: What is asked.
-        limits: Of the owner.
-        account: Of the device; None: nothing is counted.
+    """The last check before a reply is sent: the owner's limits, and the account of earlier
+    replies.
     """
 
-    prepared: Prepared
+    prepared: Prepared  # its `Outbound` checks the tensors themselves
     request: Request
     limits: Limits
-    account: Account | None
+    account: Account | None  # None: nothing is counted
 
     def check(self) -> None:
-        """Refuse, before any work, what could not leave. Raises Refused."""
+        """Refuse, before any work, what could not be sent. Raises Refused."""
         self.limits.check_task(self.request.task, self.request.round, self.prepared.method.rounds)
         if self.request.masked != (self._updates and self.prepared.recipe.secure):
             how = "under masks" if self.request.masked else "in the clear"
@@ -59,7 +54,7 @@ class OutboundCheck:
             self.account.check(self._leaving("", None), self.limits)
 
     def record(self, encoded: bytes, metrics: Metrics) -> None:
-        """Write down what is about to leave. Raises Refused and SaveError: it may not leave."""
+        """Record what is about to be sent. Raises Refused or SaveError if it must not be."""
         if self.account is None:
             return
         header = json.dumps([self.request.task, metrics], sort_keys=True).encode()
@@ -82,7 +77,7 @@ class OutboundCheck:
 
     @property
     def _cost(self) -> Cost | None:
-        """The privacy that the reply spends; None where it has no noise, or needs none."""
+        """The privacy that the reply spends; None if it has no noise, or needs none."""
         privacy = None if self._outbound is None or not self._updates else self._outbound.privacy
         if privacy is None or not privacy.noise or privacy.where == "central":
             return None
@@ -97,7 +92,7 @@ class OutboundCheck:
 
     @property
     def _exchanges(self) -> int | None:
-        """The most unlike answers in a round."""
+        """The most different answers in a round."""
         protects = self._outbound is not None and self._outbound.protects
         return self.limits.exchanges or (EXCHANGES if protects else None)
 
@@ -111,7 +106,7 @@ class OutboundCheck:
 
 
 def check_code(section: Mapping[str, Any], limits: Limits) -> None:
-    """Refuse a module that the owner neither installed nor allows, before it is imported."""
+    """Refuse a module, before it is imported, that the owner neither installed nor allows."""
     named = (
         ("method", "name", METHODS_GROUP, "methods", limits.methods),
         ("data", "kind", DATA_GROUP, "data", limits.data),

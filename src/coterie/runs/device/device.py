@@ -1,6 +1,4 @@
-"""A device: the machine of one client. It has the client's data, and keeps the client's state
-and personal model in a folder of its own.
-"""
+"""A device: one client's machine, which holds its data, state and personal model."""
 
 import json
 from collections.abc import Sequence
@@ -37,8 +35,8 @@ _NO_RUNS |= {"resident.key", "resident.log", "resident.sock"}
 
 @lru_cache(maxsize=2)
 def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
-    """Return a server's recipe, given as JSON, with the data and the base on this machine; the last
-    ones stay loaded. `alone`: on a device; otherwise for many that are simulated here.
+    """Return a server's recipe (JSON), prepared with this machine's data and base; the last ones
+    stay loaded. `alone`: on a device, not for many simulated clients.
     """
     values = json_of(section, finite=False)
     if not alone:
@@ -71,7 +69,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
 
 
 def _with_own_paths(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
-    """Return a server's recipe with the device's own paths instead of the server's."""
+    """Return a server's recipe with the device's paths in place of the server's."""
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     template = places.get("chat_template")
     if template is not None and not is_template(str(template)):
@@ -90,16 +88,15 @@ class Device:
     """A device: one client's side of runs.
 
     Args:
-        home: Its folder: `<run>/states/<client>/` and `<run>/clients/<client>/`, the personal
-            model; see `names.encoded`.
+        home: Its folder, with `<run>/states/<client>/` and the personal model in
+            `<run>/clients/<client>/`; see `names.encoded`.
         client: Which client of its data it is; None: the only one.
-        data: Where its data are: what `data.path` or `data.root` is on this machine; None:
-            $COTERIE_DATA.
-        base: Where the base model is on this machine; None: where the recipe says.
-        index: In a simulation, instead of `client`: its position among all clients of the
-            recipe's data, which are all here.
+        data: `data.path` or `data.root` on this machine; None: $COTERIE_DATA.
+        base: The base model on this machine; None: as in the recipe.
+        index: In a simulation, instead of `client`: its position among all clients of the recipe's
+            data, which are all here.
         secure: Whether trained values are sent by secure aggregation only, whatever a recipe says.
-        limits: The limits that its owner sets.
+        limits: The owner's limits.
     """
 
     home: Path
@@ -111,11 +108,8 @@ class Device:
     limits: Limits = field(default_factory=Limits)
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
-        """Do what a request asks. There always is a reply; one with a `problem` has no tensors.
-
-        Args:
-            text: A `Request`.
-            body: Its tensors, as safetensors bytes; may be empty.
+        """Answer a request: the text of a `Request`, and its tensors as safetensors bytes, or b"".
+        There always is a reply; one with a `problem` has no tensors.
         """
         request: Request | None = None
         try:
@@ -168,7 +162,7 @@ class Device:
     def _outbound_check(
         self, prepared: Prepared, request: Request, client: ClientId
     ) -> OutboundCheck:
-        """Return the last check of a reply; simulated devices need an account for masks alone."""
+        """Return the last check of a reply; simulated devices need an account for masks only."""
         account: Account | None = Account(self.home / ACCOUNT)
         if self.index is not None:
             states = self._folder(request) / "states" / names.encoded(client)
@@ -202,7 +196,7 @@ class Device:
         return replace(prepared, site=site)
 
     def _client(self, known: Sequence[ClientId]) -> ClientId:
-        """Return which client this is. Raises DataError where the data do not tell, or lack it."""
+        """Return which client this is. Raises DataError if the data lack it or do not tell."""
         if self.index is not None:
             return known[self.index]
         if self.client is None and len(known) == 1:
@@ -232,12 +226,12 @@ class Device:
 
 
 def _turn_of(request: Request) -> dict[str, Any]:
-    """Return what tells a reply's request from others."""
+    """Return what distinguishes a reply's request from others."""
     return {"task": request.task, "round": request.round, "number": request.number}
 
 
 def _member(prepared: Prepared, client: ClientId) -> Member:
-    """Return the description of a client that the server gets."""
+    """Return the description of a client that is sent to the server."""
     federation, data = prepared.problem.federation, prepared.site.data[client]
     group = next((name for name, members in federation.unseen.items() if client in members), "")
     train, valid, test = (split.windows for split in data.splits)

@@ -1,8 +1,8 @@
 """The entries of a device's account, and the files that keep them.
 
-Anchors beside the account and in the runs' folders say how many entries it has had and what they
-spent: an older copy that is put back, or a loss, is seen by the first that says more. Nothing is
-seen where all of them go back together, with the whole disk.
+Anchors beside the account and in the runs' folders record its number of entries and their spending:
+restoring an older copy, or a loss, is detected by the first anchor that records more. It is not
+detected if all of them are reset together, with the whole disk.
 """
 
 import json
@@ -28,15 +28,11 @@ Turn = tuple[int, int]  # round, and number of the exchange in it
 
 @dataclass(frozen=True)
 class Cost:
-    """The privacy that a reply spends.
+    """The privacy that a reply spends."""
 
-    Args:
-        squared: Of a Gaussian mechanism mu^2, the square of the sensitivity over the standard
-            deviation of the noise.
-        renyi: Of any other mechanism its Rényi divergences, (orders,) over `ORDERS`; empty: none.
-    """
-
+    # mu^2 of a Gaussian mechanism, the square of sensitivity over standard deviation of noise
     squared: float = 0.0
+    # Rényi divergences, (orders,) over `ORDERS`, of any other mechanism; empty: none
     renyi: tuple[float, ...] = ()
 
 
@@ -51,7 +47,7 @@ class RunEntries(BaseModel):
 
 
 class Spent(BaseModel):
-    """What the account and its anchors both hold."""
+    """The common content of account and anchors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,7 +59,7 @@ class Spent(BaseModel):
 
 
 class Anchor(Spent):
-    """The content of an anchor; of one in a run's folder with the account of that run."""
+    """The content of an anchor; in a run's folder, with the account of that run."""
 
     run: RunEntries | None = None
 
@@ -76,7 +72,7 @@ class DeviceLedger(Spent):
     runs: dict[str, RunEntries] = {}
 
     def charge(self, cost: Cost) -> None:
-        """Add what a reply spends. Raises Refused for an impossible cost."""
+        """Add the cost of a reply. Raises Refused for an impossible cost."""
         self.squared += cost.squared
         if cost.renyi:
             from coterie.aggregation.accountant import ORDERS
@@ -93,7 +89,7 @@ class DeviceLedger(Spent):
             raise Refused("this reply would have no privacy at all", OWNERS)
 
     def epsilon(self, delta: float) -> float:
-        """Return what has been spent. Raises Refused where nothing can count it."""
+        """Return what has been spent. Raises Refused if it cannot be computed."""
         from coterie.aggregation.accountant import epsilon_of  # torch, which a start does without
 
         return epsilon_of(self.squared, np.array(self.renyi), delta)
@@ -104,24 +100,22 @@ S = TypeVar("S", bound=Spent)
 
 @dataclass(frozen=True)
 class LedgerFiles:
-    """The files of an account, which outlive their process and a power cut.
+    """The files of an account, which survive process exit and power cuts.
 
-    Args:
-        path: Of the account; beside it lie a lock and an anchor, and an anchor in the folder of
-            each run that is there.
+    Beside `path`, the account, are a lock and an anchor; another anchor is in each run's folder.
     """
 
     path: Path
 
     @contextmanager
     def locked(self) -> Iterator["LedgerFiles"]:
-        """Within the block nobody else reads or writes them."""
+        """Lock the files against other readers and writers within the block."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(self.path.with_name(f"{self.path.name}.lock")):
             yield self
 
     def read(self) -> DeviceLedger:
-        """Return the newest account. Raises Refused: it is damaged, missing or older."""
+        """Return the newest account. Raises Refused if it is damaged, missing or older."""
         what = f"the account of this device, {self.path}, "
         anchors = {path: self._stored(path, Anchor) for path in self._anchors()}
         newest = max(anchors, key=lambda path: anchors[path].count, default=None)
@@ -142,12 +136,12 @@ class LedgerFiles:
         return self.path.with_name(f"{self.path.name}.anchor")
 
     def _anchors(self) -> list[Path]:
-        """Return the anchors that there are."""
+        """Return the existing anchors."""
         beside = [self._anchor] if self._anchor.exists() else []
         return beside + sorted(self.path.parent.glob(f"*/{self._anchor.name}"))
 
     def _stored(self, path: Path, kind: type[S]) -> S:
-        """Return the content of the account or of an anchor. Raises Refused: it is damaged."""
+        """Return the content of the account or an anchor. Raises Refused if it is damaged."""
         try:
             digest, _, text = read_text(path, MOST_BYTES).partition("\n")
             if digest != sha256(text.encode()).hexdigest():
@@ -159,7 +153,7 @@ class LedgerFiles:
             raise _refused(f"{problem} ({type(error).__name__})") from None
 
     def recover(self) -> None:
-        """Write the account again, with all that any undamaged file knows. Raises SaveError."""
+        """Rewrite the account with all that any undamaged file records. Raises SaveError."""
         anchors = {path: self._if_whole(path, Anchor) for path in self._anchors()}
         ledger = self._if_whole(self.path, DeviceLedger)
         for path, anchor in anchors.items():
@@ -173,16 +167,15 @@ class LedgerFiles:
         self.write(ledger)
 
     def _if_whole(self, path: Path, kind: type[S]) -> S:
-        """Return what `_stored` does, or an empty one where it is damaged."""
+        """Return `_stored`, or an empty content if it is damaged."""
         try:
             return self._stored(path, kind)
         except Refused:
             return kind()
 
     def write(self, ledger: DeviceLedger, run: str = "") -> None:
-        """Write an account with one more entry, of this run, and only then all anchors, so that a
-        process killed in between leaves an account ahead of them, which is no harm. Raises
-        SaveError.
+        """Write an account with one more entry, of this run, and only then all anchors: a process
+        killed in between leaves an account ahead of them, which is harmless. Raises SaveError.
         """
         ledger.count += 1
         _store(self.path, ledger)
@@ -202,7 +195,7 @@ def _refused(problem: str) -> Refused:
 
 
 def _store(path: Path, content: BaseModel) -> None:
-    """Write a file with its checksum, to the disk. Raises SaveError."""
+    """Write a file with its checksum and flush it to disk. Raises SaveError."""
     text = json.dumps(content.model_dump(mode="json"))
     new = path.with_name(f"{path.name}.new")
     try:

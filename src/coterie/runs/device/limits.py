@@ -1,6 +1,6 @@
-"""What the owner of a device allows: limits that no run can lift, in a file of the device's own.
+"""The limits that a device's owner sets in a file on the device; no run can lift them.
 
-Nothing here needs torch: whoever starts a device has the file checked at once.
+Nothing here needs torch, so that the file is checked as soon as a device starts.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ OWNERS = "The owner of the device decides, in its file of limits (coterie client
 
 
 def _not_bool(value: object) -> object:
-    """Refuse true and false, which Python takes for 1 and 0. Raises ValueError."""
+    """Refuse true and false, which Python treats as 1 and 0. Raises ValueError."""
     if isinstance(value, bool):
         raise ValueError(f"must be a number, found {str(value).lower()}")
     return value
@@ -110,11 +110,11 @@ class Limits(BaseModel):
 
     @property
     def noisy(self) -> bool:
-        """Whether updates may leave with noise only."""
+        """Whether updates may be sent with noise only."""
         return self.local_privacy is not None or self.epsilon is not None
 
     def check_installed(self) -> None:
-        """Refuse limits that need packages which are not installed. Raises Refused."""
+        """Refuse limits that need missing packages. Raises Refused."""
         if self.epsilon is not None:
             require("limits.epsilon: counting what is spent", "privacy", "opacus")
         if self.noisy:
@@ -140,7 +140,7 @@ class Limits(BaseModel):
             )
 
     def check_keeping(self, needed: Sequence[str]) -> None:
-        """Refuse a run with `keep: best` that needs a task which is not allowed. Raises Refused."""
+        """Refuse a run with `keep: best` that needs a forbidden task. Raises Refused."""
         if self.tasks is not None and (forbidden := [t for t in needed if t not in self.tasks]):
             raise Refused(
                 f"limits.tasks: this device does {', '.join(self.tasks)}; a run with keep: best "
@@ -149,7 +149,7 @@ class Limits(BaseModel):
             )
 
     def check_noise(self, noise: float, clip: float) -> None:
-        """Refuse local privacy that is less than the owner wants. Raises Refused."""
+        """Refuse local privacy below the owner's minimum. Raises Refused."""
         if self.local_privacy is None:
             return
         least, most = self.local_privacy.noise_at_least, self.local_privacy.clip_at_most
@@ -172,11 +172,8 @@ class Limits(BaseModel):
 
 
 def read(path: Path) -> Limits:
-    """Return the limits in a file.
-
-    Raises:
-        Refused: It is not there, empty, or not YAML.
-        RecipeError: All of its mistakes, each naming its field.
+    """Return the limits in a file. Raises Refused if it is missing, empty, or not YAML; RecipeError
+    with all mistakes, each naming its field.
     """
     try:
         values = yaml_of(read_text(path))

@@ -1,4 +1,4 @@
-"""The states that a device keeps of its client, over the runs and restarts of a server."""
+"""The states of a device's client, over the runs and restarts of a server."""
 
 import re
 from collections.abc import Iterator
@@ -19,30 +19,27 @@ _MOST_NOTE = 2000  # characters, see `Reply`
 
 @dataclass(frozen=True)
 class Memory:
-    """A client's states on its device, one file per exchange, each written atomically.
+    """A client's states in one run on its device, one file per exchange, each written atomically.
 
-    A request of turn t is answered from the newest state before t. So a device that was killed goes
-    on from its last whole state, a request that is repeated is answered alike, and a server that
-    went back to a checkpoint finds clients that go back with it. From `before` to `commit` nobody
-    else may use it: that is what `alone` is for.
-
-    Args:
-        folder: Of one client in one run.
+    A request of turn t is answered from the newest state before t. So a device that was killed
+    continues from its last complete state, a repeated request gets the same answer, and a server
+    that went back to a checkpoint finds clients that go back with it. From `before` to `commit`
+    nobody else may use it, see `alone`.
     """
 
     folder: Path
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock this memory within the block: a process that is late with an earlier request would
-        undo what came after it.
+        """Lock this memory within the block, so that a process late with an earlier request undoes
+        nothing.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
             yield
 
     def turns(self) -> dict[Turn, Path]:
-        """Return the states that there are, from the oldest."""
+        """Return the existing states, the oldest first."""
         states = {
             (int(m[1]), int(m[2])): path
             for path in self.folder.glob("round-*")
@@ -51,17 +48,12 @@ class Memory:
         return dict(sorted(states.items()))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
-        """Return the newest whole state before a turn ({}: the client starts), and a note on it.
+        """Return the newest complete state before a turn ({}: the client starts), and a note on it.
+        Raises TensorError if there are only later states: the server went back further than devices
+        keep.
 
-        Args:
-            turn: That is to be done.
-            expects: The last one that the server has a reply of; None for a client that it has none
-                of. Such a client may have done this turn already, and nothing before it: its reply
-                was lost, or the server went back.
-
-        Raises:
-            TensorError: There are only later states: the server went back further than devices
-                keep.
+        `expects` is the last turn of which the server has a reply; None for a client without any.
+        Such a client may have done this turn first: its reply was lost, or the server went back.
         """
         turns, note = self.turns(), ""
         for then in sorted((then for then in turns if then < turn), reverse=True):
@@ -85,8 +77,8 @@ class Memory:
         return {}, note[-_MOST_NOTE:]
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn. Delete later states, and those older than what a server may
-        go back to: rounds from `kept` on may be asked for again.
+        """Write the state after a turn. Delete later states and those of rounds before `kept`,
+        which a server cannot go back to.
         """
         save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
         turns = self.turns()

@@ -1,1 +1,1 @@
-"""The folder of a run: what lies in it, who may write to it, and what it is resumed from."""
+"""The folder of a run: its contents, its lock, and what a run is resumed from."""

@@ -1,4 +1,4 @@
-"""The folders of runs that are named by what they run, and what is left of those of a search."""
+"""Folders of runs named by their content, and the cleaning of those of a search."""
 
 import json
 import shutil
@@ -29,9 +29,8 @@ _BESIDE |= {"samples", "memory", "threads", "curve_every"}
 
 
 def digest(recipe: Recipe) -> str:
-    """Return what tells runs apart that measure something else: all fields that matter, those
-    with their default values too. Fields that are null are left out, so that runs are found again
-    when recipes get a new field.
+    """Return the digest of all fields that influence results, including those with default values.
+    Null fields are left out, so that runs are still found when recipes get a new field.
     """
     settings = asdict(recipe.build_method()).items()
     method = {key: value for key, value in settings if value is not None}
@@ -42,7 +41,7 @@ def digest(recipe: Recipe) -> str:
 
 
 def folder_of(recipe: Recipe, root: Path) -> Path:
-    """Return the folder of a run among others: by its method, its digest and its seed."""
+    """Return the folder of a run in `root`: by method, digest and seed."""
     return root / f"{encoded(recipe.method['name'])}-{digest(recipe)}" / f"seed-{recipe.seed}"
 
 
@@ -52,22 +51,22 @@ def has_ended(folder: Path) -> bool:
 
 
 def mark(folder: Path) -> None:
-    """Note that a run which has not begun is only for a search. Raises SaveError."""
+    """Mark a run that has not begun as part of a search only. Raises SaveError."""
     if not (folder / RECIPE).exists():
         write_json(folder / CANDIDATE, {"keeps": "its result, and no models unless it is chosen"})
 
 
 def confirm(folder: Path) -> None:
-    """Note that a run is wanted for itself: it keeps what it has."""
+    """Mark a run as wanted for itself: it keeps all its files."""
     (folder / CANDIDATE).unlink(missing_ok=True)
 
 
 def adopt(recipe: Recipe, source: Path, target: Path) -> None:
-    """Take a run of a search for one that is to be done in another folder, if it is of the same
-    recipe word for word, and whole; checkpoints and models move there.
+    """Take over a complete run of a search of exactly this recipe, in place of running it in
+    `target`; checkpoints and models move there.
 
-    The result comes last: whatever a killed process left goes on from its checkpoint. Raises
-    CheckpointError where the result is damaged.
+    The result comes last, so that an interrupted move continues from its checkpoint. Raises
+    CheckpointError if the result is damaged.
     """
     begun = (target / RECIPE).exists()
     if begun or not same_recipe(recipe, source) or not RecordedInputs(source).done():
@@ -85,7 +84,7 @@ def adopt(recipe: Recipe, source: Path, target: Path) -> None:
 
 
 def same_recipe(recipe: Recipe, folder: Path) -> bool:
-    """Whether a folder's recipe is this one, word for word."""
+    """Whether a folder's recipe is exactly this one."""
     try:
         return read_text(folder / RECIPE) == recipes.dump(recipe)
     except (OSError, ValueError):
@@ -93,8 +92,8 @@ def same_recipe(recipe: Recipe, folder: Path) -> bool:
 
 
 def lighten(folder: Path) -> None:
-    """Remove checkpoints and models of a run that a search began and that has come to its end; the
-    result and the metrics stay. Runs that somebody else began, or works on, stay as they are.
+    """Remove checkpoints and models of an ended run that a search began; the result and the metrics
+    stay. Runs that others began or are using stay unchanged.
     """
     if not (folder / CANDIDATE).exists() or not has_ended(folder):
         return

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written atomically, and verified by checksums when they are read."""
+"""Checkpoints of a run: written atomically, verified by checksums when read."""
 
 import os
 import shutil
@@ -43,7 +43,7 @@ class _About(BaseModel):
 
 
 class _Index(BaseModel):
-    """The content of clients.json: where in which pack each client's state is."""
+    """The content of clients.json: pack and place of each client's state."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -52,7 +52,7 @@ class _Index(BaseModel):
 
     @classmethod
     def of(cls, states: Stored) -> "_Index":
-        """Return the index of states which are all in packs."""
+        """Return the index of states that are all in packs."""
         numbers = {path: k for k, path in enumerate(states.digests)}
         entries = {i: entry for i in states if (entry := states.entry(i)) is not None}
         return cls(
@@ -63,15 +63,15 @@ class _Index(BaseModel):
         )
 
     def entries(self, folder: Path) -> dict[ClientId, Entry]:
-        """Return the places of the states, of packs in a folder."""
+        """Return the places of the states in a folder's packs."""
         paths = [folder / name for name in self.packs]
         return {i: Entry(paths[k], *place) for i, (k, *place) in self.clients.items()}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two rounds: the rounds done, the states of server and clients, and its progress
-    as JSON values. States of clients are read when they are asked for.
+    """A run between two rounds: rounds done, states of server and clients, and progress as JSON
+    values. Clients' states are read on access.
     """
 
     round: int
@@ -84,8 +84,7 @@ class Checkpoints:
     """The folder `checkpoints/` of a run: `round-00007/` each, of which the two newest are kept.
 
     A checkpoint is written under another name, flushed to disk, and renamed: it is complete or
-    absent. Each of its files has a checksum in its `SHA256SUMS`, which is verified before it is
-    used.
+    absent. Its files are verified by its `SHA256SUMS` before use.
     """
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any]) -> None:
@@ -93,7 +92,7 @@ class Checkpoints:
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint, delete all but the newest two, and return its folder. Raises
-        SaveError; the former ones are unchanged then.
+        SaveError, with earlier ones intact.
         """
         final = self.folder / f"round-{checkpoint.round:05d}"
         new = self.folder / f"{final.name}.new"
@@ -143,12 +142,9 @@ class Checkpoints:
         )
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint, or None if there is none. Clients' states are read when
-        they are asked for.
-
-        Raises:
-            CheckpointError: It is truncated, or of another recipe; the message names the first
-                field that differs.
+        """Return the newest checkpoint, with clients' states read on access; None if there is none.
+        Raises CheckpointError if it is truncated or of another recipe, naming the first different
+        field.
         """
         folders = self._all()
         if not folders:
@@ -202,7 +198,7 @@ def _read(folder: Path) -> _About:
 
 
 def _known(digest: str) -> "Future[str]":
-    """Return a digest that need not be computed."""
+    """Return a digest that is already known as a finished Future."""
     future: Future[str] = Future()
     future.set_result(digest)
     return future
@@ -237,8 +233,8 @@ def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
 
 
 def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
-    """Return clients' states in packs of a folder, on the disk. What is in packs already needs only
-    another name. Raises SaveError, OSError.
+    """Return clients' states in packs of a folder, on disk; existing packs are only linked. Raises
+    SaveError, OSError.
     """
     folder.mkdir()
     if isinstance(states, States):
@@ -257,7 +253,7 @@ def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
 
 
 def _sync(path: Path) -> None:
-    """Bring a file, or a folder's entries, to disk: a power cut loses neither it nor a rename."""
+    """Flush a file, or a folder's entries, to disk, so that a power cut loses neither."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -28,14 +28,12 @@ class Inputs(BaseModel):
     """SHA-256 of contents.
 
     Attributes:
-        bases: Of the files of each base, by their names.
-        clients: Of each client's own splits, by their names, in the order of the clients; none
-            where their data are on their devices.
-        files: Of the files that the texts of a named corpus are from, by whose they are: `corpora/`
-            is the repository's part, `data.root/` and `COTERIE_DATA/` a folder that was named. What
-            clients hold decides whether a run may go on, not this.
-        changed: What changed between resumptions, see `changes`; accepted by whoever resumed the
-            run.
+        bases: Of the files of each base, by name.
+        clients: Of each client's own splits by name, in client order; none if data are on devices.
+        files: Of the files of a named corpus, by origin: `corpora/` is the repository's part,
+            `data.root/` and `COTERIE_DATA/` a given folder. Not these but the clients' data decide
+            whether a run may continue.
+        changed: Changes between resumptions, see `changes`, which the user accepted.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -47,10 +45,8 @@ class Inputs(BaseModel):
 
     @classmethod
     def of(cls, prepared: Prepared) -> "Inputs":
-        """Return those of a prepared recipe: all that is on this machine is read once.
-
-        Raises:
-            DataError: A file of a base cannot be read any more.
+        """Return the inputs of a prepared recipe; all of them on this machine are read once. Raises
+        DataError if a file of a base cannot be read any more.
         """
         problem, everyone = prepared.problem, prepared.problem.federation.everyone
         here = not any(
@@ -77,7 +73,7 @@ class Inputs(BaseModel):
         return cls(bases=bases, clients=clients, files=dict(problem.federation.files))
 
     def changes(self, now: "Inputs") -> list[str]:
-        """Return what has changed, in words: bases first, then clients."""
+        """Return the changes in words: bases first, then clients."""
         differences = [
             f"base {base}: {change}"
             for base in self.bases.keys() | now.bases.keys()
@@ -113,18 +109,18 @@ def _clients(
 
 
 class RecordedInputs:
-    """The record of the inputs and the result in a run's folder, with checksums."""
+    """The record of inputs and result in a run's folder, with checksums."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def begun(self) -> bool:
-        """Whether anything in the folder depends on inputs already."""
+        """Whether anything in the folder depends on the inputs already."""
         return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
 
     def check(self, now: Inputs) -> None:
-        """Refuse to continue with other inputs than the run began with, if it has begun. Raises
-        CheckpointError: naming what changed, or that it is unknown.
+        """Refuse to continue a run that has begun with other inputs. Raises CheckpointError that
+        names what changed, or that it is unknown.
         """
         if not self.begun():
             return
@@ -136,7 +132,7 @@ class RecordedInputs:
             )
 
     def check_bases(self, now: Inputs) -> None:
-        """Refuse a run that is known to be trained on another base. Raises CheckpointError."""
+        """Refuse a run known to be trained on another base. Raises CheckpointError."""
         try:
             before = self._inputs()
         except CheckpointError:
@@ -148,7 +144,7 @@ class RecordedInputs:
             )
 
     def _inputs(self) -> Inputs:
-        """Return what the run began with. Raises CheckpointError."""
+        """Return the inputs at the beginning. Raises CheckpointError."""
         try:
             check_sums(self.folder, [INPUTS], read_sums(self.folder))
             return Inputs.model_validate(read_json(self.folder / INPUTS))
@@ -162,12 +158,12 @@ class RecordedInputs:
             ) from None
 
     def begin(self, inputs: Inputs) -> None:
-        """Record the inputs that the run begins with. Raises SaveError."""
+        """Record the inputs at the beginning. Raises SaveError."""
         write_json(self.folder / INPUTS, inputs.model_dump(mode="json"))
         self._sum([INPUTS])
 
     def accept(self, inputs: Inputs) -> None:
-        """Record the inputs that the run continues with, and what has changed. Raises SaveError."""
+        """Record the inputs that the run continues with, and the changes. Raises SaveError."""
         done = self.done()
         try:
             before = self._inputs()
@@ -179,7 +175,7 @@ class RecordedInputs:
             self.end()
 
     def end(self) -> None:
-        """Write the result, which is final. Raises SaveError."""
+        """Write the final result. Raises SaveError."""
         self._sum([INPUTS, RESULT])
 
     def _sum(self, names: Sequence[str]) -> None:
@@ -187,10 +183,8 @@ class RecordedInputs:
         write_sums(self.folder, {name: digest_of(self.folder / name) for name in existing})
 
     def done(self) -> bool:
-        """Whether the run has ended with the result that is in the folder.
-
-        Raises:
-            CheckpointError: The result is not as it was written.
+        """Whether the run has ended with the result in the folder. Raises CheckpointError if that
+        was altered.
         """
         try:
             sums = read_sums(self.folder)

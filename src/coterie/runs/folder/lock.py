@@ -15,12 +15,12 @@ from coterie.core.foreign import opened
 
 
 def new_folder(name: str) -> Path:
-    """Return a new folder under runs/, named by what is run and the time."""
+    """Return a new folder in runs/, named by what is run and the time."""
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def latest_folder(name: str) -> Path:
-    """Return the latest folder under runs/ of what is run. Raises Refused where there is none."""
+    """Return the latest folder in runs/ of this name. Raises Refused if there is none."""
     folders = sorted(Path("runs").glob(f"{name}-*-*"))
     if not folders:
         raise Refused(
@@ -31,7 +31,7 @@ def latest_folder(name: str) -> Path:
 
 
 def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
-    """Refuse a folder for results in a folder of data, or around it. Raises Refused."""
+    """Refuse a folder for results in, or around, a folder of data. Raises Refused."""
     ours, theirs = folder.expanduser().resolve(), data.expanduser().resolve()
     if not theirs.is_dir() or not (ours.is_relative_to(theirs) or theirs.is_relative_to(ours)):
         return
@@ -45,8 +45,8 @@ def check_apart(folder: Path, data: Path, option: str = "--out") -> None:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a run's folder for the block. A lock that a killed process left is ignored. Raises
-    Refused: another process uses it, or it cannot be written to.
+    """Lock a run's folder for the block; a killed process's lock is ignored. Raises Refused if
+    another process uses the folder, or it cannot be written to.
     """
     is_new = not folder.exists()
     make_folder(folder)
@@ -80,6 +80,6 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _sign(path: Path, text: str) -> None:
-    """Write who holds a lock, if that can be written."""
+    """Write the holder of a lock to it, if possible."""
     with suppress(OSError):
         path.write_text(text, encoding="utf-8")

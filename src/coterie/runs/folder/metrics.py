@@ -43,13 +43,11 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
 
 
 class MetricsFile:
-    """`metrics.jsonl`, one JSON object a line, and the same figures as events of TensorBoard
-    where that is installed.
+    """`metrics.jsonl`, one JSON object per line, and TensorBoard events if that is installed.
 
     Args:
         folder: The run's folder.
-        position: Bytes of metrics.jsonl that belong to the checkpoint resumed from; what follows is
-            cut off.
+        position: Bytes of metrics.jsonl at the resumed checkpoint; the rest is cut off.
         step: Local iterations done at that checkpoint; later TensorBoard events are marked void.
     """
 
@@ -85,7 +83,7 @@ class MetricsFile:
                     self._events.add_scalar(f"{kind}/{name}/{client}", value, step)
 
     def flush(self) -> tuple[int, str]:
-        """Bring everything to disk; return the length of metrics.jsonl in bytes and its SHA-256."""
+        """Flush all to disk; return the length of metrics.jsonl in bytes and its SHA-256."""
         with self._writing():
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -95,7 +93,7 @@ class MetricsFile:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Raise SaveError where the block cannot write."""
+        """Raise SaveError if writing fails in the block."""
         try:
             yield
         except OSError as error:
@@ -113,7 +111,7 @@ _WRITABLE = "Check the permissions of that folder, and that the disk is not full
 
 
 def _events(folder: Path, purge: int | None) -> Any:
-    """Return TensorBoard's writer; None where it is not installed. Raises OSError."""
+    """Return TensorBoard's writer; None if it is not installed. Raises OSError."""
     if not available("tensorboard"):
         return None
     from torch.utils.tensorboard import SummaryWriter
@@ -123,24 +121,18 @@ def _events(folder: Path, purge: int | None) -> Any:
 
 @dataclass(frozen=True)
 class Released:
-    """`released.jsonl`: the noisy results that may have left a server, each written down before it
-    does.
+    """`released.jsonl`: the noisy results that may have left a server, each recorded beforehand.
 
-    A server that goes back to a checkpoint does rounds again. The same result with the same noise
-    reveals nothing new; another one does, and counts in addition to what had left before.
+    A server that goes back to a checkpoint repeats rounds. The same result with the same noise
+    reveals nothing new; a different one does, and counts in addition to the earlier one.
     """
 
     path: Path
 
     def since(self, round: int) -> list[dict[str, Any]]:
-        """Read what left in a round or later: round, phase, content (a hash), and of how many
-        clients how many were drawn.
-
-        Where single examples are protected, instead of these how many each client has, and the
-        steps on them, `windows` and `steps`.
-
-        Raises:
-            CheckpointError: The file is damaged.
+        """Return the results since a round: round, phase, content (a hash), number of clients and
+        of those drawn; or, if single examples are protected, each client's number of them and
+        steps, `windows` and `steps`. Raises CheckpointError if the file is damaged.
         """
         if not self.path.exists():
             return []
@@ -152,8 +144,8 @@ class Released:
             raise CheckpointError(problem, "Start a new run, with another --out.") from None
 
     def add(self, result: Mapping[str, Any], since: int) -> bool:
-        """Write down a result like those of `since`; return whether it is new. Results before the
-        first round that may be done again are dropped. Raises SaveError.
+        """Record a result unless it is one of `since`; return whether it is new. Results before the
+        first round that may be repeated are dropped. Raises SaveError.
         """
         known = self.since(since)
         if result in known:

@@ -1,6 +1,4 @@
-"""What observers of a run saw while it went on, kept for an audit: tensors as they were sent,
-never anything else.
-"""
+"""What observers of a run saw, kept for an audit: tensors as they were sent, nothing else."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,20 +11,20 @@ from coterie.core.tensors import Named, Tensors, prefixed, under
 
 @dataclass(frozen=True)
 class Exchange:
-    """The observations of one training exchange of a round: tensors `to/<client>/<name>` and
-    `from/<client>/<name>`, with `*` for the client where all are alike.
+    """The observations of one training exchange: tensors `to/<client>/<name>` and
+    `from/<client>/<name>`, with `*` as client if all are equal.
     """
 
     round: int
     tensors: Named
 
     def to(self, client: ClientId) -> Tensors:
-        """Return what a client was sent; {} for one that was not asked."""
+        """Return what was sent to a client; {} if it was not asked."""
         return under("to/*", self.tensors) or under(f"to/{client}", self.tensors)
 
     def sent(self, client: ClientId) -> Tensors:
-        """Return what the server received of a client; of a sum alone, the mean that it stands
-        for. {} for one that did not answer.
+        """Return what the server received from a client, or the mean if only a sum was received; {}
+        if it did not answer.
         """
         return under("from/*", self.tensors) or under(f"from/{client}", self.tensors)
 
@@ -56,13 +54,13 @@ class Observations:
         return sorted(self.folder.glob("round-*-*.safetensors"))
 
     def before(self, round: int) -> list[Exchange]:
-        """Return those of the rounds before this one, the oldest first. Raises CheckpointError."""
+        """Return the exchanges before this round, the oldest first. Raises CheckpointError."""
         exchanges = [Exchange(int(path.name.split("-")[1]), load(path)[0]) for path in self._all()]
         return [exchange for exchange in exchanges if exchange.round < round]
 
 
 def _packed(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
-    """Return the messages of one direction, with one that is the same for all clients only once."""
+    """Return the messages of one direction; one that is the same for all clients is stored once."""
     received = list(messages.values())
     if len(received) > 1 and all(_same(message, received[0]) for message in received):
         return prefixed(f"{direction}/*", received[0])

@@ -1,5 +1,5 @@
-"""Values that a recipe leaves to the run: `auto`, chosen from the base, the clients' training text
-and the memory of this machine before anything starts.
+"""Values of fields that are `auto`, chosen from the base, the clients' training text and the memory
+of this machine before anything starts.
 """
 
 import math
@@ -39,17 +39,12 @@ UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10}  # of texts that
 
 @dataclass(frozen=True)
 class Texts:
-    """How much text clients have, in tokens.
+    """The amount of clients' text, in tokens."""
 
-    Args:
-        train: Of each client.
-        shortest: The least that a client has of any split.
-        document: The length of the document with the middle token of all training text; of separate
-            conversations and documents, that which 19 of 20 are within.
-    """
-
-    train: Sequence[int]
-    shortest: int
+    train: Sequence[int]  # of the training text of each client
+    shortest: int  # of the shortest split of any client
+    # the document with the middle token of all training text; of separate conversations and
+    # documents, the 95 % quantile
     document: int
 
     @property
@@ -58,15 +53,14 @@ class Texts:
 
 
 def learning_rate(base: str) -> tuple[float, str]:
-    """Return the peak learning rate of the experts for a base, and why.
+    """Return the experts' peak learning rate for a base, and why. Raises ModelError without the
+    base.
 
     It is 10 * 5e-5 * (2000 / width)^0.781, between 2e-4 and 8e-3: ten times that of full
-    fine-tuning, falling with the width (Schulman et al., "LoRA Without Regret", 2025, and the
-    exponent for Llama of tinker-cookbook's `get_lr`); 2e-4 is what LoRA's authors (Hu et al., 2021,
-    Table 11) and most libraries use. At widths of 64 and 256 it was measured, see docs/own-text.md.
-
-    Raises:
-        ModelError: There is no such base.
+    fine-tuning, decreasing with the width (Schulman et al., "LoRA Without Regret", 2025, and the
+    exponent for Llama of tinker-cookbook's `get_lr`); 2e-4 is used by LoRA's authors (Hu et al.,
+    2021, Table 11) and most libraries. At widths of 64 and 256 it was measured, see
+    docs/own-text.md.
     """
     width = Architecture.from_base(base).d_model
     rate = 10 * 5e-5 * (2000 / width) ** 0.781
@@ -74,8 +68,8 @@ def learning_rate(base: str) -> tuple[float, str]:
 
 
 def context_of(texts: Texts, limit: int) -> tuple[int, str]:
-    """Return the length of windows, a power of two, and why: as long as documents are, but not
-    longer than the base sees at once, than 1,024 tokens, or than every split has room for.
+    """Return the window length, a power of two, and why: that of documents, bounded by the base's
+    limit, 1,024 tokens, and the shortest split.
     """
     enough = _power_above(texts.document)
     most = min(limit, LONGEST)
@@ -89,18 +83,18 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
 
 
 def batch_of(texts: Texts, context: int) -> tuple[int, str]:
-    """Return windows in a batch, and why: up to 8, if three epochs then are 100 iterations."""
+    """Return windows per batch, and why: up to 8, if three epochs then are 100 iterations."""
     fits = EPOCHS * texts.mean / (context * ENOUGH)
     batch = min(max(_power_below(int(fits)), SMALLEST_BATCH), LARGEST_BATCH)
     return batch, f"{texts.mean:,.0f} tokens a client"
 
 
 def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, str]:
-    """Return local iterations in a round, and why: all of a run are three epochs of what a client
-    has in the mean, within bounds.
+    """Return local iterations per round, and why: a run is three epochs of the mean client, within
+    bounds.
 
-    Every client does as many, so that clients stay comparable: whoever has less text sees it more
-    often, and `keep: best` ends that when its validation data say so.
+    Every client does as many, so that clients stay comparable: those with less text see it more
+    often, and `keep: best` ends that when their validation data say so.
     """
     whole = min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST)
     steps = max(math.ceil(whole / rounds), 1)
@@ -111,10 +105,10 @@ def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, 
 def rows_that_fit(
     base: str, context: int, dtype: str, memory: float, quantised: str | None = None
 ) -> int:
-    """Return how many windows about fit into memory (bytes) in a training step.
+    """Return about how many windows fit into memory (bytes) in a training step.
 
-    A block keeps about 17 values for each position and unit of its width (Korthikanti et al., 2022,
-    Section 4.1: 34 bytes at two bytes a value, with attention that is not kept).
+    A block keeps about 17 values per position and unit of width (Korthikanti et al., 2022, Section
+    4.1: 34 bytes at two bytes a value, without the attention).
     """
     shape, size = Architecture.from_base(base), 4 if dtype == "fp32" else 2
     each = float(size) if quantised is None else bytes_per_weight(quantised)
@@ -127,7 +121,7 @@ def rows_that_fit(
 
 
 def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
-    """Return windows in a forward pass, and why; None: all of a batch."""
+    """Return windows per forward pass, and why; None: the whole batch."""
     return (None, "it fits") if rows >= batch else (_power_below(rows), "limited by memory")
 
 
@@ -152,7 +146,7 @@ def texts_of(recipe: Recipe) -> Texts:
 
 
 def _middle_document(streams: Sequence[Tokens], end: int | None) -> int:
-    """Return the length of the document that the middle one of all tokens is in."""
+    """Return the length of the document that contains the middle one of all tokens."""
     lengths: list[int] = []
     for stream in streams:
         ends = np.flatnonzero(np.asarray(stream) == end) if end is not None else np.empty(0, int)
@@ -162,28 +156,23 @@ def _middle_document(streams: Sequence[Tokens], end: int | None) -> int:
 
 
 def _power_below(number: int) -> int:
-    """Return the largest power of two that is not above a number, 1 at least."""
+    """Return the largest power of two that is at most `number`, at least 1."""
     return 1 << max(number.bit_length() - 1, 0)
 
 
 def _power_above(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
 def resolved(
     recipe: Recipe, folder: Path | None = None, *, devices: bool = False
 ) -> tuple[Recipe, str]:
-    """Return a recipe with a value for each field that was `auto`, and a line that says which.
+    """Return a recipe with a value for each `auto` field, and a line about them. Raises Refused if
+    base or data cannot be used.
 
-    Args:
-        recipe: As it was given.
-        folder: Of a run that is resumed: it keeps what was chosen then.
-        devices: Whether the texts are on devices: the learning rate is chosen by the base then,
-            and all else are fixed values.
-
-    Raises:
-        Refused: The base or the data cannot be used.
+    A run resumed in `folder` keeps its earlier choices. If texts are on `devices`, the learning
+    rate is chosen by the base, and all else are fixed values.
     """
     if not recipe.auto:
         return recipe, ""
@@ -228,7 +217,7 @@ def _choose_by_text(
 
 
 def _language(recipe: Recipe) -> LanguageSection:
-    """Return the model section of a recipe of texts. Raises RecipeError for another one."""
+    """Return the model section of a recipe of texts. Raises RecipeError for others."""
     if not isinstance(recipe.model, LanguageSection):
         problem = f"{recipe.auto[0]}: auto is for language models only; give a number"
         raise RecipeError(f"recipe {recipe.name}", [problem])
@@ -236,7 +225,7 @@ def _language(recipe: Recipe) -> LanguageSection:
 
 
 def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
-    """Return what a run that began in a folder had chosen; None where none has."""
+    """Return the earlier choices of a run in a folder; None if there are none."""
     if folder is None:
         return None
     paths = [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]

@@ -35,21 +35,14 @@ from coterie.runs.recipes.sections import ClassifierSection, TextClassifierSecti
 
 @dataclass
 class Classification(LearningProblem):
-    """Classifiers of images or of texts: every client has a whole network, or a share of a pool.
-
-    Args:
-        shape: The shape of a network.
-        common: The expert that everybody has, if the recipe names one.
-        section: The recipe's section.
-        names: The names of the classes, if they have any.
-    """
+    """Classifiers of images or texts: every client has a whole network, or a share of a pool."""
 
     shape: Shape
-    common: CommonExpert | None
-    section: ClassifierSection | TextClassifierSection
+    common: CommonExpert | None  # the expert that all clients have, if the recipe names one
+    section: ClassifierSection | TextClassifierSection  # of the recipe
     device: torch.device
     federation: Federation
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # of the classes, if any
     metric = ACCURACY
     dtype = torch.float32
 
@@ -99,8 +92,8 @@ class Classification(LearningProblem):
                 return Classifier(shape, device, start, self._shared)
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
-        """Return the initial tensors of networks; None: random ones. Raises ModelError for a
-        common expert that is missing, or has another network.
+        """Return networks' initial tensors; None: random. Raises ModelError if the common expert is
+        missing or has another network.
         """
         if choice != "random" and self.common is not None:
             network = self.shape.build("meta")
@@ -117,7 +110,7 @@ class Classification(LearningProblem):
 
     @property
     def _shared(self) -> bool:
-        """Whether running statistics travel with the network."""
+        """Whether running statistics are sent with the network."""
         if self.section.statistics == "auto":
             return bool(self.federation.unseen)
         return self.section.statistics == "shared"

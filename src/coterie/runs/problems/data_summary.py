@@ -1,4 +1,4 @@
-"""What a recipe trains on, looked at before any training."""
+"""A summary of a recipe's data before any training."""
 
 import json
 from collections import Counter
@@ -31,8 +31,8 @@ _SHOWN = 8  # clients whose texts are shown
 
 
 def recipe_for(source: str) -> tuple[str, list[str]]:
-    """Return the name of the recipe that reads a source, and its settings: `folders` of a folder,
-    `table` of a table, else the source itself.
+    """Return the recipe's name for a source, with settings: `folders` for a folder, `table` for a
+    table, else the source itself.
     """
     path = Path(source).expanduser()
     if path.is_dir():
@@ -46,7 +46,7 @@ def recipe_for(source: str) -> tuple[str, list[str]]:
 
 
 def _hold_chats(paths: Sequence[Path]) -> bool:
-    """Whether there is an archive, or the first table has conversations, by its columns."""
+    """Whether there is an archive, or the columns of the first table are those of conversations."""
     if archives.archives_in(paths):
         return True
     table = next((path for path in paths if path.is_file() and ending_of(path.name)), None)
@@ -57,16 +57,14 @@ def _hold_chats(paths: Sequence[Path]) -> bool:
 def summary_of(
     recipe: Recipe, examples: int = 0, files: bool = False, client: ClientId | None = None
 ) -> DataSummary:
-    """Load the texts of a recipe as a run does, and return what they hold.
+    """Load the texts of a language model's recipe as a run does, and return their summary. Raises
+    Refused for classifiers, or if a run would be refused.
 
     Args:
         recipe: Of a language model.
         examples: Rows of training text to show for each of the first eight clients.
         files: Whether to name the splits of each file or row.
         client: The only client to show; None: all.
-
-    Raises:
-        Refused: The recipe is for a classifier, or a run would be refused.
     """
     recipe, _ = resolved(recipe)
     if not isinstance(recipe.data, Section):
@@ -103,7 +101,7 @@ def summary_of(
 
 
 def _as_trained(texts: Texts, clients: Mapping[ClientId, Any]) -> Texts:
-    """Return the texts of clients, those of small ones together if they were merged."""
+    """Return the texts of clients, with those of small ones together if they were merged."""
     if OTHERS not in clients or OTHERS in texts:
         return texts
     small = [parts for id, parts in texts.items() if id not in clients]

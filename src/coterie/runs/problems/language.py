@@ -124,13 +124,13 @@ class Language(LearningProblem):
 def load_backbone(
     base: str, dtype: Literal["fp32", "bf16"], device: str, quantised: str | None = None
 ) -> Backbone:
-    """Return the frozen base; the last one is kept, so that the rows of a comparison share it."""
+    """Return the frozen base; the last one is kept for the next row of a comparison."""
     return Backbone.load(base, dtype=dtype, device=device, quantised=quantised)
 
 
 def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
-    """`auto`: bf16 on an accelerator that computes in it; fp32 on others and on a CPU, where bf16
-    without native support is many times slower.
+    """Resolve `auto`: bf16 on accelerators that support it, else fp32; on a CPU without native
+    support bf16 is many times slower.
     """
     if dtype != "auto":
         return dtype
@@ -150,8 +150,8 @@ def fitted_federation(federation: Federation, backbone: Backbone) -> Federation:
 
 
 def fitted(data: ClientData, backbone: Backbone) -> ClientData:
-    """Return a client's texts in rows of one document each where the base would let the documents
-    of one row see each other. Raises DataError for a token that the base lacks.
+    """Return a client's texts, in rows of one document each if documents in one row would see each
+    other. Raises DataError for a token that the base lacks.
     """
     with Refusals() as refusals:
         for split in data.splits:
@@ -168,7 +168,7 @@ def fitted(data: ClientData, backbone: Backbone) -> ClientData:
 
 
 def _check(backbone: Backbone, split: Split) -> None:
-    """Refuse a token that the base's embedding has no row for. Raises DataError."""
+    """Refuse a token without a row in the base's embedding. Raises DataError."""
     assert isinstance(split, TokenSplit | ChatSplit)
     largest, rows = int(split.tokens.max(initial=0)), backbone.architecture.vocabulary
     if largest >= rows:

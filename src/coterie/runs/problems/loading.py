@@ -1,4 +1,4 @@
-"""Load and check the base and the data of a recipe, or their shapes alone on a server."""
+"""Load and check the base and data of a recipe, or on a server their shapes alone."""
 
 import os
 from pathlib import Path
@@ -38,11 +38,7 @@ from coterie.runs.recipes.sections import (
 
 
 def pick_device(device: str) -> str:
-    """`auto`: this machine's accelerator where there is one.
-
-    Raises:
-        RecipeError: The device asked for is not here.
-    """
+    """Resolve `auto`: an accelerator, if there is one. Raises RecipeError for a missing device."""
     if device == "auto":
         return devices.accelerator() or "cpu"
     if not devices.is_available(device):
@@ -54,11 +50,7 @@ def pick_device(device: str) -> str:
 
 
 def load(recipe: Recipe) -> LearningProblem:
-    """Return the base and the data of a recipe.
-
-    Raises:
-        Refused: The base or the data cannot be used.
-    """
+    """Return the base and the data of a recipe. Raises Refused if they cannot be used."""
     device = pick_device(recipe.model.device)
     section, data = recipe.model, recipe.data
     if not (isinstance(section, LanguageSection) and isinstance(data, Section)):
@@ -87,14 +79,11 @@ def language(
 
 
 def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
-    """Return what a server knows of the base and the data of a recipe: shapes, from configurations,
-    and who the clients are. No weights of a base.
+    """Return what a server knows of a recipe's base and data: shapes, from configurations without
+    weights, and who the clients are. Raises Refused if these are unusable.
 
-    A common expert is everybody's, and so the server's too: from a file that the recipe names, or
-    trained on the recipe's public examples.
-
-    Raises:
-        Refused: The base's configuration, the common expert or the public examples are unusable.
+    A common expert is the server's, too: from a file that the recipe names, or trained on its
+    public examples.
     """
     if isinstance(recipe.model, LanguageSection):
         return Language(recipe.model, Backbone.outlined(recipe.model.base), federation)
@@ -163,7 +152,7 @@ def _common(
 
 
 def _file_of(path: str) -> Path:
-    """Return a file by a path that may also start at $COTERIE_DATA, or beside it."""
+    """Return a file by a path that may also be relative to $COTERIE_DATA or its parent."""
     roots = [Path()]
     if data := os.environ.get("COTERIE_DATA"):
         roots += [Path(data), Path(data).parent]

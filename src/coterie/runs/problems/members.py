@@ -1,4 +1,4 @@
-"""Clients on separate devices: checks of what they report, and what a server prepares without their
+"""Clients on separate devices: checks of their reports, and a server's preparation without their
 data.
 """
 
@@ -19,10 +19,8 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 def check_member(recipe: Recipe, member: Member) -> None:
-    """Refuse impossible values in what a device reports of its client, as far as the recipe tells.
-
-    Raises:
-        Refused: Naming the field.
+    """Refuse impossible values in a device's report of its client, as far as the recipe tells.
+    Raises Refused, naming the field.
     """
     check_id(member.client)
     known = recipe.data.client_info(member.client)
@@ -55,7 +53,7 @@ def check_member(recipe: Recipe, member: Member) -> None:
 
 
 def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
-    """Return what is wrong with a client's declared classes; "" if nothing is."""
+    """Return the problem of a client's declared classes; "" if there is none."""
     if classes is None:
         return "" if labels is None else "some, but the data have none"
     if labels is None:
@@ -66,10 +64,8 @@ def _labels_problem(labels: tuple[int, ...] | None, classes: int | None) -> str:
 
 
 def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
-    """Return what a server has: the recipe, who the clients are, and the shapes of their models.
-
-    Raises:
-        Refused: They do not fit, or the method needs all data in one place.
+    """Return what a server has: the recipe, the clients, and the shapes of their models. Raises
+    Refused if they do not fit, or the method needs all data in one place.
     """
     federation = federated(members)
     if recipe.audit is not None:
@@ -85,8 +81,8 @@ def prepare_remote(recipe: Recipe, members: Sequence[Member]) -> Prepared:
 
 
 def federated(members: Sequence[Member]) -> Federation:
-    """Return the federation of clients whose data are elsewhere, ordered by position and id. Raises
-    Refused: none of them trains, or one has a name that is reserved.
+    """Return the federation of clients with data elsewhere, ordered by position and id. Raises
+    Refused if none of them trains, or one has a reserved name.
     """
     for member in members:
         check_id(member.client)
@@ -115,8 +111,8 @@ def federated(members: Sequence[Member]) -> Federation:
 
 
 def joined(prepared: Prepared, member: Member) -> Prepared:
-    """Return the same with one more client, after the others. Raises Refused: it is held out, or
-    the method needs all of its clients from the start.
+    """Return the same with one more, last client. Raises Refused if it is held out, or the method
+    needs all clients from the start.
     """
     name, problem = prepared.recipe.method["name"], copy(prepared.problem)
     if not prepared.method.dynamic_membership:

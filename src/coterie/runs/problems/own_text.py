@@ -16,7 +16,7 @@ from coterie.runs.recipes.recipe import Recipe
 
 
 def _files(section: Folders, data: Path) -> list[Path]:
-    """Return the files of a text or of conversations, at least one. Raises DataError."""
+    """Return the files of a text or of conversations. Raises DataError if there is none."""
     if not (paths := text_files(data, section.endings)):
         raise DataError(
             f"{data}: no {'text' if section.content == 'text' else 'conversations'} in it",
@@ -26,7 +26,7 @@ def _files(section: Folders, data: Path) -> list[Path]:
 
 
 def section_of(data: Any) -> Folders:
-    """Return how a client's own files are read in a run with these data."""
+    """Return the section that reads a client's own files in a run with these data."""
     if isinstance(data, Folders):
         return data
     if not isinstance(data, ChatFields):
@@ -44,11 +44,9 @@ def own_text(
     data: Path,
     otherwise: str = "",
 ) -> ClientData:
-    """Return the text of a client, from a file or folder, as it would be split in a folder of
-    clients. The seed fixes the orders of all walks; `otherwise` is further advice in errors.
-
-    Raises:
-        DataError: There is none, or too little for three splits.
+    """Return a client's text, from a file or folder, split as in a folder of clients. `seed` fixes
+    the orders of all walks. Raises DataError, with `otherwise` as further advice, for no or too
+    little text.
     """
     _files(section, data)
     parts = dict(zip(SPLITS, section.of_client(id).read_one(data), strict=True))
@@ -69,7 +67,7 @@ def own_text(
 def _arrays(
     section: Folders, tokenizer: Any, parts: Mapping[str, Sequence[str]], context: int
 ) -> tuple[dict[str, Tokens], MakeSplit]:
-    """Return the arrays of some splits, and what makes splits of them."""
+    """Return the arrays of some splits, and the function that makes splits of them."""
     encoder, arrays = section.encoder(tokenizer), dict[str, Tokens]()
     for name, texts in parts.items():
         arrays |= encoder.arrays(texts, name, context)
@@ -79,8 +77,8 @@ def _arrays(
 def text_of(
     recipe: Recipe, backbone: Backbone, id: ClientId, data: Path, trains: bool
 ) -> ClientData:
-    """Return the text of a client, read like a run's own: in splits if it trains, otherwise the
-    same in all of them. Raises DataError for too little text, or tokens that the base lacks.
+    """Return a client's text, read like a run's own: in splits if it trains, otherwise the whole in
+    each. Raises DataError for too little text or tokens that the base lacks.
     """
     assert recipe.model.kind == "language"
     section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer

@@ -1,6 +1,4 @@
-"""A recipe with all that it names loaded and checked, on this machine or seen from a server
-whose clients are elsewhere.
-"""
+"""A recipe with all that it names loaded and checked, on this machine or seen from a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -34,27 +32,16 @@ from coterie.runs.recipes.recipe import Recipe
 
 @dataclass
 class Prepared:
-    """A recipe with all that it names loaded and checked: nothing that can be refused is left.
+    """A recipe with all that it names loaded and checked: nothing can be refused any more."""
 
-    Args:
-        recipe: Resolved.
-        method: The method of the recipe.
-        problem: The base and the data.
-        site: What clients of this process need.
-        clients: Those that train, in the order of the data.
-        planted: The canaries among the data; None without any.
-        threads: The threads of this process; None: as many as suit the model, or PyTorch has.
-        at_once: Clients that compute at once, with so many threads each.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # resolved
     method: Method
-    problem: LearningProblem
-    site: Site
-    clients: tuple[ClientId, ...]
-    planted: PlantedCanaries | None = None
-    threads: int | None = None
-    at_once: int = 1
+    problem: LearningProblem  # the base and the data
+    site: Site  # what clients of this process need
+    clients: tuple[ClientId, ...]  # those that train, in the order of the data
+    planted: PlantedCanaries | None = None  # the canaries in the data
+    threads: int | None = None  # of this process; None: as suits the model, or PyTorch's default
+    at_once: int = 1  # clients that compute at once, with so many threads each
 
     @property
     def blueprint(self) -> Blueprint:
@@ -84,8 +71,8 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-    """Load the base and the data, unless those of another recipe can be shared (`share_data`), and
-    check that they fit the recipe. Raises Refused.
+    """Load base and data, unless shared with another recipe (`share_data`), and check that they fit
+    the recipe. Raises Refused.
     """
     recipe, _ = resolved(recipe)
     problem = loading.load(recipe) if loaded is None else loaded
@@ -94,7 +81,7 @@ def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
 
 
 def share_data(one: Recipe, other: Recipe) -> bool:
-    """Whether two recipes load the same, and leave it as it is: audited runs plant canaries."""
+    """Whether two recipes load the same data unchanged: audited runs plant canaries."""
     alike = (one.model, one.data, one.seed) == (other.model, other.data, other.seed)
     return alike and one.audit is None and other.audit is None
 
@@ -181,7 +168,7 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """Return what is wrong with a field for methods whose server needs the mean alone."""
+    """Return the problems of a field whose methods may need only the mean at the server."""
     if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
@@ -192,7 +179,7 @@ def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
 
 
 def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
-    """Return what is wrong with the privacy of single examples for a method and its model."""
+    """Return the problems of protecting single examples, for a method and its model."""
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
         problem = (
@@ -211,7 +198,7 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
 def _check_privacy(
     recipe: Recipe, method: Method, problem: LearningProblem, layout: Layout
 ) -> None:
-    """Refuse privacy for what it would not protect. Raises RecipeError."""
+    """Refuse privacy settings that would not protect. Raises RecipeError."""
     if recipe.privacy is None:
         return
     model = problem.trainable(layout)
@@ -230,7 +217,7 @@ def _check_privacy(
 
 
 def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse secure aggregation that is impossible or protects nothing. Raises RecipeError."""
+    """Refuse secure aggregation that is impossible or useless. Raises RecipeError."""
     if not recipe.secure:
         return
     mistakes = _beyond_sums("secure", recipe, method)

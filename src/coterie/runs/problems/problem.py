@@ -1,6 +1,4 @@
-"""The learning problem: one interface to everything in which language models and image classifiers
-differ.
-"""
+"""The learning problem: one interface to language models and classifiers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,7 +34,7 @@ class LearningProblem(ABC):
     @property
     @abstractmethod
     def base(self) -> Layout:
-        """The layout before a method says what it needs."""
+        """The layout before a method's requirements."""
 
     @abstractmethod
     def check(self, method: str, layout: Layout) -> None:
@@ -52,26 +50,28 @@ class LearningProblem(ABC):
 
     @abstractmethod
     def flops(self, layout: Layout, trained: bool) -> int:
-        """Return those of one prediction's forward pass; `trained`: by a method that trains."""
+        """Return one prediction's forward operations; `trained`: by a method that trains."""
 
     def scores(self, layout: Layout) -> Tensors:
-        """Return the form of a client's score of each split, see `Client.score`."""
+        """Return the shape of a client's score of each split, see `Client.score`."""
         score = torch.empty(self.metric.totals, dtype=torch.float64)
         return {"valid": score, "test": score}
 
     @property
     def fingerprint(self) -> str | None:
-        """Of what everybody has from the beginning, if it may change without the recipe."""
+        """Return a fingerprint of what all clients start with, if that may change without the
+        recipe.
+        """
         return None
 
     @property
     def bases(self) -> tuple[str, ...]:
-        """The pretrained bases that it is made of: Hub ids, local folders, or `embedded`."""
+        """The pretrained bases that it uses: Hub ids, local folders, or `embedded`."""
         return ()
 
     @property
     def once_bytes(self) -> int:
-        """Bytes of what everybody has from the beginning: sent once, if at all."""
+        """The bytes of what all clients start with, sent at most once."""
         return 0
 
     @abstractmethod
@@ -81,5 +81,5 @@ class LearningProblem(ABC):
     def look(
         self, clients: Sequence[ClientId], build: Callable[[ClientId], Client]
     ) -> Routing | None:
-        """Return what routers do with the beginnings of all test texts; None without a router."""
+        """Return the routing of the beginnings of all test texts; None without a router."""
         return None

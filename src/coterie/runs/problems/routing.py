@@ -1,6 +1,4 @@
-"""How trained routers treat real text, token by token: what the report colours (CoMiGS, Fig. 3
-and 12-17).
-"""
+"""How trained routers treat real text, token by token, for reports (CoMiGS, Fig. 3 and 12-17)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,8 +24,8 @@ def look(
     splits: Mapping[ClientId, Split],
     tokenizer: Any,
 ) -> Routing:
-    """Return what the models of the first `CLIENTS` clients do with the beginnings of all their
-    splits; a `model` is valid until the next one is asked for.
+    """Return the routing of the first `CLIENTS` clients' models at the beginnings of all their
+    splits; a `model` is valid until the next one is requested.
     """
     clients = clients[:CLIENTS]
     windows = {i: beginning(splits[i]) for i in clients}
@@ -46,14 +44,14 @@ def look(
 def _weights(
     model: LanguageModel, windows: Tensor, blocks: Sequence[int]
 ) -> list[list[list[float]]]:
-    """Return weights (blocks, tokens, n), to three places."""
+    """Return weights (blocks, tokens, n), rounded to three places."""
     weights = model.routing(windows)[list(blocks)].flatten(1, 2)[:, :TOKENS]
     return [[[round(w, 3) for w in token] for token in block] for block in weights.tolist()]
 
 
 def beginning(split: Split) -> Tensor:
-    """Return (W, C) int64: as many of the split's first windows as hold `TOKENS` tokens, or all; or
-    the first conversation or document that holds them, or the longest.
+    """Return (W, C) int64: the split's first windows with `TOKENS` tokens, or all; or the first
+    conversation or document with as many, or the longest.
     """
     if isinstance(split, ChatSplit):
         number = int(np.minimum(split.lengths, TOKENS).argmax())
@@ -64,10 +62,10 @@ def beginning(split: Split) -> Tensor:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Each token's share of the decoded text, with its spaces.
+    """Return each token's share of the decoded text, with its spaces.
 
-    A character that is spread over several byte-level tokens stands at the last of them; the others
-    are `PART`. The tokenizer's end token is `END`.
+    A character of several byte-level tokens is assigned to the last of them; the others are `PART`.
+    The end token is `END`.
     """
     texts: list[str] = []
     start, read = 0, ""  # of the document, and what is decoded of it so far

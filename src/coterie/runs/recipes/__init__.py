@@ -1,8 +1,7 @@
-"""Recipes: their fields, and the shipped ones by name: YAML files in this folder, and those that
-installed packages bring.
+"""Recipes: their fields, and the shipped ones by name: YAML files here and in installed packages.
 
-A package brings one by an entry point of the group `coterie.recipes`, `NAME = "my_package"`: it is
-the file `NAME.yaml` in that package.
+A package provides one by an entry point of the group `coterie.recipes`, `NAME = "my_package"`: the
+file `NAME.yaml` in that package.
 """
 
 from contextlib import suppress
@@ -18,17 +17,13 @@ GROUP = "coterie.recipes"  # of the entry points
 
 
 def names() -> list[str]:
-    """Return the names of the shipped recipes, and then of those that installed packages bring."""
+    """Return the names of the shipped recipes, then of those of installed packages."""
     shipped = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     return [*shipped, *sorted(set(installed(GROUP)) - set(shipped))]
 
 
 def find(recipe: str) -> Path:
-    """Return the file of a shipped recipe, or of a path to a YAML file.
-
-    Raises:
-        Refused: There is neither.
-    """
+    """Return the file of a shipped recipe, or of a path to a YAML file. Raises Refused."""
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
@@ -47,7 +42,7 @@ def find(recipe: str) -> Path:
 
 
 def _brought(recipe: str) -> Path:
-    """Return the file of a recipe that an installed package brings. Raises Refused."""
+    """Return the file of an installed package's recipe. Raises Refused."""
     package, folders = installed(GROUP)[recipe].value, list[str]()
     with suppress(ImportError):
         if (spec := find_spec(package)) is not None:
@@ -62,10 +57,8 @@ def _brought(recipe: str) -> Path:
 
 
 def read(path: Path) -> dict[str, object]:
-    """Return the mapping in a recipe's file.
-
-    Raises:
-        Refused: It cannot be read, is not YAML, is too large, or not a mapping.
+    """Return the mapping in a recipe's file. Raises Refused if it is unreadable, too large, or no
+    mapping.
     """
     try:
         values = yaml_of(read_text(path))

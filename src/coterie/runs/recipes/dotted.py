@@ -38,7 +38,7 @@ def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def value_at(section: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None where there is none."""
+    """Return the value of a dotted key; None if it is missing."""
     value: Any = section
     for part in key.split("."):
         value = (value or {}).get(part)
@@ -60,14 +60,14 @@ def flat(changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as YAML has it: a path as text, a method's class by its name."""
+    """Return a value in YAML's terms: a path as text, a method's class as its name."""
     if isinstance(value, Path):
         return str(value)
     return name_of(value) if isinstance(value, type) else value
 
 
 def apply(section: dict[str, Any], override: str) -> str | None:
-    """Set one `a.b.c=value`, the value being YAML; returns what is wrong with it, if anything."""
+    """Set one `a.b.c=value`, the value being YAML; return the mistake, if any."""
     key, sign, text = override.partition("=")
     if not sign or not key.strip().split(".")[-1]:
         return f"{override!r} is not of the form key=value, for instance method.rounds=5"
@@ -80,8 +80,8 @@ def apply(section: dict[str, Any], override: str) -> str | None:
 
 
 def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | None:
-    """Set the value of a dotted key; return what is wrong with it, if anything. A new method's name
-    drops the fields that it does not have.
+    """Set the value of a dotted key; return the mistake, if any. A new method's name drops the
+    fields that it does not have.
     """
     if section.get("auto"):
         section["auto"] = [f for f in section["auto"] if not f"{f}.".startswith(f"{key}.")]

@@ -1,4 +1,4 @@
-"""The method of a recipe's `method` section, and what is refused in it."""
+"""The method of a recipe's `method` section, and its validation."""
 
 import difflib
 from collections.abc import Mapping
@@ -12,11 +12,8 @@ from coterie.methods import METHODS, Method, import_problem
 
 
 def build_method(section: Mapping[str, Any]) -> Method:
-    """Return the method of a recipe's `method` section.
-
-    Raises:
-        ValueError: `name` is missing or unknown, or a field is given that the name fixes.
-        pydantic.ValidationError: A field is unknown or out of range.
+    """Return the method of a recipe's `method` section. Raises ValueError if `name` is missing or
+    unknown or fixes a given field; pydantic.ValidationError if a field is unknown or out of range.
     """
     name = section.get("name")
     if not isinstance(name, str) or name not in METHODS:
@@ -37,12 +34,12 @@ def build_method(section: Mapping[str, Any]) -> Method:
 
 @lru_cache(maxsize=64)
 def _adapter(kind: type[Method]) -> TypeAdapter[Method]:
-    """Return what checks the fields of a method, which takes long to make."""
+    """Return the cached validator of a method's fields, which is slow to build."""
     return TypeAdapter(kind)
 
 
 def unknown_method(name: str) -> str:
-    """Return why there is no method of this name, and which one may be meant."""
+    """Return the message for an unknown method, with a suggestion."""
     if is_own(name):
         return f"{name!r} is not a method: {import_problem(name)}"
     close = difflib.get_close_matches(name, METHODS, n=1)

@@ -1,4 +1,4 @@
-"""Mistakes in a recipe, described in the recipe's terms."""
+"""Descriptions of a recipe's mistakes in the recipe's terms."""
 
 import dataclasses
 import difflib
@@ -17,12 +17,12 @@ _DEEPEST = 50  # sections within sections
 
 
 class Mistakes(ValueError):
-    """Mistakes that name their fields already, one a line."""
+    """Mistakes that already name their fields, one per line."""
 
 
 def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
-    """Return values that no field can have: numbers that are not finite or beyond 64 bits,
-    half of a surrogate pair, endless sections.
+    """Yield values that no field can have: numbers that are not finite or beyond 64 bits, lone
+    surrogates, endless sections.
     """
     if depth > _DEEPEST:
         yield f"{where}: sections nested more than {_DEEPEST} deep"
@@ -42,7 +42,7 @@ def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
 
 
 def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ...] = ()) -> str:
-    """Return a mistake that pydantic found in the section at `prefix`, in the terms of a recipe."""
+    """Return pydantic's error in the section at `prefix` in the terms of a recipe."""
     location = _without_kinds([str(part) for part in (*prefix, *error["loc"])])
     where = ".".join(part for part in location if "[" not in part)
     if isinstance(cause := error.get("ctx", {}).get("error"), Mistakes):
@@ -64,7 +64,7 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
 
 
 def _without_kinds(location: list[str]) -> list[str]:
-    """Return a field's location without the kinds that pydantic adds to sections."""
+    """Return a field's location without the kinds that pydantic inserts."""
     several = {"data", "model", "experts", "routers", "aggregation"}
     return [
         part
@@ -85,7 +85,7 @@ def _suggest(location: list[str], recipe: type[BaseModel]) -> str:
 
 
 def _keys(model: type[BaseModel]) -> set[str]:
-    """All keys of a section and the sections in it."""
+    """Return all keys of a section and its subsections."""
     keys = set(model.model_fields)
     for info in model.model_fields.values():
         for nested in _models(info.annotation):

@@ -173,7 +173,7 @@ class Recipe(BaseModel):
     ] = ()
 
     def __init__(self, /, **fields: Any) -> None:
-        """Check the fields and take them. Raises RecipeError with all mistakes."""
+        """Validate the fields. Raises RecipeError with all mistakes."""
         fields = dotted.without_auto(fields)
         source = f"recipe {fields.get('name', '')}".rstrip()
         if mistakes := list(impossible(fields)):
@@ -192,8 +192,8 @@ class Recipe(BaseModel):
 
         Args:
             recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a run's folder.
-            changes: Values for its fields. A mapping changes fields of a section and leaves its
-                others, as `--set` does; `method` may be a name or a class of `Method` alone.
+            changes: Values for its fields. A mapping changes only these fields of a section, as
+                `--set` does; `method` may be just a name or a class of `Method`.
 
         Raises:
             Refused: No such recipe, or not YAML.
@@ -271,7 +271,7 @@ class Recipe(BaseModel):
         return self
 
     def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
-        """Return the clients that are there in a round, counted from 0."""
+        """Return the clients that are present in a round, counted from 0."""
         spans = {i: self.presence.get(i, (0, None)) for i in clients}
         return tuple(
             i
@@ -282,15 +282,15 @@ class Recipe(BaseModel):
     def active(
         self, federation: Federation, round: int, secret: bytes | None = None
     ) -> tuple[str, ...]:
-        """Return those of them that take part in it, see `Participation.of`."""
+        """Return the clients that take part in a round, see `Participation.of`."""
         there = self.present(federation.clients, round)
         return self.participation.of(
             there, federation.anchors, federation.clusters, self.seed, round, secret
         )
 
     def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
-        """Return how many clients are drawn in a round, and of how many; None where not every set
-        of them is equally likely. Clients that are drawn but cannot be reached count as drawn.
+        """Return how many clients are drawn in a round, and out of how many; None if not every set
+        of them is equally likely. Drawn clients that cannot be reached count.
         """
         part = self.participation
         if part.clients is None or part.anchors is not None or part.schedule != "all":
@@ -302,11 +302,8 @@ class Recipe(BaseModel):
         return build_method(self.method)
 
     def with_method(self, name: str) -> "Recipe":
-        """Return the same recipe for another method: the same data, base, training and, where it
-        has such a field, the same settings.
-
-        Raises:
-            RecipeError: There is no such method.
+        """Return the recipe for another method: same data, base, training and, as far as it has
+        such fields, settings. Raises RecipeError for an unknown method.
         """
         if name not in METHODS:
             raise RecipeError(f"method {name!r}", [unknown_method(name)])
@@ -322,12 +319,9 @@ class Recipe(BaseModel):
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return a recipe by shipped name or path, with `key=value` overrides (values are YAML, keys
-    dotted).
-
-    Raises:
-        Refused: No such recipe, or not YAML.
-        RecipeError: All of its mistakes.
+    """Return a recipe by shipped name or path, with `key=value` overrides (dotted keys, YAML
+    values). Raises Refused if there is no such recipe or it is not YAML; RecipeError with all
+    mistakes.
     """
     path = recipes.find(recipe)
     section: dict[str, Any] = {"name": path.stem, **recipes.read(path)}
@@ -337,12 +331,12 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with other values by dotted keys. Raises RecipeError."""
+    """Return the recipe with new values by dotted keys. Raises RecipeError."""
     return _with(recipe.model_dump(mode="json"), settings, recipe.name)
 
 
 def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> Recipe:
-    """Return the recipe of a section with other values by dotted keys. Raises RecipeError."""
+    """Return the recipe of a section with new values by dotted keys. Raises RecipeError."""
     mistakes = [
         wrong
         for key, value in settings.items()
@@ -354,12 +348,12 @@ def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> 
 
 
 def overrides(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings by dotted keys, as `key=value` texts."""
+    """Return settings by dotted keys as `key=value` texts."""
     return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def validate(section: Mapping[str, Any], source: str) -> Recipe:
-    """Return a mapping's recipe. Raises RecipeError with all mistakes, each naming its field."""
+    """Return the recipe of a mapping. Raises RecipeError with all mistakes by field."""
     try:
         return Recipe(**{str(key): value for key, value in section.items()})
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""The sections of a recipe: models, and who takes part."""
+"""The sections of a recipe for models and participation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
@@ -28,7 +28,7 @@ from coterie.runs.recipes.mistakes import Mistakes
 
 
 def _device(value: str) -> str:
-    """Refuse what PyTorch knows no device by."""
+    """Refuse the name of a device unknown to PyTorch."""
     if value != "auto" and not devices.is_known(value):
         raise ValueError("is auto, cpu, or an accelerator that PyTorch knows (cuda:1, mps, xpu)")
     return value
@@ -88,7 +88,7 @@ class LanguageSection(BaseModel):
     ] = 0.0
 
     def layout(self) -> Layout:
-        """Return the adapter's shape before the method says what it has in its MLPs."""
+        """Return the adapter's layout before the method's requirements for MLPs."""
         return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
 
 
@@ -205,7 +205,7 @@ class ClassifierSection(_Classifying):
     norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
-        """Return the network for images of this (channels, height, width) and so many classes."""
+        """Return the network for images of (channels, height, width) and so many classes."""
         return NetworkShape(self.network, inputs, classes, self.hidden, self.norm, self.width)
 
     def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
@@ -282,8 +282,8 @@ class Participation(BaseModel):
         round: int,
         secret: bytes | None = None,
     ) -> tuple[str, ...]:
-        """Return those of the clients that take part in a round, in their order, drawn by the seed
-        or by a secret key instead.
+        """Return the clients that take part in a round, in order, drawn by the seed or a secret
+        key.
         """
         here = set(self._here(clients, anchors, clusters or {}, round))
         held = set() if self.anchors is None else here & set(anchors)
@@ -303,7 +303,7 @@ class Participation(BaseModel):
         clusters: Mapping[str, int],
         round: int,
     ) -> list[str]:
-        """Return the clients that could take part, by the schedule."""
+        """Return the clients available by the schedule."""
         if self.schedule == "all":
             return list(clients)
         groups, turn = sorted(set(clusters.values())), round // self.every
@@ -313,7 +313,7 @@ class Participation(BaseModel):
 
 
 def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequence[str]]:
-    """Return a function that draws some of several, the same wherever the seed is known."""
+    """Return a function that draws some of several, reproducibly by seed and round."""
     random = np.random.default_rng(derive_seed(seed, "participation", round))
     return lambda clients, most: list(map(str, random.choice(clients, most, replace=False)))
 
@@ -331,9 +331,9 @@ EvaluatedClients = Annotated[
 def evaluated(
     federation: Federation, most: int | None, seed: int
 ) -> dict[str, tuple[ClientId, ...]]:
-    """Return the clients that are scored, in their order, at most so many of each group of unseen
-    ones, or of the group "" where none is unseen. They are drawn by the run's seed and their own
-    names, so that a client that joins later takes the place of one at most.
+    """Return the scored clients in order, at most `most` of each group of unseen ones, or of the
+    group "" if none is unseen. They are drawn by the seed and their names, so that a client that
+    joins later replaces at most one.
     """
     groups = federation.unseen or {"": federation.clients}
     if most is None:

@@ -1,1 +1,1 @@
-"""Settings chosen on validation data: what is searched, the search, and its runs."""
+"""Settings chosen on validation data: spaces, the search, and its runs."""

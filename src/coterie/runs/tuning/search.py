@@ -1,11 +1,11 @@
-"""The search for settings, without any runs: successive halving over a grid, the extension of a
-grid whose best lies at its edge, and a plain sweep.
+"""Search for settings, independent of runs: successive halving over a grid, its extension if the
+best is at its edge, and a plain sweep.
 
-A search is a generator: it yields trials, is sent their scores, and returns what it found, so that
-the searches of several methods go on side by side (`together`). Successive halving is that of
-Jamieson and Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization
-(2016), with whole runs of fewer rounds in the place of unfinished ones: a schedule of the learning
-rate then ends where the run does.
+A search is a generator: it yields trials, is sent their scores, and returns its result, so that the
+searches of several methods can interleave (`together`). Successive halving is that of Jamieson and
+Talwalkar, Non-stochastic Best Arm Identification and Hyperparameter Optimization (2016), with whole
+runs of fewer rounds in place of unfinished ones: a schedule of the learning rate then ends where
+the run does.
 """
 
 import math
@@ -26,9 +26,8 @@ _DIGITS = 4  # of a value that is put between two others
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a recipe and the values that are tried: numbers in ascending order, or choices.
-
-    Only positive numbers have ratios: their grid can be made denser, and extended.
+    """A field of a recipe and the values to try: ascending numbers, or choices. Only grids of
+    positive numbers, which have ratios, can be refined and extended.
     """
 
     key: str
@@ -45,7 +44,7 @@ class Field:
         return _numbers(self.values) and self.values[0] >= 0 and sum(v > 0 for v in self.values) > 1
 
     def denser(self, between: int) -> "Field":
-        """Return the same with so many values more between any two neighbours, in equal ratios."""
+        """Return the same with `between` more values between neighbours, in equal ratios."""
         low = [value for value in self.values if value > 0]
         new = [
             self._rounded(a * (b / a) ** (k / (between + 1)))
@@ -55,7 +54,7 @@ class Field:
         return Field(self.key, (*self.values, *new))
 
     def beyond(self, value: Any, up: bool) -> Any:
-        """Return the value next to an end, by the ratio of the grid there; None: there is none."""
+        """Return the value beyond an end, by the grid's ratio there; None if there is none."""
         if not self.graded or value <= 0:
             return None
         ends = [v for v in self.values if v > 0]
@@ -64,16 +63,14 @@ class Field:
         return None if beyond == value or beyond <= 0 else beyond
 
     def past_edge(self, value: Any, tried: Sequence[Any]) -> Any:
-        """Return the value next to the best one, if that is the least or the largest of those
-        tried; None if it is not, or there is no next one.
-        """
+        """Return the value beyond the best one if that is the least or largest tried, or None."""
         if not self.graded:
             return None
         ends = {min(tried): False, max(tried): True}
         return self.beyond(value, ends[value]) if value in ends else None
 
     def place(self, value: Any) -> Any:
-        """Return what values are ordered by: numbers by themselves, choices as they were named."""
+        """Return the sort key of a value: a number itself, a choice by position."""
         return value if _numbers(self.values) else self.values.index(value)
 
     def _rounded(self, value: float) -> Any:
@@ -88,40 +85,32 @@ def _numbers(values: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a search may cost, the same for every method.
+    """The limits of a search, the same for every method."""
 
-    Args:
-        trials: Candidates of the first rung.
-        seeds: Runs of a candidate, whose mean is its score.
-        eta: 1/eta of the candidates go on to the next rung, which has eta times the rounds.
-        rungs: At most so many, the last one with all rounds.
-        extensions: Candidates beyond the edges of the grid, at most.
-    """
-
-    trials: int = 8
-    seeds: int = 1
-    eta: int = 2
-    rungs: int = 3
-    extensions: int = 8
+    trials: int = 8  # candidates of the first rung
+    seeds: int = 1  # runs of a candidate, whose mean is its score
+    eta: int = 2  # 1/eta of the candidates advance to the next rung, with eta times the rounds
+    rungs: int = 3  # maximum; the last one has all rounds
+    extensions: int = 8  # most candidates beyond the edges of the grid
 
     def shares(self, rounds: int) -> list[float]:
-        """Return the share of the rounds of each rung: those that differ by a round at least."""
+        """Return each rung's share of the rounds; rungs differ by at least a round."""
         shares = [self.eta**-k for k in reversed(range(self.rungs))]
         return list({part_of(rounds, share): share for share in shares}.values())
 
     def count(self, rung: int) -> int:
-        """Return how many candidates are in a rung, counted from 0, at most."""
+        """Return the maximal number of candidates in a rung, counted from 0."""
         return max(1, int(self.trials // self.eta**rung))
 
 
 def part_of(rounds: int, share: float) -> int:
-    """Return how many rounds a share is: 1 at least, unless there are none."""
+    """Return a share of the rounds: at least 1, unless there are none."""
     return min(rounds, max(1, round(rounds * share)))
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate, and the share of its rounds that it is run for."""
+    """A candidate, and the share of rounds that it is run for."""
 
     candidate: Candidate
     share: float = 1.0
@@ -129,7 +118,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Judged:
-    """A trial and its score, and the rung that it was in; None: beyond the edge of the grid."""
+    """A trial with its score and its rung; None: beyond the edge of the grid."""
 
     trial: Trial
     score: Score
@@ -139,7 +128,7 @@ class Judged:
 @dataclass(frozen=True)
 class SearchResult:
     """The result of a search: the best trial (None: there was nothing to choose), all trials in
-    order, and the fields in which the best lies at the edge of what was tried.
+    order, and the fields whose best value is at the edge.
     """
 
     chosen: Judged | None
@@ -154,10 +143,8 @@ def together(
     searches: Mapping[K, Search],
     evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]],
 ) -> dict[K, SearchResult]:
-    """Run searches side by side: what all of them ask for next is evaluated in one call.
-
-    `evaluate` scores trials of these keys in their order. The results are in the order of the
-    searches.
+    """Run searches side by side, and return their results in order: `evaluate` scores the next
+    trials of all of them, given by key, in one call.
     """
     results: dict[K, SearchResult] = {}
     pending: dict[K, Sequence[Trial]] = {}
@@ -185,11 +172,9 @@ def sweep(
     allowed: Callable[[Trial], bool] = lambda trial: True,
     extensions: int = EXTENSIONS,
 ) -> Search:
-    """Choose key after key, each among its values with the others as they were chosen before, or
-    else the first ones. Of equal ones the first is taken. A grid whose best lies at its edge is
-    extended there.
-
-    At most so many extensions of each key are run, if they are allowed.
+    """Choose one key after another, with the others as chosen before, or else their first values;
+    of equal ones the first wins. A grid whose best value is at its edge is extended there, at most
+    `extensions` times per key, if `allowed`.
     """
     choice = {key: values[0] for key, values in grid.items()}
     judged: list[Judged] = []
@@ -221,16 +206,15 @@ def halving(
     shorter: Callable[["Judged", "Judged"], bool] | None = None,
     allowed: Callable[[Trial], bool] = lambda trial: True,
 ) -> Search:
-    """Choose by successive halving; then extend the grid where the best lies at its edge.
+    """Choose by successive halving; then extend the grid if the best is at its edge.
 
-    The best is the one with the least score among runs of all rounds; of equal ones that within
-    the grid, and then that with smaller values, field by field. A run of fewer rounds takes its
-    place if `shorter` says so.
+    The best has the lowest score among runs of all rounds; ties go to trials within the grid, then
+    to smaller values, field by field. A run of fewer rounds replaces it if `shorter` says so.
 
     Args:
-        fields: What is searched; made denser until there are as many candidates as asked for.
-        effort: Its limits.
-        rounds: Of the whole run, on which depends how many rungs there are.
+        fields: What is searched; refined until there are as many candidates as asked for.
+        effort: The limits of the search.
+        rounds: Of the whole run, which bounds the number of rungs.
         default: The candidate that is always among the first; default: none.
         shorter: Whether the best run of fewer rounds is surely better than the best of all rounds:
             when to stop is then part of the search. Default: it never is.
@@ -257,14 +241,14 @@ def halving(
 
 
 def _past_edge(field: Field, best: Judged, judged: Sequence[Judged]) -> Trial | None:
-    """Return the best one's trial with the next value of a field, see `Field.past_edge`."""
+    """Return the best trial with a field's next value, see `Field.past_edge`."""
     candidate = best.trial.candidate
     new = field.past_edge(candidate[field.key], [j.trial.candidate[field.key] for j in judged])
     return None if new is None else Trial({**candidate, field.key: new}, best.trial.share)
 
 
 def densified(fields: Sequence[Field], count: int) -> list[Field]:
-    """Return fields with at least so many points in their grid, the shortest made denser first."""
+    """Return fields whose grid has at least `count` points, refining the shortest first."""
     grids, between = list(fields), [0] * len(fields)
     able = {k for k, field in enumerate(fields) if field.graded}
     while able and math.prod(len(grid.values) for grid in grids) < count:
@@ -284,12 +268,12 @@ def thinned(
     given: Sequence[Field] = (),
     default: Candidate | None = None,
 ) -> list[Candidate]:
-    """Return at most so many points of a grid, evenly spread over it: the default first, if it is
-    one of them, and then those of the given grid.
+    """Return at most `count` evenly spread points of a grid: the default first, if it is one of
+    them, then those of the given grid.
 
-    Points are kept by the fractional part of a linear form of their indices, whose coefficients
-    are powers of the generalised golden ratio (Roberts, The Unreasonable Effectiveness of
-    Quasirandom Sequences, 2018): in every field and every pair of fields they lie evenly.
+    Points are kept by the fractional part of a linear form of their indices, whose coefficients are
+    powers of the generalised golden ratio (Roberts, The Unreasonable Effectiveness of Quasirandom
+    Sequences, 2018): they are evenly spread in every field and every pair of fields.
     """
     golden = 2.0
     for _ in range(64):
@@ -309,7 +293,7 @@ def thinned(
 
 
 def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:
-    """Return what judged trials are sorted by, the best first."""
+    """Return the sort key of judged trials, the best first."""
 
     def rank(judged: Judged) -> Any:
         values = judged.trial.candidate
@@ -321,7 +305,7 @@ def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where the grid of a search ends, see `halving`."""
+    """The edges of a search's grid, see `halving`."""
 
     fields: Sequence[Field]
     effort: Effort
@@ -338,7 +322,7 @@ class _Edges:
         return part if part.score < whole.score and self.shorter(part, whole) else whole
 
     def steps(self, judged: Sequence[Judged]) -> dict[str, Trial]:
-        """Return the next trial beyond the edge for each field in which the best lies there."""
+        """Return the next trial beyond the edge for each field whose best value is at it."""
         best = self.best(judged)
         if best is None:
             return {}

@@ -1,4 +1,4 @@
-"""The fields of a recipe that a search covers, and the values that it starts with."""
+"""The fields of a recipe that a search covers, and their initial values."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,8 @@ Grid = Mapping[str, Sequence[Any]]  # values by dotted keys of a recipe
 
 
 def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the fields and values of texts `KEY=V1,V2,...`, values being YAML.
-
-    Raises:
-        RecipeError: All that are not of that form.
+    """Return the fields and values of texts `KEY=V1,V2,...` (YAML values). Raises RecipeError with
+    all invalid texts.
     """
     grid: dict[str, list[Any]] = {}
     mistakes = []
@@ -55,13 +53,13 @@ def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
 
 
 def trains(recipe: Recipe) -> bool:
-    """Whether the method of a recipe trains anything, so that there is something to choose."""
+    """Whether a recipe's method trains anything, so that there is something to choose."""
     return recipe.build_method().total_iterations > 0
 
 
 def learning_rates(recipe: Recipe) -> dict[str, tuple[float, ...]]:
-    """Return the grids of the learning rates that a recipe's method has: that of the experts, and
-    that of routers or a gate where they learn. They lie around the recipe's own.
+    """Return grids of the learning rates of a recipe's method, of experts and of routers or a gate
+    if they learn, around the recipe's own.
     """
     method = recipe.build_method()
     layout = method.layout(0, Layout())
@@ -77,7 +75,7 @@ def around(lr: float) -> tuple[float, ...]:
 
 
 def has(recipe: Recipe, key: str) -> bool:
-    """Whether a field means something to the method of a recipe."""
+    """Whether a recipe's method uses a field."""
     entry = METHODS[recipe.method["name"]]
     if key.startswith("method."):
         name = key.removeprefix("method.").partition(".")[0]
@@ -88,7 +86,7 @@ def has(recipe: Recipe, key: str) -> bool:
 
 
 def fields_of(recipe: Recipe, given: Grid) -> list[Field]:
-    """Return what is searched for a recipe: its learning rates, and given fields that it has."""
+    """Return the search space of a recipe: its learning rates, and given fields that it has."""
     if not trains(recipe):
         return []
     fields = {key: values for key, values in given.items() if has(recipe, key)}
@@ -102,7 +100,7 @@ def own_values(recipe: Recipe, fields: Sequence[Field]) -> Candidate:
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
-    """Return the value of a field, also where the recipe leaves it to its default."""
+    """Return the value of a field, or its default."""
     section, *path = key.split(".")
     value: Any = recipe.build_method() if section == "method" else getattr(recipe, section)
     for part in path:
@@ -111,15 +109,8 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def checked(rows: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
-    """Return given fields with their values as recipes have them: numbers as numbers.
-
-    Args:
-        rows: The recipe of each method.
-        given: Fields and values.
-
-    Raises:
-        RecipeError: All mistakes: unknown fields, values that a recipe does not take, and fields
-            that change what is scored.
+    """Return given fields with values validated by `rows`, the recipe of each method. Raises
+    RecipeError with all unknown fields, invalid values, and fields that change what is scored.
     """
     mistakes: dict[str, None] = {}
     grid = {}

@@ -1,6 +1,4 @@
-"""Scores of the candidates of a search: the validation scores of their runs, each in a folder that
-is named by its recipe.
-"""
+"""Validation scores of a search's candidates: their runs, each in a folder named by its recipe."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,15 +43,15 @@ RunAt = tuple[Recipe, Path]  # a run: what, and where
 def execute_missing(
     runs: Sequence[RunAt], reporter: Callback, titles: Mapping[Path, str], changed: bool = False
 ) -> None:
-    """Execute the runs that are not done yet, each once, see `execute_all`; those that had no
-    result before are tried again. Raises CheckpointError for a damaged result, and CoterieError.
+    """Execute the runs that are not done yet, each once, see `execute_all`; those without a result
+    are retried. Raises CheckpointError for a damaged result, and CoterieError.
     """
     if missing := missing_of(runs, again=True):
         execute_all(missing, reporter, [titles[path] for _, path in missing], changed=changed)
 
 
 def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
-    """Return the runs that are not done, each once; `again`: also those that had no result."""
+    """Return the runs that are not done, each once; `again`: also those without a result."""
     return [
         (recipe, path)
         for path, recipe in {path: recipe for recipe, path in runs}.items()
@@ -62,8 +60,8 @@ def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
 
 
 def score_of(result: Result) -> Score:
-    """Return the score of a run, by validation alone: the metric, and for ties the loss; `LOST` if
-    a score is missing or not finite.
+    """Return a run's validation score: the metric, and the loss for ties; `LOST` if one is missing
+    or not finite.
     """
     known = result.clients.keys() | (result.training or {}).keys()
     score = (sort_key(result.valid, result.metric), result.valid_loss or 0.0)
@@ -72,8 +70,8 @@ def score_of(result: Result) -> Score:
 
 
 def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
-    """Whether validation scores are better than others by more than `SURE` standard errors of
-    their mean difference, paired by client and seed.
+    """Whether validation scores are better than others by more than `SURE` standard errors of their
+    mean difference, paired by client and seed.
     """
     if not ones or len(ones) != len(others):
         return bool(ones)
@@ -92,7 +90,7 @@ def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
 
 @dataclass
 class _Leading:
-    """The score of the best trials of a search so far, and the folders of their runs."""
+    """The score of a search's best trials so far, and the folders of their runs."""
 
     score: Score
     paths: set[Path] = field(default_factory=set)
@@ -100,31 +98,25 @@ class _Leading:
 
 @dataclass
 class TrialRuns(Generic[K]):
-    """Scores trials by runs; what is done already is not done again.
+    """Scores trials by runs that are not repeated once done.
 
-    Of the runs that it begins only those keep checkpoints and models that may still be chosen: the
-    best so far of all rounds, and of fewer rounds. At the end that is the chosen one alone.
-
-    Args:
-        run: Returns the recipe and the folder of a run by its search's key, settings and seed.
-        seeds: Of each trial's runs.
-        reporter: Called at the events of the runs.
-        prefix: What the reporter calls the runs of a key; default: by the method.
-        changed, within: See `execute_all`.
-        deciding: How many parts of a score the searches look at; default: all.
+    Of the runs that it begins, only those keep checkpoints and models that may still be chosen: the
+    best so far of all rounds, and of fewer rounds; at the end, only the chosen one.
     """
 
+    # returns recipe and folder of a run by its search's key, settings and seed
     run: Callable[[K, Settings, int], RunAt]
     seeds: Sequence[int]
     reporter: Callback = field(default_factory=Callback)
+    # what the reporter calls the runs of a key; default: by the method
     prefix: Callable[[K], str] | None = None
-    changed: bool = False
-    within: Path | None = None
-    deciding: int | None = None
+    changed: bool = False  # see `execute_all`
+    within: Path | None = None  # see `execute_all`
+    deciding: int | None = None  # how many parts of a score the searches consider; None: all
     _leading: dict[tuple[K, bool], "_Leading"] = field(default_factory=dict, init=False)
 
     def search(self, searches: Mapping[K, Search]) -> dict[K, SearchResult]:
-        """Carry searches out, see `search.together`. What each has chosen keeps its models."""
+        """Carry out searches, see `search.together`. Chosen runs keep their models."""
         results = together(searches, self.evaluate)
         ends = {key: result.chosen.trial for key, result in results.items() if result.chosen}
         chosen = {path for key, trial in ends.items() for path in self._paths(key, trial)}
@@ -135,7 +127,7 @@ class TrialRuns(Generic[K]):
         return results
 
     def settings(self, key: K, trial: Trial) -> Settings:
-        """Return what a trial sets: its candidate, and rounds and periods by its share."""
+        """Return a trial's settings: its candidate, and rounds and periods by its share."""
         if trial.share == 1:
             return trial.candidate
         recipe, _ = self.run(key, trial.candidate, self.seeds[0])
@@ -185,8 +177,8 @@ class TrialRuns(Generic[K]):
         return [self._score(key, trial) for key, trial in batch]
 
     def _settle(self, trials: Iterable[tuple[K, Trial]]) -> None:
-        """Remove the models of each trial whose runs have all ended, or of those that it is better
-        than. Equal ones all stay: the search decides which of them is chosen.
+        """Remove the models of each trial whose runs have all ended, or of those that it beats.
+        Equal ones stay: the search decides between them.
         """
         for key, trial in trials:
             paths = set(self._paths(key, trial))
@@ -220,7 +212,7 @@ class TrialRuns(Generic[K]):
         return ", ".join(filter(None, parts))
 
     def surely(self, key: K, one: Judged, other: Judged) -> bool:
-        """Whether one trial is better than another, see the function `surely`."""
+        """Whether one trial is better than another, see `surely`."""
         return surely(self.results(key, one.trial), self.results(key, other.trial))
 
     def allowed(self, key: K, trial: Trial) -> bool:
@@ -232,7 +224,7 @@ class TrialRuns(Generic[K]):
         return True
 
     def results(self, key: K, trial: Trial) -> list[Result]:
-        """Return the results of a trial that is done, of the seeds that have one."""
+        """Return the results of a trial that is done, for the seeds that have one."""
         folders = (path for _, path in self.runs_of(key, trial))
         return [Result.read(path) for path in folders if not (path / UNFIT).exists()]
 
@@ -243,7 +235,7 @@ class TrialRuns(Generic[K]):
         return tuple(sum(values) / len(values) for values in zip(*scores, strict=True))
 
     def tried(self, key: K, judged: Judged) -> Tried:
-        """Return a judged trial as tables have it."""
+        """Return a judged trial in the form for tables."""
         trial, results = judged.trial, self.results(key, judged.trial)
         runs = self.runs_of(key, trial)
         method = runs[0][0].build_method()

@@ -1,4 +1,4 @@
-"""Settings chosen on validation for several methods, with the same effort for each."""
+"""Settings of several methods, chosen on validation with the same effort for each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,7 +29,7 @@ CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be tuned, see `tune`; each method is named once, and the fields are `checked`."""
+    """What to tune, see `tune`; each method occurs once, and the fields are `checked`."""
 
     methods: tuple[str, ...]
     recipe: Recipe
@@ -38,7 +38,7 @@ class Plan:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """The recipe of each method before anything is chosen. Raises RecipeError."""
+        """The recipe of each method before the search. Raises RecipeError."""
         return {name: self.recipe.with_method(name) for name in self.methods}
 
     @cached_property
@@ -48,7 +48,7 @@ class Plan:
 
     @cached_property
     def rounds(self) -> int:
-        """Of a whole run; where rounds are a field of the search, the fewest."""
+        """Rounds of a whole run; the fewest, if rounds are searched."""
         if ROUNDS in self.given:
             return int(min(self.given[ROUNDS]))
         return self.recipes[self.trained[0]].build_method().rounds
@@ -71,7 +71,7 @@ class Plan:
         return recipes.changed(self.recipes[method], settings) if settings else self.recipes[method]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what tells this search from others, as JSON."""
+        """Return what distinguishes this search from others, as JSON."""
         return {
             "methods": list(self.methods),
             "recipe": self.recipe.model_dump(mode="json"),
@@ -116,7 +116,7 @@ def tune(
 
 
 def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort) -> Plan:
-    """Return what is to be tuned. Raises Refused where that will not do."""
+    """Return what to tune. Raises Refused if that is impossible."""
     if not methods:
         raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
     plan = Plan(tuple(dict.fromkeys(methods)), recipe, {}, effort)
@@ -153,7 +153,7 @@ def _claim(folder: Path, plan: Plan, resume: bool) -> None:
 def _write(
     folder: Path, plan: Plan, trial_runs: TrialRuns[str], searched: Mapping[str, SearchResult]
 ) -> Tuning:
-    """Write what was found, and return it."""
+    """Write the result of the searches, and return it."""
     rows = []
     for name in plan.methods:
         row, recipe = _row(plan, name, trial_runs, searched.get(name, SearchResult(None)))
@@ -179,7 +179,7 @@ def _write(
 
 
 def _results(trial_runs: TrialRuns[str], name: str, searched: SearchResult) -> list[Result]:
-    """Return the results of what was chosen for a method. Raises CoterieError: none finished."""
+    """Return the results of a method's chosen settings. Raises CoterieError if no run finished."""
     assert searched.chosen is not None
     results = trial_runs.results(name, searched.chosen.trial)
     if not results:
@@ -195,7 +195,7 @@ def _results(trial_runs: TrialRuns[str], name: str, searched: SearchResult) -> l
 def _row(
     plan: Plan, name: str, trial_runs: TrialRuns[str], searched: SearchResult
 ) -> tuple[TunedRow, Recipe]:
-    """Return what was found for a method, and its recipe."""
+    """Return the chosen settings of a method, and its recipe."""
     path, chosen = f"{CHOSEN}/{encoded(name)}.yaml", searched.chosen
     if chosen is None:
         recipe = plan.recipes[name]
@@ -234,7 +234,7 @@ def _note_of(row: TunedRow) -> str:
 
 
 def stated(effort: Effort, rounds: int, who: str) -> str:
-    """Say what a search cost, in a sentence."""
+    """Return a sentence about the cost of a search."""
     first, *others = [part_of(rounds, share) for share in effort.shares(rounds)]
     stages = [f"{_counted(effort.count(0), 'setting')} in runs of {_counted(first, 'round')}"]
     for k, part in enumerate(others):
