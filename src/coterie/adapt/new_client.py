@@ -1,6 +1,4 @@
-"""Personal models for unseen clients: from data without labels, or trained on the client's own
-text.
-"""
+"""Personal models for unseen clients: from unlabelled data, or trained on the client's own text."""
 
 import os
 import tempfile

@@ -1,6 +1,4 @@
-"""Training of a new client from a run's shared part, on its own text. Nothing leaves its
-machine.
-"""
+"""Training of a new client from a run's shared part, on its own text. Nothing is sent."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -28,9 +26,7 @@ _ROWS = 32  # windows that are scored at once
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A personal model during training: its layout, without a pool, and tensors by the adapter's
-    names.
-    """
+    """A personal model during training: layout, without a pool, and tensors by adapter's names."""
 
     layout: Layout
     tensors: Tensors

@@ -1,6 +1,4 @@
-"""The shared part of a run of language models, exported with all that new clients need to train
-from it elsewhere.
-"""
+"""The shared part of a run of language models, exported so that new clients can train from it."""
 
 from contextlib import closing
 from dataclasses import dataclass, replace

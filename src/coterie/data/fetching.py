@@ -33,9 +33,7 @@ Root = Annotated[
 
 
 def local(dataset: str, remedy: str) -> Path | None:
-    """Return the path of a local data set; None for one on the Hub. Raises DataError if it is
-    missing.
-    """
+    """Return a local data set's path; None for the Hub's. Raises DataError if it is missing."""
     path = Path(dataset).expanduser()
     if not path.exists() and dataset.startswith((".", "/", "~")):
         raise DataError(f"data set {dataset}: no such folder or file", remedy)

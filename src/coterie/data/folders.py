@@ -183,18 +183,14 @@ class Folders(ChatFields):
         return keyed_by_text(texts) if few else [Document(text, text) for text in texts]
 
     def read_one(self, path: Path) -> Sequence[Sequence[str]]:
-        """Return the train, valid and test documents of one client's folder or file. Raises
-        DataError.
-        """
+        """Return one client's train, valid and test documents by its path. Raises DataError."""
         folder = path.is_dir()
         paths = _find(path, self.endings)[0] if folder else {"": text_files(path, self.endings)}
         return self._in_splits({"": self._parts(paths, LeftOut())})[""]
 
 
 def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
-    """Return a client's files, by split if the folder fixes them, else under "", and the unread
-    ones.
-    """
+    """Return a client's files, by split if its folder fixes them, else under "", and others."""
     if archives.archives_in([folder]):
         return {"": text_files(folder, endings)}, []
     above = frozenset({folder.resolve()})

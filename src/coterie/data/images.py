@@ -148,9 +148,7 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """Return the (C, H, W) pixels of an image file. Raises ValueError for another size, or errors
-    of PIL.
-    """
+    """Return an image file's (C, H, W) pixels. Raises ValueError for another size, or PIL's."""
     require("reading images", "vision", "PIL")
     from PIL import Image
 

@@ -30,9 +30,7 @@ class Overlaps:
         texts: Mapping[ClientId, Sequence[Sequence[str]]],
         content: Callable[[str], str] = str,
     ) -> "Overlaps":
-        """Count equal documents in texts by client and split; `content` returns the part
-        compared.
-        """
+        """Count equal documents in texts by client and split, comparing their `content`."""
         copies: dict[bytes, Counter[ClientSplit]] = defaultdict(Counter)
         for client, parts in texts.items():
             for split, documents in zip(SPLITS, parts, strict=True):

@@ -162,9 +162,7 @@ _TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
 
 
 def encoding_of(path: Path, beginning: bytes) -> str:
-    """Return the encoding by the byte-order mark, or UTF-8. Raises DataError if the file is not
-    text.
-    """
+    """Return the encoding by the byte-order mark, or UTF-8. Raises DataError if it is no text."""
     if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
         raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
     if marked := next((name for mark, name in MARKS if beginning.startswith(mark)), None):

@@ -214,9 +214,7 @@ class PartitionSchemes(PartitionFields, ABC):
         ]
 
     def _kept_free(self, labels: Labels, anchors: Sequence[Labels]) -> bool:
-        """Whether a label set, exactly the classes of some anchors, is reserved for aligned unseen
-        clients.
-        """
+        """Whether a label set (that of some anchors) is reserved for aligned unseen clients."""
         whole = sum(set(group) <= set(labels) for group in anchors) == UNSEEN_ANCHORS
         return (
             "aligned" in self.unseen and whole and len(labels) == UNSEEN_ANCHORS * self._anchor_size

@@ -1,6 +1,4 @@
-"""Splits of a client's data: an endless, stateless sequence of training batches, and one ordered
-pass for evaluation.
-"""
+"""Splits of a client's data: endless batches for training, one ordered pass for evaluation."""
 
 import hashlib
 from abc import ABC, abstractmethod

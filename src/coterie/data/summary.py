@@ -134,9 +134,7 @@ def _lengths(split: Split, end: int | None) -> Numbers:
 
 
 def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple[int, int]]:
-    """Return how many documents of clients are nearly equal to others, and to those of other
-    splits.
-    """
+    """Return how many documents of clients are nearly equal to others, and to other splits'."""
     contents: dict[bytes, str] = {}
     keys: dict[tuple[ClientId, str], list[bytes]] = {}
     for id, parts in texts.items():

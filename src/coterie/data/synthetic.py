@@ -102,9 +102,7 @@ class Synthetic(Section):
         return [f"client-{i}" for i in range(self.clients)]
 
     def _shuffled(self, words: Sequence[str], *purpose: int | str) -> list[str]:
-        """Return the words in random order; `Random.random`, unlike `shuffle`, is stable between
-        Pythons.
-        """
+        """Return the words in random order; unlike `shuffle`, `random` is stable across Pythons."""
         random = Random(derive_seed(self.seed, *purpose))
         return [word for _, word in sorted((random.random(), word) for word in words)]
 

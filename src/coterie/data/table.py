@@ -64,7 +64,7 @@ class Table(ByClient):
 
 
 def in_memory(data: Any) -> Any:
-    """Return a `data` section or its fields with a table in memory, the value itself or its
+    """Return a `data` section or its fields with an in-memory table, the value itself or its
     `table`, replaced by a file in the cache. Raises DataError for no table, SaveError.
     """
     if isinstance(data, Mapping) and "table" in data:

@@ -110,9 +110,7 @@ class TextEncoder:
         return [*self.begin, *self.encode([text])[0]] or self.end
 
     def whole(self, texts: Sequence[str], length: int) -> list[list[int]]:
-        """Return the ids of each text for a classifier, with the tokenizer's ids around it, cut to
-        `length`.
-        """
+        """Return texts' ids for a classifier, with the tokenizer's around them, cut to `length`."""
         before, behind = self._around
         room = max(length - len(before) - len(behind), 0)
         return [[*before, *ids[:room], *behind] for ids in self.encode(texts)]

@@ -227,9 +227,7 @@ def _batches(documents: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _parts(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield parts of at most a million characters, cut before spaces, with whether each is the
-    last.
-    """
+    """Yield parts of at most a million characters, cut before spaces, and whether each is last."""
     start = 0
     while len(text) - start > LONGEST:
         space = text.rfind(" ", start + LONGEST // 2, start + LONGEST)

@@ -25,9 +25,7 @@ def plain(value: Any) -> Any:
 
 
 def uncolumned(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar table without the nulls that give all objects of a column the same
-    keys.
-    """
+    """Return a columnar table's row without the nulls that give its objects the same keys."""
     return {name: _without_nulls(value) for name, value in row.items()}
 
 

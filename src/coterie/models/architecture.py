@@ -190,9 +190,7 @@ def refuse_adapter(base: str | Path) -> None:
 
 
 def files_of(base: str | Path) -> list[Path]:
-    """Return the files of a base on this machine, [] if it is on the Hub only. Raises ModelError as
-    `locate`.
-    """
+    """Return a base's files on this machine; [] if it is on the Hub. Raises ModelError."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(source := locate(base))

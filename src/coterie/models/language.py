@@ -71,9 +71,7 @@ class LanguageModel:
 
     @property
     def embed(self) -> Callable[[TextBatch], Tensor] | None:
-        """A function that embeds windows, (B, e) on the CPU, by mean hidden states; None without a
-        gate.
-        """
+        """The function that embeds windows by mean hidden states, (B, e); None without a gate."""
         return self._embed if self.layout.members else None
 
     @torch.no_grad()

@@ -1,6 +1,4 @@
-"""Low-rank updates: W = W0 + gamma B A, gamma = alpha / sqrt(r) (rank-stabilised, Kalajdzievski
-2023).
-"""
+"""Low-rank updates: W = W0 + gamma B A, gamma = alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023)."""
 
 import math
 

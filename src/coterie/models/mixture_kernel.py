@@ -90,9 +90,7 @@ class Plan:
         )
 
     def scratch(self, like: Tensor, count: int) -> Callable[[int], list[Tensor]]:
-        """Return a function: t tokens of a piece -> `count` tensors (t, f), overwritten by every
-        piece.
-        """
+        """Return a function from t to `count` tensors (t, f), which every piece overwrites."""
         longest = max((_length(rows) for _, rows in self.pieces), default=0)
         whole = like.new_empty((count, longest, like.shape[1] + PADDING))
         return lambda tokens: list(whole[:, :tokens, : like.shape[1]])

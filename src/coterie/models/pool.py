@@ -100,7 +100,7 @@ class PoolClassifier:
 
     @property
     def statistics(self) -> None:
-        """Return no shared statistics: they are sent with their expert."""
+        """Return None: running statistics belong to no role, they are sent with their expert."""
 
     def loras(self) -> dict[str, LoRA]:
         """Return {}: whole networks are trained."""
@@ -121,9 +121,7 @@ class PoolClassifier:
 
     @property
     def active_parameters(self) -> int:
-        """The number of values that one example uses: one expert, or all in a mixture, and the
-        gate.
-        """
+        """The number of values that one example uses: one expert, or a mixture's, and the gate."""
         unused = self.layout.chosen - 1 if self.layout.answer == "best" else 0
         return self.trainable_parameters - unused * self.experts[0].trainable_parameters
 
@@ -147,9 +145,7 @@ class PoolClassifier:
 
     @torch.no_grad()
     def affinity(self, embeddings: Tensor) -> Tensor:
-        """Return sum_i softmax g(x_i), (M,) float64: how strongly (N, e) embeddings choose each
-        expert.
-        """
+        """Return sum_i softmax g(x_i), (M,) float64: how much (N, e) embeddings want experts."""
         return self._logits(embeddings).softmax(dim=1).cpu().double().sum(dim=0)
 
     def gradient(

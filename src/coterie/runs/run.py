@@ -41,15 +41,13 @@ class JoinWarnings(Listener):
 
 
 class SharedData:
-    """Base and data of the last prepared row, for the next one if it has the same; released before
-    others are loaded.
-    """
+    """Base and data of the last prepared row, kept for the next one if it has the same."""
 
     def __init__(self) -> None:
         self._held: tuple[Recipe, LearningProblem] | None = None
 
     def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
-        """Return a row with base and data, loaded if they differ. Raises Refused."""
+        """Return a row, releasing the last one's data before others are loaded. Raises Refused."""
         if self._held is not None and not share_data(self._held[0], recipe):
             self._held = None
         prepared = backend.prepare(recipe, None if self._held is None else self._held[1])

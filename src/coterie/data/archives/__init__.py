@@ -155,9 +155,7 @@ def _listed(counts: Counter[str]) -> str:
 
 
 def _likely(counts: Counter[str], me: Me) -> str:
-    """Return the name that is probably the client's: similar to its id, or else the most frequent
-    one.
-    """
+    """Return the name that is probably the client's: similar to its id, or the most frequent."""
     client = names.folded(_client(me))
     return max(counts, key=lambda name: (client in names.folded(name), counts[name]))
 

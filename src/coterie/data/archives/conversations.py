@@ -96,8 +96,7 @@ def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> A
 
 def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Row]:
     """Yield the conversations in which `me` (`name_keys`) wrote something as rows for
-    `read_conversations`, with these messages as the assistant's. Several others are named in the
-    text.
+    `read_conversations`, `me` being the assistant. Several others have their names in the messages.
     """
     for chat in chats:
         speakers = {post.speaker for post in chat.posts}

@@ -29,9 +29,7 @@ _NOT_USED = ("idna", "punycode", "us-ascii")
 
 
 class _Mail(NamedTuple):
-    """A mail with its id, the ids that it refers to, and the key that joins it to a thread without
-    them.
-    """
+    """A mail with its id, the ids that it refers to, and what joins it to a thread otherwise."""
 
     post: Post
     id: str

@@ -136,7 +136,7 @@ class Renders:
         return self._known[prompt]
 
     def _window(self, begin: int, numbers: range, prompt: bool) -> tuple[str, dict[int, Span]]:
-        """Return the text from message `begin` on, and each message's span in it. Raises Rewritten,
+        """Return the text from message `begin` on and messages' spans. Raises Rewritten,
         DataError.
         """
         is_last = numbers.stop == len(self.messages)
@@ -188,9 +188,7 @@ def _bounds(messages: Sequence[Message]) -> list[int]:
 
 
 def as_template(message: Message, arguments_as_text: bool) -> Message:
-    """Return a message in the form for templates: reasoning under all names, arguments maybe as
-    text.
-    """
+    """Return a message in templates' form: reasoning under all names, arguments maybe as text."""
     shown = {key: value for key, value in message.items() if key != WEIGHT}
     if REASONING[0] in shown:
         shown |= dict.fromkeys(REASONING, shown[REASONING[0]])

@@ -316,9 +316,7 @@ class ChatTemplate:
         }
 
     def _checked(self) -> str:
-        """Return how answers are located, in words. Raises DataError if they cannot be, or never
-        end.
-        """
+        """Return how answers are located, in words. Raises DataError if not, or if none ends."""
         rendered = self.encode(Conversation("chat template", _EXAMPLE))
         for part in rendered:
             if not len(part.ends) or not self._special.issuperset(part.ends.tolist()):

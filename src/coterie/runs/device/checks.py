@@ -29,9 +29,7 @@ _INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}
 
 @dataclass(frozen=True)
 class OutboundCheck:
-    """The last check before a reply is sent: the owner's limits, and the account of earlier
-    replies.
-    """
+    """The last check before a reply is sent: the owner's limits and the account of replies."""
 
     prepared: Prepared  # its `Outbound` checks the tensors themselves
     request: Request

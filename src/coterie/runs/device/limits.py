@@ -44,9 +44,7 @@ class LocalPrivacy(BaseModel):
 
 
 class Limits(BaseModel):
-    """The limits that the owner of a device sets, whatever a run says. Without a file everything is
-    allowed.
-    """
+    """The limits of a device's owner, whatever a run says. Without a file everything is allowed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -31,9 +31,7 @@ class Memory:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Lock this memory within the block, so that a process late with an earlier request undoes
-        nothing.
-        """
+        """Lock this memory within the block, against processes late with an earlier request."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with FileLock(self.folder / "lock"):
             yield

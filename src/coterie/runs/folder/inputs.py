@@ -183,9 +183,7 @@ class RecordedInputs:
         write_sums(self.folder, {name: digest_of(self.folder / name) for name in existing})
 
     def done(self) -> bool:
-        """Whether the run has ended with the result in the folder. Raises CheckpointError if that
-        was altered.
-        """
+        """Whether the run has ended. Raises CheckpointError if its result has been altered."""
         try:
             sums = read_sums(self.folder)
         except CheckpointError:  # which `check` reports

@@ -1,6 +1,4 @@
-"""Clients on separate devices: checks of their reports, and a server's preparation without their
-data.
-"""
+"""Clients on separate devices: checks of their reports, preparation of a server without data."""
 
 from collections.abc import Sequence
 from copy import copy

@@ -168,7 +168,7 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """Return the problems of a field whose methods may need only the mean at the server."""
+    """Return the problem of a field, if the method's server needs more than the uniform mean."""
     if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
@@ -179,7 +179,7 @@ def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
 
 
 def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
-    """Return the problems of protecting single examples, for a method and its model."""
+    """Return the problems of protecting single examples with a method and its model."""
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
         problem = (

@@ -59,9 +59,7 @@ class LearningProblem(ABC):
 
     @property
     def fingerprint(self) -> str | None:
-        """Return a fingerprint of what all clients start with, if that may change without the
-        recipe.
-        """
+        """Return a fingerprint of what all clients start with, if recipes do not determine it."""
         return None
 
     @property

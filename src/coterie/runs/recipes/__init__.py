@@ -57,9 +57,7 @@ def _brought(recipe: str) -> Path:
 
 
 def read(path: Path) -> dict[str, object]:
-    """Return the mapping in a recipe's file. Raises Refused if it is unreadable, too large, or no
-    mapping.
-    """
+    """Return the mapping in a recipe's file. Raises Refused if it is unreadable or has none."""
     try:
         values = yaml_of(read_text(path))
     except OSError as error:

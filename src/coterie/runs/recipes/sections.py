@@ -282,9 +282,7 @@ class Participation(BaseModel):
         round: int,
         secret: bytes | None = None,
     ) -> tuple[str, ...]:
-        """Return the clients that take part in a round, in order, drawn by the seed or a secret
-        key.
-        """
+        """Return the clients that take part in a round, in order, drawn by seed or secret key."""
         here = set(self._here(clients, anchors, clusters or {}, round))
         held = set() if self.anchors is None else here & set(anchors)
         draw = _repeatable(seed, round)

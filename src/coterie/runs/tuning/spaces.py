@@ -25,8 +25,8 @@ Grid = Mapping[str, Sequence[Any]]  # values by dotted keys of a recipe
 
 
 def parse(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the fields and values of texts `KEY=V1,V2,...` (YAML values). Raises RecipeError with
-    all invalid texts.
+    """Return fields and values of texts `KEY=V1,V2,...` in YAML. Raises RecipeError with all
+    mistakes.
     """
     grid: dict[str, list[Any]] = {}
     mistakes = []

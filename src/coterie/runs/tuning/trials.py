@@ -60,9 +60,7 @@ def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
 
 
 def score_of(result: Result) -> Score:
-    """Return a run's validation score: the metric, and the loss for ties; `LOST` if one is missing
-    or not finite.
-    """
+    """Return a run's validation metric, and loss for ties; `LOST` if missing or not finite."""
     known = result.clients.keys() | (result.training or {}).keys()
     score = (sort_key(result.valid, result.metric), result.valid_loss or 0.0)
     whole = known >= (result.lost or {}).keys() and all(map(math.isfinite, score))
