@@ -1,6 +1,5 @@
-"""Measurement of how much of a client's text the shared part of a run reveals.
-
-It works on the run's folder, where all data are on this machine.
+"""Measurement of how much of a client's text the shared part of a run reveals, from the run's
+folder, on a machine with all data.
 """
 
 from coterie.audit.auditing import Settings, audit

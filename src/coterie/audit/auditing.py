@@ -49,35 +49,22 @@ SERVER, OTHERS = "server", "others"
 
 @dataclass(frozen=True)
 class Settings:
-    """The extent of an audit.
+    """The extent of an audit."""
 
-    Args:
-        clients: Whose data it is about; (): everybody's.
-        windows: Training windows, and as many test windows, of each client, at most.
-        words: Rare words of each client, at most.
-        top: Suggestions that a word may be among.
-        secure: Whether the server is taken to see sums alone, as under secure aggregation.
-        seed: Of what is chosen by chance.
-    """
-
-    clients: Sequence[ClientId] = ()
-    windows: int = 200
-    words: int = 50
-    top: int = 3
+    clients: Sequence[ClientId] = ()  # whose data it is about; () for all
+    windows: int = 200  # at most so many training windows of each client, and as many test windows
+    words: int = 50  # at most so many rare words of each client
+    top: int = 3  # the suggestions that a word may be among
+    # whether the server is assumed to see sums alone, as under secure aggregation
     secure: bool = False
-    seed: int = 0
+    seed: int = 0  # of all random choices
 
 
 def audit(
     run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
 ) -> AuditResult:
-    """Measure what the shared part of a run reveals, and write it to `audit.json` and
-    `report.html` in the run's folder.
-
-    Args:
-        run: Its folder; the newest checkpoint counts.
-        settings: How much is measured.
-        say: Called with each progress message.
+    """Measure what the shared part of a run reveals, by its newest checkpoint, and write it to
+    `audit.json` and `report.html` in the run's folder. `say` is called with each progress message.
 
     Raises:
         Refused: There is no run, or no checkpoint in it; it shares nothing; what it shares is no
@@ -131,15 +118,13 @@ class _Auditor:
         return Refused(f"audit: {name} shares nothing that clients train", ABLE)
 
     def _planted(self) -> PlantedCanaries | None:
-        """Return the canaries as the run's folder lists them; None without any. Raises
-        CheckpointError where the list is gone.
-        """
+        """Return the canaries that the run's folder lists, if any. Raises CheckpointError."""
         if self.prepared.planted is None:
             return None
         return PlantedCanaries.from_json(read_json(self.run / files.AUDIT / files.CANARIES))
 
     def _views(self) -> dict[str, dict[ClientId, View]]:
-        """Return what each observer saw, by the client that it asks about."""
+        """Return each observer's views, by target client."""
         execution, everyone = self.execution, self.prepared.clients
         down = execution.state.method.download(execution.state.server, everyone)
         if not all(down.get(i) for i in everyone):
@@ -162,8 +147,8 @@ class _Auditor:
         return {name: views[name] for name in (SERVER, OTHERS) if name in views}
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
-        """Return what the server received of a client in an exchange, and what it had sent it; of
-        sums alone the mean of all.
+        """Return what the server received of a client in an exchange, and what it had sent; of sums
+        alone the mean of all.
         """
         if not self.secure:
             return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
@@ -276,9 +261,7 @@ class _Auditor:
         return of_canaries.measured(scored, delta, self.settings.seed)
 
     def _membership(self, client: ClientId, view: View | None = None) -> MembershipScores:
-        """Return the likelihoods of a client's rows: by the initial model, or by what a view adds
-        to them.
-        """
+        """Return the likelihoods of a client's rows by the initial model, or a view's change."""
         model = self.models[client]
 
         def score(rows: Any) -> Values:
@@ -289,7 +272,7 @@ class _Auditor:
         return MembershipScores(*map(score, self.rows[client]))
 
     def _min_k(self, model: SharedText, view: View, rows: tuple[Any, Any]) -> MembershipScores:
-        """Return Min-K%++ of the last model that was seen."""
+        """Return Min-K%++ of the last observed model."""
         initial = model.client.read(GENERALIST)
         model.load(view.pairs[-1][0])
         try:
@@ -298,9 +281,7 @@ class _Auditor:
             model.load(initial)
 
     def _words(self) -> WordsResult | None:
-        """Measure rare words in others' suggestions; None without personal models or with one
-        client only.
-        """
+        """Measure rare words in others' suggestions; None without models or other clients."""
         problem, alone = self.prepared.problem, len(self.prepared.clients) < 2
         if not isinstance(problem, Language) or alone or not (self.run / "clients").is_dir():
             return None
@@ -340,7 +321,7 @@ class _Auditor:
 
 
 def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
-    """Return a model as one that is used, with the values that it has now."""
+    """Return a model for inference, with its current values."""
     about = next(m.about for m in like.values() if isinstance(m, PersonalModel))
     personal_model = PersonalModel(model.language, replace(about, layout=model.language.layout))
     personal_model.fast  # noqa: B018 - a copy of the values is made when it is asked for first

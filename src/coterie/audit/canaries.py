@@ -29,24 +29,17 @@ LARGEST = 50.0  # largest epsilon that is tested
 
 @dataclass(frozen=True)
 class CanaryScores:
-    """Scores of the canaries of one client: how much likelier an observer finds them than before.
+    """Scores of the canaries of a client: how much likelier an observer finds them than before."""
 
-    Args:
-        candidates: (n,) each of the client's.
-        planted: (n,) the coin flips.
-        references: (r,) canaries that no client has.
-    """
-
-    candidates: Values
-    planted: npt.NDArray[np.bool_]
-    references: Values
+    candidates: Values  # (n,) of the client
+    planted: npt.NDArray[np.bool_]  # (n,) the coin flips
+    references: Values  # (r,) of canaries that no client has
 
     @property
     def exposures(self) -> Values:
         """(planted ones,) log2 N - log2 rank of each among those that were not planted (Carlini et
-        al., 2019, Definition 2).
-
-        N counts it and them; the rank is 1 if it is the likeliest, and of equals the worst.
+        al., 2019, Definition 2). N counts it and them; the rank is 1 if it is the likeliest, and of
+        equals the worst.
         """
         others = np.concatenate([self.candidates[~self.planted], self.references])
         ranks = 1 + (others[None] >= self.candidates[self.planted][:, None]).sum(axis=1)
@@ -55,9 +48,7 @@ class CanaryScores:
 
     @property
     def standardised(self) -> Values:
-        """(n,) the candidates in standard deviations of the references: so those of different
-        clients can be compared.
-        """
+        """(n,) the candidates in standard deviations of the references, to compare clients."""
         spread = self.references.std() + 1e-12
         deviations: Values = (self.candidates - self.references.mean()) / spread
         return deviations
@@ -69,15 +60,15 @@ class CanaryScores:
 
 
 def chance(ranked_among: int) -> float:
-    """Return the mean exposure of a canary whose rank is as likely to be any."""
+    """Return the mean exposure of a canary whose rank is uniformly random."""
     return float(np.log2(ranked_among) - np.log2(np.arange(1, ranked_among + 1)).mean())
 
 
 def scored(
     model: SharedText, view: View, canaries: Canaries, references: Ids, begin: Sequence[int]
 ) -> CanaryScores:
-    """Score a client's canaries by what an observer saw of it, with `references` (r, k), random
-    parts that no client has; the ids of `begin` are before every document.
+    """Score a client's canaries by an observer's view, with `references` (r, k), random parts that
+    no client has; the ids of `begin` are before every document.
     """
     count, length = canaries.tokens.shape
     tokens = torch.from_numpy(np.concatenate([canaries.tokens, references]))
@@ -89,8 +80,8 @@ def scored(
 
 
 def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> CanaryResult:
-    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over
-    the canaries of all clients.
+    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over the
+    canaries of all clients.
     """
     all_scores = list(clients.values())
     exposures = [scores.exposures for scores in all_scores if scores.planted.any()]
@@ -118,8 +109,8 @@ def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) 
 
 
 def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) -> float:
-    """Return how likely it is at most that v = `right` of r = `guesses` are right, if the guarantee
-    holds. Some of the m = `coins` may be left open. Raises ValueError unless 0 <= v <= r <= m.
+    """Return the largest probability that v = `right` of r = `guesses` about m = `coins` are right,
+    if the guarantee holds. Raises ValueError unless 0 <= v <= r <= m.
     """
     from scipy.stats import binom
 
@@ -138,9 +129,7 @@ def p_value(right: int, guesses: int, coins: int, epsilon: float, delta: float) 
 def lower_bound(
     right: int, guesses: int, coins: int, delta: float, error: float = 1 - LEVEL
 ) -> float:
-    """Return the largest epsilon that is refuted: its p-value is below `error`, as are those of
-    all smaller ones; 0 if none is.
-    """
+    """Return the largest epsilon up to which all p-values are below `error`; or 0."""
     low, high = 0.0, LARGEST
     if p_value(right, guesses, coins, low, delta) >= error:
         return 0.0
@@ -161,8 +150,8 @@ def audited(scores: Values, planted: npt.NDArray[np.bool_], delta: float) -> Eps
     may be reported.
 
     Args:
-        scores: (m,) the higher, the likelier planted. They may depend on the coins only through
-            what the observer saw.
+        scores: (m,) the higher, the likelier planted. They may depend on the coins only through the
+            observations.
         planted: (m,) the coins.
         delta: The delta of the guarantee that is tested.
     """

@@ -1,6 +1,4 @@
-"""Whether an observer can tell what a client trained on from what it did not: membership
-inference.
-"""
+"""Membership inference: whether an observer can tell what a client trained on from other texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +17,14 @@ RATE = 0.01  # of false alarms
 
 @dataclass(frozen=True)
 class MembershipScores:
-    """Scores of one client's rows, the higher the likelier trained on.
+    """Scores of one client's rows, the higher the likelier trained on."""
 
-    Args:
-        members: (n,) that it was trained on.
-        others: (m,) of its test split.
-    """
-
-    members: Values
-    others: Values
+    members: Values  # (n,) of rows that it was trained on
+    others: Values  # (m,) of its test split
 
     @property
     def centred(self) -> "MembershipScores":
-        """The scores less the median of both together, which needs no knowledge of who is a
-        member: so clients can be compared.
-        """
+        """The scores less the median of both, to compare clients without knowing the members."""
         middle = float(np.median(np.concatenate([self.members, self.others])))
         return MembershipScores(self.members - middle, self.others - middle)
 
@@ -41,15 +32,15 @@ class MembershipScores:
 def drawn(
     train: Split, cursor: int, without: Numbers, most: int, rng: np.random.Generator
 ) -> Numbers:
-    """Return the numbers of at most `most` training rows that a client has trained on, in rising
-    order, when it has drawn `cursor` rows. Rows in `without` are left out: they hold canaries.
+    """Return in rising order the numbers of at most `most` training rows among the first `cursor`
+    that a client has drawn. Rows in `without` are left out: they hold canaries.
     """
     seen = np.setdiff1d(train.numbers(0, min(cursor, train.windows)), without)
     return np.sort(rng.permutation(seen)[:most])
 
 
 def without_ends(rows: Tensor | ChatBatch, end: int) -> Tensor | ChatBatch:
-    """Return rows without the end tokens of documents that are read by themselves: these count in
+    """Return rows without the end tokens of documents that are read one by one: these count in
     training alone, and would tell its rows from others.
     """
     if not isinstance(rows, ChatBatch):
@@ -59,9 +50,7 @@ def without_ends(rows: Tensor | ChatBatch, end: int) -> Tensor | ChatBatch:
 
 
 def measured(clients: Mapping[ClientId, MembershipScores], seed: int) -> MembershipResult:
-    """Return the AUC, and the share of members found at 1 % of false alarms, with one threshold
-    for all clients.
-    """
+    """Return the AUC, and the share of members found at 1 % of false alarms by one threshold."""
     centred = [scores.centred for scores in clients.values()]
     groups = [part for scores in centred for part in (scores.members, scores.others)]
 

@@ -34,9 +34,7 @@ ABLE = (
 
 
 class Shared(ABC):
-    """The shared part of a run as a model: without the specialists and routers, which never
-    leave a client.
-    """
+    """The shared part of a run as a model, without specialists and routers, which stay local."""
 
     def __init__(self, prepared: Prepared, client: ClientId, model: Model) -> None:
         site = prepared.site
@@ -44,9 +42,7 @@ class Shared(ABC):
         self.client = Client(client, model, data, site.training, {}, site.seed, total)
 
     def load(self, tensors: Named) -> None:
-        """Load the tensors of a message that belong to the model. Raises Refused if they are not a
-        complete model.
-        """
+        """Load the model's tensors in a message. Raises Refused if the model is incomplete."""
         names, problem = self.client.read(GENERALIST).keys(), "is not a complete model"
         parts = {name: t for name, t in tensors.items() if name in names or name == GENERALIST}
         if not parts or (GENERALIST not in parts and parts.keys() != names):
@@ -63,7 +59,7 @@ class Shared(ABC):
 
 
 class SharedText(Shared):
-    """The shared part of a language model. Where a client mixes several experts of its own, an
+    """The shared part of a language model. If a client mixes several experts of its own, an
     observer takes the generalists with equal weights.
     """
 
@@ -84,10 +80,8 @@ class SharedText(Shared):
 
     def min_k(self, rows: TextBatch) -> Values:
         """Return (N,) Min-K%++ (Zhang et al., ICLR 2025): the mean of the lowest fifth of a row's
-        standardised log-likelihoods of tokens.
-
-        A token's is (log p - mu) / sigma, with mu and sigma those of log p of a token drawn from
-        the model's own prediction.
+        standardised log-likelihoods of tokens, (log p - mu) / sigma, with mu and sigma those of log
+        p of a token drawn from the model's own prediction.
         """
         scores = []
         for nll, logits in self._scored(rows):
@@ -102,9 +96,8 @@ class SharedText(Shared):
 
     @torch.no_grad()
     def _scored(self, rows: TextBatch) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of (N, C + 1) ids, some rows at a time: (n, C) the loss of each next token, and (n, C,
-        V) the logits; of conversations row by row, of the T tokens that count, (1, T) and (1, T,
-        V).
+        """Yield for some rows of (N, C + 1) ids (n, C) the loss of each next token, and (n, C, V)
+        the logits; conversations row by row, the T tokens that count, (1, T) and (1, T, V).
         """
         chats = isinstance(rows, ChatBatch)
         width = rows.ids.shape[1] if isinstance(rows, ChatBatch) else rows.shape[1]
@@ -136,8 +129,8 @@ class SharedClassifier(Shared):
 
 
 def shared(prepared: Prepared, client: ClientId) -> Shared:
-    """Make the shared part of a client's model at its initial values, which change nothing of a
-    language model's base. Raises Refused.
+    """Return the shared part of a client's model at its initial values, at which a language model
+    equals its base. Raises Refused.
     """
     kind = SharedText if isinstance(prepared.problem, Language) else SharedClassifier
     return kind(prepared, client)
@@ -145,14 +138,11 @@ def shared(prepared: Prepared, client: ClientId) -> Shared:
 
 @dataclass(frozen=True)
 class View:
-    """The observations of an attacker who targets one client: pairs of models, the second without
-    what the first was trained on just before.
+    """The observations of an attacker who targets one client: pairs of models, after and before it
+    was trained; None: the initial values.
 
-    The server has, of each exchange, what it received of the client and what it had sent it.
-    Another client has the model that everybody gets in the end, and the one from which all began.
-
-    Args:
-        pairs: After and before; None: the initial values.
+    For the server, a pair is what it received of the client in an exchange and what it had sent it;
+    for another client, the final model that everybody gets and the initial one.
     """
 
     pairs: Sequence[tuple[Tensors, Tensors | None]]

@@ -18,13 +18,8 @@ def bootstrapped(
     groups: Sequence[Values], statistic: Callable[[Sequence[Values]], float], seed: int, what: str
 ) -> Estimate:
     """Estimate a statistic of samples by the percentile bootstrap (Efron, 1979). The rows of each
-    group, (n, ...), are drawn again by themselves, so that their numbers stay.
-
-    Args:
-        groups: The samples.
-        statistic: A function of the groups.
-        seed: The seed of the resampling.
-        what: A name of the rows, for people.
+    group, (n, ...), are drawn separately, so that their numbers stay. `what` names the rows, for
+    people.
     """
     rng = np.random.default_rng(seed)
     resampled = [
@@ -37,8 +32,8 @@ def bootstrapped(
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934).
-    Raises ValueError without trials.
+    """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934). Raises
+    ValueError without trials.
     """
     from scipy.stats import beta
 
@@ -52,9 +47,7 @@ def proportion(successes: int, trials: int) -> Estimate:
 
 
 def auc(members: Values, others: Values) -> float:
-    """Return the probability that a member scores higher than one that is not (a tie counts a
-    half): the area under the ROC curve.
-    """
+    """Return the area under the ROC curve: how likely a member scores higher (ties count half)."""
     from scipy.stats import rankdata
 
     ranks = rankdata(np.concatenate([members, others]))[: len(members)]
@@ -69,9 +62,7 @@ def auc_of_pairs(groups: Sequence[Values]) -> float:
 
 def tpr_at(rate: float, members: Values, others: Values) -> float:
     """Return the share of members above the lowest threshold that at most a share `rate` of the
-    others is above.
-
-    Of fewer than 1 / rate others none may be above it.
+    others is above; none of fewer than 1 / rate others.
     """
     allowed = math.floor(rate * len(others) + 1e-9)
     threshold = np.sort(others)[len(others) - 1 - allowed]

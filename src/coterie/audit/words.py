@@ -26,7 +26,7 @@ Suggest = Callable[[Sequence[str]], list[list[str]]]  # the likeliest next words
 
 @dataclass(frozen=True)
 class Case:
-    """A word as it stands at a place of a text of its owner, and the text before it."""
+    """A word at a place of a text of its owner, and the text before it."""
 
     owner: ClientId
     word: str
@@ -34,8 +34,8 @@ class Case:
 
 
 def documents(tokenizer: Any, split: Split) -> list[str]:
-    """Return the texts of a split: those that the tokenizer's end token separates in running text,
-    or each conversation or document that is read by itself.
+    """Return the texts of a split: those between the tokenizer's end tokens in running text, or
+    each conversation or document that is read by itself.
     """
     if isinstance(split, ChatSplit):
         parts = [split.conversation(number) for number in range(len(split.lengths))]
@@ -55,12 +55,9 @@ def vocabulary(texts: Sequence[str]) -> Counter[str]:
 def rare(
     texts: Mapping[ClientId, Mapping[str, Sequence[str]]], most: int, rng: np.random.Generator
 ) -> tuple[list[Case], list[Case]]:
-    """Choose words that only one client has and, as a control, words that no client was trained on.
-
-    Args:
-        texts: The texts by client, then by split.
-        most: The most words of each client: its most frequent ones; ties are broken at random.
-        rng: The generator that chooses.
+    """Choose words of texts, by client and split, that only one client has and, as a control, words
+    that no client was trained on: the `most` most frequent of each client; ties are broken at
+    random.
 
     Returns:
         Words that occur at least twice in one client's training text and in no split of anybody
@@ -86,7 +83,7 @@ def rare(
 def _places(
     owner: ClientId, words: Set[str], texts: Sequence[str], most: int, rng: np.random.Generator
 ) -> list[Case]:
-    """Return each of some words at one of its places, with at least one word before it."""
+    """Return each word at one of its places, with at least one word before it."""
     places: dict[str, list[tuple[str, int, int]]] = {}
     for text in texts:
         for match in WORD.finditer(text):
@@ -105,7 +102,7 @@ def _places(
 
 
 def suggested(cases: Sequence[Case], suggest: Suggest) -> Values:
-    """Return (cases,) 1 where a word is among the suggestions for what stands before it, else 0."""
+    """Return (cases,) 1 if the word is among the suggestions for the text before it, else 0."""
     suggestions: list[float] = []
     for start in range(0, len(cases), TOGETHER):
         part = cases[start : start + TOGETHER]
@@ -122,8 +119,8 @@ def measured(
     models: Mapping[ClientId, Suggest],
     seed: int,
 ) -> WordsResult:
-    """Return how often others suggest the words of `rare`, of those that the base does not suggest:
-    the shared part alone, and the clients' personal models. `seed` is that of the intervals.
+    """Return how often the shared part alone, and the clients' personal models, suggest the words
+    of others in `rare`, of those that the base does not suggest. `seed` is that of the intervals.
     """
     new, fresh = (
         [case for case, known in zip(some, suggested(some, base), strict=True) if not known]
@@ -147,7 +144,7 @@ def measured(
 
 
 def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values:
-    """(cases,) the share of the other clients whose models suggest each word."""
+    """Return (cases,) the share of the other clients whose models suggest each word."""
     return np.array(
         [
             np.mean([hit[k] for i, hit in hits.items() if i != case.owner])
@@ -157,9 +154,7 @@ def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values
 
 
 def _estimate(rates: Values, seed: int) -> Estimate | None:
-    """Return the mean over words, with an exact interval if each rate is 0 or 1; None without
-    words.
-    """
+    """Return the mean over words, if any, with an exact interval if each rate is 0 or 1."""
     if not len(rates):
         return None
     if set(rates.tolist()) <= {0.0, 1.0}:

@@ -1,6 +1,4 @@
-"""Server and devices on separate machines: keys, the proxy, Flower's programs, the submission
-of a run.
-"""
+"""Server and devices on separate machines: keys, the proxy, Flower's programs, and runs."""
 
 from coterie.core.extras import require
 

@@ -1,8 +1,6 @@
 """The two programs that Flower starts: `server` beside a SuperLink for every run, `client` on a
-device for every message.
-
-`[tool.flwr.app]` of pyproject.toml names them; the keys of their configuration are there too.
-Nothing heavy is imported before it is used.
+device for every message. `[tool.flwr.app]` of pyproject.toml has their names and configuration
+keys.
 """
 
 import os
@@ -28,12 +26,9 @@ if TYPE_CHECKING:
 def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
     """Return a device's reply to a request, as JSON and tensors.
 
-    Args:
-        node: The node's own configuration: `client`, `data`, `base`, `home` and `secure`, see
-            `Device`; `limits`, the path of a file; `resident: true` where a process serves the
-            folder `home`; in Flower's simulation `partition-id`.
-        text: The request.
-        body: Its tensors.
+    `node` is the node's configuration: `client`, `data`, `base`, `home` and `secure`, see `Device`;
+    `limits`, the path of a file; `resident: true` if a process serves the folder `home`; in
+    Flower's simulation `partition-id`.
     """
     if node.get("resident"):
         return resident.ask(Path(str(node["home"])), text, body)
@@ -41,9 +36,7 @@ def answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]
 
 
 def device(node: Mapping[str, Any]) -> "Device":
-    """Return the device that a node's configuration describes. Raises Refused for an invalid
-    file of limits.
-    """
+    """Return the device of a node's configuration. Raises Refused for an invalid file of limits."""
     from coterie.core import names
     from coterie.runs.device import limits
     from coterie.runs.device.device import Device
@@ -65,17 +58,15 @@ def device(node: Mapping[str, Any]) -> "Device":
 
 
 def serve(grid: "Grid", config: Mapping[str, Any]) -> None:
-    """Run a recipe on the devices of a grid.
+    """Run a recipe on the devices of Flower's grid.
 
-    Args:
-        grid: Flower's.
-        config: `recipe`, a name, a path on this machine, or a complete recipe as JSON; `set`,
-            KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on
-            this machine; `resume` and `changed`, see `run`; `clients`, how many to wait for;
-            `patience`, seconds to do so; `track`, trackers of this machine with ; between them.
+    `config` has `recipe`, a name, a path on this machine, or a complete recipe as JSON; `set`,
+    KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on this
+    machine; `resume` and `changed`, see `run`; `clients`, the number to wait for, at most
+    `patience` seconds; `track`, trackers of this machine with ; between them.
 
     Raises:
-        Refused: The recipe, the folder or a tracker will not do; no device was asked.
+        Refused: The recipe, the folder or a tracker is invalid; no device was asked.
         CoterieError: The run failed.
     """
     from rich.console import Console
@@ -136,9 +127,7 @@ def _parts(value: object) -> list[str]:
 
 
 def default_home() -> Path:
-    """Return a device's default folder: $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else
-    ~/.local/share/coterie.
-    """
+    """Return $COTERIE_HOME, else $XDG_DATA_HOME/coterie, else ~/.local/share/coterie."""
     if home := os.environ.get("COTERIE_HOME"):
         return Path(home)
     data = os.environ.get("XDG_DATA_HOME")

@@ -15,42 +15,26 @@ _OF_AN_ADDRESS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of connections to the proxy.
-
-    Args:
-        strangers: Connections without a known key, in all. A further one replaces the oldest.
-        of_an_address: Such connections from one address.
-        of_a_device: Connections with the same key.
-        at_once: Simultaneous requests of unknown callers that are passed on.
-        handshake: Seconds for the TLS handshake.
-        request: Seconds for a request of an unknown caller, and again for its next one.
-        idle: Seconds without a byte until a device's connection is closed.
-        slowest: Minimal bytes per second of a device's body, after the first `idle` seconds.
-        header: Bytes of a request's header.
-        strange_body: Bytes of an unknown caller's body.
-        body: Bytes of a device's body. Flower cuts arrays into parts of 5 MiB; of secure
-            aggregation it sends a whole reply at once.
-        large: Bytes of a body above which a device sends one at a time.
-        linger: Seconds for which further bytes of a refused caller are discarded, so that the
-            refusal reaches it.
-        wait: Seconds for which a device's request for messages waits for one. Devices give up
-            after 30.
+    """The limits of connections to the proxy, in connections, seconds and bytes. Strangers are
+    callers without a known key.
     """
 
-    strangers: int = 256
-    of_an_address: int = 64
-    of_a_device: int = 16
-    at_once: int = 8
-    handshake: float = 10.0
-    request: float = 10.0
-    idle: float = 120.0
-    slowest: int = 1 << 14
-    header: int = 1 << 14
-    strange_body: int = 1 << 12
+    strangers: int = 256  # connections in all; a further one replaces the oldest
+    of_an_address: int = 64  # such connections from one address
+    of_a_device: int = 16  # connections with the same key
+    at_once: int = 8  # simultaneous requests of strangers that are passed on
+    handshake: float = 10.0  # of TLS
+    request: float = 10.0  # for a request of a stranger, and again for its next one
+    idle: float = 120.0  # without a byte until a device's connection is closed
+    slowest: int = 1 << 14  # bytes per second of a device's body, after the first `idle` seconds
+    header: int = 1 << 14  # of a request
+    strange_body: int = 1 << 12  # of a stranger
+    # of a device; Flower cuts arrays into parts of 5 MiB, but not those of secure aggregation
     body: int = 256 << 20
-    large: int = 8 << 20
+    large: int = 8 << 20  # a device sends larger bodies one at a time
+    # further bytes of a refused caller are discarded, so that the refusal reaches it
     linger: float = 1.0
-    wait: float = 20.0
+    wait: float = 20.0  # for a message that a device requests; devices give up after 30
 
 
 class Rejected(Exception):
@@ -70,11 +54,8 @@ class _Device:
 
 
 class Callers:
-    """The open connections of devices and of unknown callers, within the limits.
-
-    Args:
-        limits: The limits of connections and requests.
-        keys: Returns the keys of the devices known now; None: every caller counts as a device.
+    """The open connections of devices and of unknown callers, within the limits. `keys` returns the
+    keys of the devices known now; None: every caller counts as a device.
     """
 
     def __init__(self, limits: Limits, keys: Callable[[], Keys | None]) -> None:
@@ -90,9 +71,7 @@ class Callers:
         return self._devices.setdefault(key, _Device())
 
     def enter(self, key: bytes) -> None:
-        """Count the current connection for a device. Raises Rejected if the device has too
-        many.
-        """
+        """Count the current connection for a device. Raises Rejected if the device has too many."""
         device, task = self.device(key), asyncio.current_task()
         if device.connections >= self.limits.of_a_device * (
             _OF_AN_ADDRESS if self.keys() is None else 1

@@ -1,6 +1,4 @@
-"""Flower's command line: its connection to a server, and what coterie has it do there: register
-devices, submit a run and follow its output.
-"""
+"""Flower's command line: it registers devices, submits a run and follows its output."""
 
 import json
 import re
@@ -82,8 +80,8 @@ def flwr(arguments: Sequence[str], home: Path) -> str:
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
-    """Return the JSON output of a command. With JSON, a failing command exits with 0 and reports
-    the error in its output. Raises ClientError with it.
+    """Return the JSON output of a command. Raises ClientError with the error in it, since a failing
+    command with JSON exits with 0.
     """
     output, what = flwr([*arguments, "--format", "json"], home), f"flwr {' '.join(arguments[:2])}"
     try:
@@ -99,19 +97,15 @@ def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
 
 def register(key: Path, home: Path) -> str:
     """Register a device's public key with the server; return the number of its node. Raises
-    ClientError if it is not a key, or is registered already.
+    ClientError for an invalid or registered key.
     """
     return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])
 
 
 def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Have a server run a recipe on its devices, and wait for its end.
-
-    Args:
-        link: To the server.
-        home: For Flower's files.
-        config: Keys of `[tool.flwr.app.config]`.
-        say: Called with each line that the run prints.
+    """Have a server run a recipe on its devices, with keys of `[tool.flwr.app.config]`, and wait
+    for its end. `say` is called with each line of the run's output, `home` is the folder of
+    Flower's files.
 
     Raises:
         Refused: The server is not there.

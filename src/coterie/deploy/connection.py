@@ -1,5 +1,5 @@
-"""One connection to the proxy: whose it is, which requests are passed on to the SuperLink, and the
-questions for messages that wait there. HTTP is parsed and written by h11.
+"""One connection to the proxy: whose it is, and which requests are forwarded to the SuperLink,
+those for messages once there are any.
 """
 
 import asyncio
@@ -36,14 +36,13 @@ _ASK_S = 3.0
 
 
 class Upstream:
-    """A client of the SuperLink, which forwards the requests of devices.
+    """A client of the SuperLink at `url`, which forwards the requests of devices.
 
     Args:
-        url: Where the SuperLink listens.
         tls: TLS settings; None: no TLS.
         idle: Seconds without a byte until a request is given up.
-        wait: Seconds for which a question for messages is held.
-        posted: A file that is touched once messages are there; None: no question is held.
+        wait: Seconds for which a request for messages is held.
+        posted: A file that is touched once messages are there; None: no request is held.
     """
 
     def __init__(
@@ -65,9 +64,7 @@ class Upstream:
     async def forward(
         self, request: h11.Request, content: bytes | AsyncIterator[bytes], length: int
     ) -> httpx.Response:
-        """Forward a request, rewritten so that nothing can hide in it; return the response, whose
-        body is not read yet.
-        """
+        """Forward a request, rewritten so that it hides nothing; return the unread response."""
         dropped = _HOP | {b"content-length"}
         headers = [(name, value) for name, value in request.headers if name not in dropped]
         headers.append((b"content-length", b"%d" % length))
@@ -79,7 +76,7 @@ class Upstream:
     async def held(
         self, request: h11.Request, content: bytes, has_left: Callable[[], bool]
     ) -> httpx.Response:
-        """Forward a device's question for messages; where there is none, wait for one. Raises
+        """Forward a device's request for messages; if there are none, wait for one. Raises
         ConnectionAbortedError if the device has left: it would not get the message.
         """
         loop = asyncio.get_running_loop()
@@ -98,7 +95,7 @@ class Upstream:
         raise ConnectionAbortedError
 
     async def look(self) -> None:
-        """Tell those whose questions are held whenever messages have been sent."""
+        """Wake those whose requests are held whenever messages have been sent."""
         seen = _changed(self._posted)
         while self._posted is not None:
             await asyncio.sleep(_LOOK_S)
@@ -108,7 +105,7 @@ class Upstream:
 
 
 def _changed(file: Path | None) -> int | None:
-    """Return when a file was last changed, ns; None where there is none."""
+    """Return when a file was last changed, in ns; None if it is missing."""
     try:
         return None if file is None else file.stat().st_mtime_ns
     except OSError:
@@ -185,9 +182,7 @@ class Connection:
         return event if isinstance(event, h11.Event) else None
 
     def _recognise(self, request: h11.Request) -> None:
-        """Find out whose connection this is, if that was not known yet. Raises Rejected if a
-        device has too many.
-        """
+        """Identify the caller. Raises Rejected if a device has too many connections."""
         keys = self.callers.keys()
         key = self.address.encode() if keys is None else _signer(request, keys)
         if key != self.device:
@@ -198,9 +193,7 @@ class Connection:
                 self.device = key
 
     async def _body(self, length: int = 0) -> AsyncIterator[bytes]:
-        """Yield the body of a request in pieces. A device that pauses for long, or sends too
-        slowly, is cut off.
-        """
+        """Yield the body of a request in pieces. A device that is too slow is cut off."""
         loop = asyncio.get_running_loop()
         end = loop.time() + self.limits.idle + length / self.limits.slowest
         while True:
@@ -235,7 +228,7 @@ class Connection:
                 await self.writer.drain()
 
     async def _reject(self, rejected: Rejected) -> None:
-        """Say why a request is not passed on, and discard the rest of it."""
+        """Answer why a request is rejected, and discard the rest of it."""
         text = rejected.reason.encode()
         headers = {"Content-Length": len(text), "Connection": "close", "Content-Type": "text/plain"}
         pairs = [(name, str(value)) for name, value in headers.items()]
@@ -261,9 +254,7 @@ def _length(request: h11.Request) -> int:
 
 
 def _signer(request: h11.Request, keys: Keys) -> bytes | None:
-    """Return the known key that signed a request, or None for an unknown caller. Flower has
-    devices sign the current time.
-    """
+    """Return the known key that signed the time of a request; None for unknown callers."""
     credentials = [
         [value for name, value in request.headers if name == header] for header in _CREDENTIALS
     ]

@@ -24,13 +24,13 @@ def demo(
     say: Callable[[str], None],
     resident: bool = True,
 ) -> None:
-    """Start a server and real devices on this machine, encrypted and with keys, run a recipe on
-    them, and stop everything.
+    """Start a server and real devices on this machine, encrypted and with keys, run a resolved
+    recipe on them, and stop everything.
 
     Args:
-        recipe: Resolved.
-        clients: The clients of its data, which is on this machine.
-        out: The run's folder; what devices keep goes to `devices/<id>` in it, see `names.encoded`.
+        recipe: With its data on this machine.
+        clients: The clients of the data.
+        out: The run's folder; each device has `devices/<id>` in it, see `names.encoded`.
         say: Called with a line for each step.
         resident: Whether each device has a process that keeps the base model loaded.
 

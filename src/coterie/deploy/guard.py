@@ -2,8 +2,8 @@
 
     python guard.py MARK
 
-The process holds the other end of standard input, which the system closes with it, however it
-ends: kill -9 too. Nothing of coterie is imported here, so that a guard stands at once.
+The process holds the other end of standard input, which the system closes with it, even at kill -9.
+Nothing of coterie is imported here, so that a guard starts at once.
 """
 
 import os
@@ -29,9 +29,7 @@ def processes(name: str, begins: str) -> list[psutil.Process]:
 
 
 def end(mark: str, patience: float) -> None:
-    """End the processes whose mark begins with `mark`, with SIGTERM and, after `patience` seconds,
-    SIGKILL.
-    """
+    """End processes whose mark begins with `mark`: SIGTERM and, `patience` seconds on, SIGKILL."""
     deadline = time.monotonic() + patience
     for process in processes(MARK, mark):
         with suppress(psutil.Error):

@@ -1,6 +1,4 @@
-"""Certificates for a server and keys for devices, so that only known devices connect to a known
-server, and traffic is encrypted.
-"""
+"""Certificates of a server and keys of devices, to encrypt traffic and refuse unknown ones."""
 
 import ipaddress
 import os
@@ -36,17 +34,11 @@ _MOST = 1 << 14  # bytes of a file with a public key; a true one has a few hundr
 
 
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
-    """Create the files missing from a folder: a certificate authority, the server's certificate,
-    and a key pair for each client.
+    """Create the files missing from a folder: a certificate authority `ca.crt` and `ca.key`, the
+    server's certificate `server.crt` and `server.key` for `hosts`, and a key pair for each client.
 
     Only `ca.crt` and a client's private key go to its device. Then the private key is not needed
     here: a client with a public key has its pair. `ca.key` and `server.key` never leave the server.
-
-    Args:
-        folder: Gets `ca.crt`, `ca.key`, `server.crt`, `server.key`, and of each client
-            `private(folder, id)` and `public(folder, id)`.
-        hosts: Names and addresses by which devices reach the server.
-        clients: Client ids.
 
     Raises:
         Refused: An id is invalid, or the folder has a certificate for other hosts, or is not
@@ -97,13 +89,8 @@ def owner(path: Path) -> str:
 
 
 def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
-    """Read the public keys of devices in the server's folder of keys.
-
-    Returns:
-        The files by their texts, and the problems of those that hold no key.
-
-    Raises:
-        Refused: The folder cannot be read.
+    """Return the files of devices' public keys in a folder by their texts, and the problems of
+    files without a key. Raises Refused if the folder cannot be read.
     """
     try:
         names_in_folder = sorted(os.listdir(folder / CLIENTS))
@@ -124,9 +111,7 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
 
 
 def _read(path: Path) -> str:
-    """Return the text of a small regular file. Raises Refused for anything else, such as a pipe,
-    which may have no end.
-    """
+    """Return the text of a small regular file. Raises Refused for others: pipes may have no end."""
     try:
         if not path.is_file():
             raise Refused(f"It is not a file{', or a broken link' * path.is_symlink()}.")
@@ -143,9 +128,7 @@ def _read(path: Path) -> str:
 
 @lru_cache(1 << 14)
 def public_key(text: str) -> ec.EllipticCurvePublicKey:
-    """Return the public key in a text. Raises Refused for a kind of key that Flower does not
-    know, and for other texts.
-    """
+    """Return the public key in a text. Raises Refused for others, or keys unknown to Flower."""
     try:
         key = load_ssh_public_key(text.encode())
     except (ValueError, UnsupportedAlgorithm):

@@ -14,15 +14,10 @@ LAST_PORT = (1 << 16) - 1
 
 @dataclass(frozen=True)
 class Link:
-    """The address and certificate of a server.
+    """The address and certificate of a server."""
 
-    Args:
-        address: `host:port`.
-        ca: The certificate of its authority; None: without encryption.
-    """
-
-    address: str
-    ca: Path | None
+    address: str  # `host:port`
+    ca: Path | None  # the certificate of its authority; None: without encryption
 
     @property
     def flags(self) -> list[str]:
@@ -42,13 +37,8 @@ class Link:
             there(self.ca, "the certificate of the server's authority", remedy)
 
     def answers(self, api: str) -> bool:
-        """Return whether a server answers.
-
-        Args:
-            api: `fleet`, for devices, or `control`, to submit runs.
-
-        Raises:
-            Refused: The server is not the one that this link describes, or accepts no runs here.
+        """Return whether a server answers at `fleet`, for devices, or `control`, to submit runs.
+        Raises Refused if it is not the server of this link, or accepts no runs here.
         """
         connection, host = self._connection(), self.address.rpartition(":")[0]
         try:

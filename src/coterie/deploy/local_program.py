@@ -2,8 +2,8 @@
 
     python local_program.py PROGRAM ARGUMENT ...
 
-Flower does not look at the name under which it is asked. Where there is no TLS, a web page whose
-name was made to point to this machine (DNS rebinding) could submit runs.
+Without TLS, Flower answers under any name, so that a web page whose name was made to point to this
+machine (DNS rebinding) could submit runs.
 """
 
 import sys

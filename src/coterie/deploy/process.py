@@ -64,7 +64,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def program(name: str) -> str:
-    """Return the path of one of Flower's programs. Raises Refused where Flower is not installed."""
+    """Return the path of one of Flower's programs. Raises Refused if Flower is not installed."""
     beside = Path(sys.executable).parent / name
     path = str(beside) if beside.is_file() else shutil.which(name)
     if path is None:
@@ -74,7 +74,7 @@ def program(name: str) -> str:
 
 def local_program(name: str) -> list[str]:
     """Return the beginning of a command line that runs one of Flower's programs, with a port that
-    answers only under this machine's names. Raises Refused where Flower is not installed.
+    answers only under this machine's names. Raises Refused without Flower.
     """
     wrapper = Path(__file__).with_name("local_program.py")
     return [sys.executable, "-P", str(wrapper), program(name)]
@@ -99,10 +99,8 @@ def _guarded() -> str:
 
 
 class Program(subprocess.Popen[bytes]):
-    """A program in a separate process group that ends with this process and logs to a file.
-
-    Flower's programs start others, in further groups. All of them have the program's mark in their
-    environment.
+    """A program in a separate process group that ends with this process and logs to a file. All
+    processes that it starts, in further groups, have its mark in their environment.
     """
 
     def __init__(self, arguments: Sequence[str], home: Path, log: Path) -> None:
@@ -121,9 +119,7 @@ class Program(subprocess.Popen[bytes]):
             )
 
     def ended(self) -> bool:
-        """Return whether it has ended, or the process by which it starts tasks, which Flower does
-        not restart.
-        """
+        """Whether it has ended, or its starter of tasks, which Flower does not restart."""
         started = guard.processes(guard.MARK, self._mark)
         has_executor = any(_EXECUTOR in _command_line(process) for process in started)
         self._had_executor |= has_executor
@@ -145,9 +141,7 @@ def _with_us() -> None:
 
 
 def check_unused(home: Path) -> None:
-    """Wait for programs that are ending; raise Refused, naming the programs, if some still use a
-    folder: those of another server or device, or left over from one.
-    """
+    """Wait for programs that are ending; raise Refused, naming them, if some still use a folder."""
     deadline = time.monotonic() + _ENDING_S
     while programs := guard.processes(_IN_USE, str(home.resolve())):
         if time.monotonic() > deadline:
@@ -161,9 +155,7 @@ def check_unused(home: Path) -> None:
 
 
 def holder(port: int) -> str:
-    """Return a sentence that names the program that listens on a port of this machine, or "" if the
-    system does not tell.
-    """
+    """Return a sentence that names the program listening on a port here; "" if it is unknown."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             for one in process.net_connections("tcp"):
@@ -189,13 +181,8 @@ def _described(process: psutil.Process) -> str:
 
 
 def watched(look: Callable[[], Iterable[str]], pause: float, keeps_running: str) -> Iterator[str]:
-    """Look again and again, whatever happens; yield messages for the user, printable, and each once
-    in ten minutes, since some come every few seconds.
-
-    Args:
-        look: Does what is due, and returns messages.
-        pause: Seconds between looks.
-        keeps_running: Begins the message about an error of `look`.
+    """Call `look` again and again, `pause` seconds apart; yield its messages, printable, and each
+    once in ten minutes. An error becomes a message that begins with `keeps_running`.
     """
     when: dict[str, float] = {}
     while True:
@@ -217,9 +204,7 @@ def _outlived(look: Callable[[], Iterable[str]], keeps_running: str) -> Iterator
 
 
 def wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
-    """Wait until a program is ready. Raises ClientError with the end of its log if it ends
-    before, or takes too long.
-    """
+    """Wait until a program is ready. Raises ClientError with its log if it ends or is too slow."""
     end = time.monotonic() + _UP_S
     while not ready():
         if process.poll() is not None or time.monotonic() > end:

@@ -4,13 +4,13 @@ A SuperLink has one port for devices, for whoever submits runs, and for its own 
 a run needs no login, and a run can be any program, on the server and on every device. So the
 SuperLink listens on its own machine only, and this proxy passes on what devices may ask.
 
-A SuperLink reads the whole body of a request before it looks at who sent it, has no limit for that,
-and none for connections. So this looks at the signature in a request's header first: a caller
+A SuperLink reads the whole body of a request before it looks at who sent it, and has no limits for
+that and for connections. So the proxy looks at the signature in a request's header first: a caller
 without one of a known key is a stranger, whose requests must be small, fast and few. HTTP is parsed
 and written by h11, passed on by httpx, and TLS is asyncio's.
 
 A device asks every three seconds whether there is a message for it, so that each exchange would
-wait for up to three seconds. So the question is held here until there is one (long polling).
+wait for up to three seconds. So the request is held here until there is one (long polling).
 """
 
 import asyncio
@@ -37,10 +37,9 @@ _DESCRIPTORS = 1 << 16  # the requested limit of open files; most systems allow 
 class Proxy:
     """A reverse proxy for Flower's Fleet API; `open_proxy` opens and closes it.
 
-    Attributes:
-        keys: Public keys of the known devices; None: every caller counts as a device. May be
-            replaced at any time, from any thread.
-        problems: Errors of the proxy itself, to be reported; not errors of callers.
+    `keys` are the public keys of the known devices; None: every caller counts as a device. They may
+    be replaced at any time, from any thread. `problems` are errors of the proxy itself, not of
+    callers.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Proxy:
         self._main: tuple[asyncio.AbstractEventLoop, asyncio.Task[None]] | None = None
 
     def run(self) -> None:
-        """Work until `close`, whatever happens."""
+        """Serve until `close`, whatever happens."""
         while not self._closing.is_set():
             try:
                 asyncio.run(self._live())
@@ -121,8 +120,8 @@ class Proxy:
             self.problems.append(f"A request failed. {type(error).__name__}: {error}")
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
-        """Serve one connection from its first byte to its last. A caller that disconnects, does
-        not use TLS or breaks the protocol is not an error of the proxy.
+        """Serve one connection. A caller that disconnects, does not use TLS or breaks the protocol
+        is not an error of the proxy.
         """
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
@@ -160,19 +159,17 @@ def open_proxy(
     limits: Limits | None = None,
     posted: Path | None = None,
 ) -> Iterator[Proxy]:
-    """Open the proxy for as long as the block lasts.
+    """Open the proxy while the block runs, with the server's certificate, its key and the
+    authority's certificate, or without encryption and keys. It knows no device's key at first.
 
     Args:
         address: The address to listen on.
-        behind: Where the SuperLink listens.
-        certificate: The server's certificate; None: no encryption and no keys.
-        key: Its private key.
+        behind: The address on which the SuperLink listens.
+        certificate: Of the server; None: no encryption and no keys.
+        key: The private key of the certificate.
         ca: The certificate of the authority that made it.
         limits: The limits of connections; default: those of `Limits`.
-        posted: A file that is touched once messages are there; None: no question is held.
-
-    Yields:
-        The proxy. With a certificate it knows no device's key at first.
+        posted: A file that is touched once messages are there; None: no request is held.
 
     Raises:
         OSError: The address cannot be listened on.
@@ -196,9 +193,7 @@ def open_proxy(
 
 
 def _raise_descriptors() -> None:
-    """Raise the limit of open files as far as allowed: many devices need more than the usual
-    1,024.
-    """
+    """Raise the limit of open files as far as allowed: many devices need more than usual."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < limit:

@@ -27,15 +27,10 @@ Answer = Callable[[str, bytes], tuple[str, bytes]]  # (request, tensors) -> (rep
 
 
 def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
-    """Answer requests one after the other, for as long as the process lives.
-
-    Args:
-        home: The device's folder, in which the socket and the key for callers are created.
-        answer: Returns the reply to a request.
-        ready: Called once requests are accepted.
-
-    Raises:
-        Refused: Another process serves this folder, or it cannot be made private.
+    """Answer requests one after the other, for as long as the process lives. `home` is the device's
+    folder, in which the socket and the key for callers are created; `ready` is called once requests
+    are accepted. Raises Refused if another process serves this folder, or it cannot be made
+    private.
     """
     private(home)
     if _alive(home):
@@ -60,10 +55,7 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
 
 def private(home: Path) -> None:
     """Create a folder that only its owner may enter, or restrict an existing one to its owner.
-
-    Raises:
-        Refused: This is not possible: the folder belongs to another user, or all users share it,
-            as they do `/tmp`.
+    Raises Refused if it belongs to another user, or all users share it, as they do `/tmp`.
     """
     try:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
@@ -87,9 +79,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _serve_one(connection: Connection, answer: Answer) -> None:
-    """Answer one request. The caller may have hung up by then, for instance if its SuperNode was
-    killed; the state is on disk nevertheless.
-    """
+    """Answer one request. The caller may have hung up; the state is on disk nevertheless."""
     try:
         text, body = connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
         for part in answer(text, body):
@@ -99,8 +89,8 @@ def _serve_one(connection: Connection, answer: Answer) -> None:
 
 
 def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
-    """Hand a request on, and return the reply. Raises TensorError if no process serves this
-    folder, it ended meanwhile, or it was just restarted with another key.
+    """Hand a request on, and return the reply. Raises TensorError if no process serves this folder,
+    it ended meanwhile, or it was just restarted with another key.
     """
     try:
         with (

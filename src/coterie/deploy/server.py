@@ -1,6 +1,6 @@
 """A server: Flower's SuperLink, supervised, and the proxy through which devices connect.
 
-Everything is encrypted, and devices are known by their keys, unless somebody asks for `insecure`.
+Everything is encrypted, and devices are known by their keys, unless it is `insecure`.
 """
 
 import json
@@ -40,26 +40,15 @@ _AGAIN_MOST_S = 60.0  # most seconds before a SuperLink that keeps ending is res
 
 @dataclass
 class Server:
-    """A running server.
+    """A running server."""
 
-    Args:
-        devices: How devices on this machine reach it; others by its name, at the same port.
-        runs: Where runs are submitted to it, from this machine only.
-        keys: The folder with its keys; None: no keys.
-        home: The folder of its database, logs and runs.
-        process: The SuperLink.
-        nodes: Registered devices: client and number of the node, by their public keys.
-        command: The command line that starts the SuperLink.
-        proxy: The reverse proxy through which devices connect.
-    """
-
-    devices: Link
-    runs: Link
-    keys: Path | None
-    home: Path
-    process: Program
-    nodes: dict[str, tuple[str, str]]
-    command: Sequence[str] = ()
+    devices: Link  # how devices on this machine reach it; others by its name, at the same port
+    runs: Link  # for submitting runs, from this machine only
+    keys: Path | None  # the folder of keys
+    home: Path  # the folder of its database, logs and runs
+    process: Program  # the SuperLink
+    nodes: dict[str, tuple[str, str]]  # client and number of the node, by public key
+    command: Sequence[str] = ()  # starts the SuperLink
     proxy: Proxy | None = None
     _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
     _starting: bool = False
@@ -67,9 +56,7 @@ class Server:
     _started: float = field(default_factory=time.monotonic)
 
     def look(self) -> Iterator[str]:
-        """Register devices with new public keys, and remove those whose keys were deleted; yield
-        messages for the user.
-        """
+        """Register devices with new keys, remove those whose keys were deleted; yield messages."""
         if self.keys is None:
             return
         try:
@@ -127,9 +114,7 @@ class Server:
         self.process.stop()
 
     def watch(self) -> Iterator[str]:
-        """Look again and again, and restart the SuperLink whenever it ends; yield messages for the
-        user.
-        """
+        """Look again and again, and restart the SuperLink whenever it ends; yield messages."""
         return watched(self.check, _LOOK_S, "The server keeps running")
 
     def check(self) -> Iterator[str]:
@@ -143,7 +128,7 @@ class Server:
             yield from self.look()
 
     def _start_again(self) -> Iterator[str]:
-        """Start the SuperLink again if it is time to."""
+        """Restart the SuperLink if it is time to."""
         now = time.monotonic()
         if now - self._started > 2 * _AGAIN_MOST_S:
             self._ends = 0
@@ -163,7 +148,7 @@ def server(
     keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST
 ) -> Iterator[Server]:
     """Run a SuperLink, with the devices registered whose keys are known. It listens to this
-    machine; devices come by `open_proxy`.
+    machine; devices connect by `open_proxy`.
 
     Args:
         keys: The folder that `keys.make` made; None: neither encryption nor keys.
@@ -175,8 +160,8 @@ def server(
             for those of secure aggregation.
 
     Raises:
-        Refused: Keys are missing, a port is taken, or `home` cannot be had.
-        ClientError: It did not come up.
+        Refused: Keys are missing, a port is taken, or `home` cannot be used.
+        ClientError: It did not start.
     """
     tls = [keys and keys / name for name in (key_files.CERTIFICATE, key_files.KEY, key_files.CA)]
     remedy = "Make the keys first: coterie keys DIR --host HOST --client ID ..."

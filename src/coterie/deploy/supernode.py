@@ -27,29 +27,17 @@ from coterie.runs.device import limits
 
 @dataclass(frozen=True)
 class Node:
-    """A client's device.
+    """A client's device."""
 
-    Args:
-        link: To the server.
-        home: Folder for state, logs and results.
-        client: Its client id; None: the only client of its data.
-        data: Path of its data.
-        base: Path or Hub id of the base model.
-        key: The file of its private key; None: no keys.
-        resident: Whether a process keeps the base loaded between messages.
-        secure: Whether trained values are sent by secure aggregation only.
-        limits: The owner's file of limits, see `coterie.runs.device.limits`; None: without.
-    """
-
-    link: Link
-    home: Path
-    client: str | None = None
+    link: Link  # to the server
+    home: Path  # the folder for state, logs and results
+    client: str | None = None  # None: the only client of its data
     data: Path | None = None
-    base: str | None = None
-    key: Path | None = None
-    resident: bool = True
-    secure: bool = False
-    limits: Path | None = None
+    base: str | None = None  # path or Hub id of the base model
+    key: Path | None = None  # the file of its private key; None: no keys
+    resident: bool = True  # whether a process keeps the base loaded between messages
+    secure: bool = False  # whether trained values are sent by secure aggregation only
+    limits: Path | None = None  # the owner's file of limits, see `coterie.runs.device.limits`
 
     def check(self) -> None:
         """Raise Refused for settings that cannot work."""

@@ -1,6 +1,4 @@
-"""The check at the end of every export: the files run in their own program, and their results are
-compared with the model's.
-"""
+"""The check of every export: its files run in their own program and give the model's results."""
 
 import math
 from collections.abc import Iterator
@@ -31,18 +29,12 @@ MOST = 32
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """A question to a chat model and its program's answer.
-
-    Args:
-        question: The user's message.
-        answer: The answer's text without special tokens; None if the question was not asked.
-        tokens: The number of tokens in the answer, including the one that ends it.
-        ended: Whether a stop token ended the answer; otherwise it reached the most tokens.
-    """
+    """A question to a chat model and its program's answer."""
 
     question: str
-    answer: str | None = None
-    tokens: int = 0
+    answer: str | None = None  # without special tokens; None if the question was not asked
+    tokens: int = 0  # of the answer, including the one that ends it
+    # whether a stop token ended the answer; otherwise it reached the most tokens
     ended: bool = False
 
     @property
@@ -59,27 +51,16 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class Check:
-    """The results of an exported model, run in its own program.
+    """The results of an exported model, run in its own program."""
 
-    Args:
-        quantity: The values that were compared: logits, or log-probabilities.
-        difference: The largest difference from the expected values.
-        likeness: The name of the model that gave the expected values.
-        by_token: The largest difference if each token is computed with the cache of earlier tokens;
-            None for a program without a cache of its own.
-        tokens: Number of predicted tokens in the client's test text; 0 if that text is absent.
-        perplexity: The perplexity of the exported model on these tokens.
-        original: The perplexity of the personal model on these tokens.
-        chat: The answer to a question, for a model trained on chats.
-    """
-
-    quantity: str
-    difference: float
-    likeness: str
+    quantity: str  # what was compared: logits, or log-probabilities
+    difference: float  # the largest from the expected values
+    likeness: str  # the name of the model that gave the expected values
+    # the same with the cache of earlier tokens; None for a program without a cache
     by_token: float | None = None
-    tokens: int = 0
-    perplexity: float | None = None
-    original: float | None = None
+    tokens: int = 0  # of the client's test text, predicted; 0 if that text is absent
+    perplexity: float | None = None  # of the exported model on these tokens
+    original: float | None = None  # the perplexity of the personal model
     chat: ChatAnswer | None = None
 
     @property
@@ -99,11 +80,9 @@ class Check:
 
 
 def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
-    """Run an exported model and compare it with the personal model.
-
-    Raises:
-        ExportError: The export cannot be run, its values are not finite or differ by more than
-            rounding explains, or it gives another answer to a chat.
+    """Run an exported model and compare it with the personal model. Raises ExportError if it cannot
+    run, its values are not finite or differ by more than rounding explains, or it answers a chat
+    differently.
     """
     exact = options.base_precision in EXACT
     limit = LIMITS.get(options.precision, math.inf) if exact else math.inf
@@ -171,9 +150,7 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
 
 
 def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
-    """Yield the rows of a text in order, up to the number and length that a program can take, and
-    at least one batch.
-    """
+    """Yield rows of a text in order, as many and as long as a program takes, at least a batch."""
     rows = max(1, min(ROWS, runtime.most_tokens // split.context))
     tokens = 0
     for batch in split.scoring(rows):
@@ -197,11 +174,8 @@ def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
 
 def ask(runtime: Runtime, client: ClientModel, written: Written, limit: float) -> ChatAnswer:
     """Ask an exported model a question in its own program, and check the answer. `limit` is as in
-    LIMITS; infinite for quantised weights.
-
-    Raises:
-        ExportError: The program writes the chat with other tokens, ends answers at other tokens,
-            or gives another answer.
+    LIMITS; infinite for quantised weights. Raises ExportError if the program writes the chat with
+    other tokens, ends answers at other tokens, or gives another answer.
     """
     serving, question = client.serving, QUESTION[0]["content"]
     prompt = list(serving.prompt)

@@ -23,19 +23,12 @@ Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
 
 @dataclass(frozen=True)
 class ClientModel:
-    """The model of one client, and its text.
-
-    Args:
-        model: The personal model.
-        valid: The client's validation text; None if it is absent.
-        test: The client's test text; None if it is absent.
-        absent: The reason why there is no text; "" if there is text.
-    """
+    """The model of one client, and its text."""
 
     model: PersonalModel
     valid: Split | None = None
     test: Split | None = None
-    absent: str = ""
+    absent: str = ""  # the reason why there is no text
 
     @property
     def client(self) -> str:
@@ -59,71 +52,45 @@ class ClientModel:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of an export, each among those that the format lists.
-
-    Args:
-        part: The part of a model to write.
-        precision: The precision of the values.
-        expert: The name of the expert to write, for a part that is one expert; None: the first
-            generalist, or the only expert.
-        base_precision: The precision of the base, if the format writes one base for all clients;
-            "" for other formats.
-        chat: Whether texts are answers to messages, for a format that `chats`.
-    """
+    """The options of an export, each among those that the format lists."""
 
     part: str
     precision: str
+    # for a part that is one expert; None: the first generalist, or the only one
     expert: str | None = None
-    base_precision: str = ""
-    chat: bool = False
+    base_precision: str = ""  # if the format writes one base for all clients
+    chat: bool = False  # whether texts are answers to messages, for a format that `chats`
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files written for one client.
-
-    Args:
-        folder: The folder of the files.
-        files: The names of the client's own files.
-        expected: The function that the files should compute.
-        likeness: The name of that function, for messages.
-        notes: Sentences that the user has to know.
-        details: Further entries of export.json.
-        shared: The names of the files in `folder` that all clients share, the base first.
-    """
+    """The files written for one client."""
 
     folder: Path
-    files: tuple[str, ...]
-    expected: Logits
-    likeness: str = "the personal model"
-    notes: tuple[str, ...] = ()
-    details: dict[str, Any] = field(default_factory=dict)
+    files: tuple[str, ...]  # the names of the client's own files
+    expected: Logits  # the function that the files should compute
+    likeness: str = "the personal model"  # the name of that function, for messages
+    notes: tuple[str, ...] = ()  # sentences that the user has to know
+    details: dict[str, Any] = field(default_factory=dict)  # further entries of export.json
+    # the names of the files in `folder` that all clients share, the base first
     shared: tuple[str, ...] = ()
 
 
 class Runtime(ABC):
-    """An exported model, loaded by the program that it is for.
+    """An exported model, loaded by the program that it is for."""
 
-    `quantity` names the values that `logits` returns. `probe` is the (rows, tokens) of the input
-    whose logits are compared. `most_tokens` limits the text whose perplexity is measured. `longest`
-    is the most tokens that the program takes at once, and `window` the most in all; None: as many
-    as the base takes.
-    """
-
-    quantity: ClassVar[str] = "logits"
-    probe: tuple[int, int] = (2, 64)
-    most_tokens: int = 50_000
-    longest: int | None = None
-    window: int | None = None
+    quantity: ClassVar[str] = "logits"  # what `logits` returns
+    probe: tuple[int, int] = (2, 64)  # (rows, tokens) of the input whose logits are compared
+    most_tokens: int = 50_000  # of the text whose perplexity is measured
+    longest: int | None = None  # the most tokens at once; None: as many as the base takes
+    window: int | None = None  # the most tokens in all; None: as many as the base takes
 
     @abstractmethod
     def logits(self, ids: Tensor) -> Tensor:
         """Return logits: (B, C) int64 -> (B, C, V) fp32."""
 
     def logits_by_token(self, ids: Tensor) -> Tensor | None:
-        """Return the logits computed token by token with a cache; None without a cache of the
-        program's own.
-        """
+        """Return the logits computed token by token with the program's cache, if it has one."""
         return None
 
     def nll(self, rows: ChatBatch) -> float:
@@ -148,17 +115,13 @@ class Runtime(ABC):
 
     @abstractmethod
     def answer(self, prompt: Sequence[int], most: int) -> tuple[list[int], bool]:
-        """Return the likeliest tokens after a prompt, up to the token at which the program stops
-        or `most` tokens, and whether it stopped.
+        """Return the likeliest tokens after a prompt, up to the token at which the program stops or
+        `most` tokens, and whether it stopped.
         """
 
 
 class TorchRuntime(Runtime):
-    """A model of transformers, or one with the same interface.
-
-    Args:
-        model: The model: it takes (B, C) token ids, and its output has `logits`.
-    """
+    """A model of transformers, or one that takes (B, C) token ids and returns `logits`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -187,24 +150,18 @@ class TorchRuntime(Runtime):
 
 
 class Format(ABC):
-    """One format of files.
+    """One format of files. Of parts and precisions, the first is the default."""
 
-    `name` is the value of --format, `about` its description in a few words. `packages` are modules
-    that it needs besides coterie's own requirements, and `extra` is the extra that installs them.
-    `parts`, `precisions` and `base_precisions` are the values of --part, --precision and
-    --base-precision, the default first; only formats that write the base apart have
-    `base_precisions`. `chats` is whether the format has --chat. With `shares_base`, the files of
-    all clients are in one folder with the base; otherwise each of several clients has a folder.
-    """
-
-    name: ClassVar[str]
-    about: ClassVar[str]
-    packages: ClassVar[tuple[str, ...]] = ()
-    extra: ClassVar[str] = "device"
-    parts: ClassVar[tuple[str, ...]] = ("routed",)
-    precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")
+    name: ClassVar[str]  # the value of --format
+    about: ClassVar[str]  # a description in a few words
+    packages: ClassVar[tuple[str, ...]] = ()  # modules beside coterie's own requirements
+    extra: ClassVar[str] = "device"  # the extra that installs the packages
+    parts: ClassVar[tuple[str, ...]] = ("routed",)  # the values of --part
+    precisions: ClassVar[tuple[str, ...]] = ("f32", "f16")  # the values of --precision
+    # the values of --base-precision, if the base is written apart
     base_precisions: ClassVar[tuple[str, ...]] = ()
-    chats: ClassVar[bool] = False
+    chats: ClassVar[bool] = False  # whether the format has --chat
+    # all clients' files are in one folder with the base, else each has a folder
     shares_base: ClassVar[bool] = False
 
     @abstractmethod
@@ -238,12 +195,7 @@ class Format(ABC):
 
 
 def rows_of(batch: TextBatch, width: int | None = None) -> ChatBatch:
-    """Return a batch as rows with masks; in running text every token is present and counts.
-
-    Args:
-        batch: A batch of a split.
-        width: The most tokens of a row; None: all.
-    """
+    """Return a batch as rows of at most `width` tokens with masks, of ones for running text."""
     if isinstance(batch, Tensor):
         everywhere = torch.ones_like(batch, dtype=torch.bool)
         batch = ChatBatch(batch, everywhere, torch.arange(batch.shape[1]).expand_as(batch))

@@ -39,25 +39,15 @@ LIBRARIES = ("torch", "transformers", "safetensors")
 
 @dataclass(frozen=True)
 class Exported:
-    """The export of one client, and its results in its own program.
-
-    Args:
-        client: The client's id.
-        folder: The folder of the files.
-        files: The names of the client's own files.
-        shared: The names of the files that all clients share.
-        notes: Sentences that the user has to know.
-        check: The results in the format's own program.
-        absent: The reason why the perplexity was not measured; "" if it was.
-    """
+    """The export of one client, and its results in its own program."""
 
     client: str
     folder: Path
-    files: tuple[str, ...]
-    shared: tuple[str, ...]
-    notes: tuple[str, ...]
-    check: Check
-    absent: str
+    files: tuple[str, ...]  # the names of the client's own files
+    shared: tuple[str, ...]  # the names of the files that all clients share
+    notes: tuple[str, ...]  # sentences that the user has to know
+    check: Check  # the results in the format's own program
+    absent: str  # the reason why the perplexity was not measured
 
     @property
     def size(self) -> str:
@@ -89,7 +79,8 @@ def export(
     chat: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Exported]:
-    """Write models of a run for another program, and check them in that program.
+    """Write models of a run for another program, check them in it, and return the exports by
+    client.
 
     Args:
         source: The models, and the text by which they are folded and measured.
@@ -98,13 +89,10 @@ def export(
         part: The part of the models; default: the format's first.
         precision: The precision of the values; default: the format's first.
         expert: The name of the expert, for a part that is one expert.
-        base_precision: The precision of the base, for a format that writes it apart; default: the
-            format's first.
+        base_precision: The precision of the base, if it is written apart; default: the format's
+            first.
         chat: Whether the export answers messages, by the chat template.
         say: A function that is called with a line before each client.
-
-    Returns:
-        The exports, one for each client.
 
     Raises:
         Refused: The format, its packages, the client, its text, its chat template or the folder
@@ -146,11 +134,8 @@ def _chosen(
     base_precision: str | None,
     chat: bool,
 ) -> tuple[Format, Options]:
-    """Return a format and its options, with the format's default for each option that is None.
-
-    Raises:
-        Refused: There is no such format, a package is missing, or the format lacks a part, a
-            precision or --chat.
+    """Return a format and its options, by default the format's first. Raises Refused if a format,
+    part, precision or --chat does not exist, or a package is missing.
     """
     if name not in FORMATS:
         raise Refused(

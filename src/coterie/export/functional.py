@@ -167,12 +167,7 @@ def _entries(layers: Sequence[Any]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Functional(nn.Module):
-    """A base whose cache and adapter are arguments.
-
-    Args:
-        backbone: The base. It must not be used elsewhere during the trace.
-        routing: Whether routing weights are returned too.
-    """
+    """A base, not to be used elsewhere during the trace, whose cache and adapter are arguments."""
 
     def __init__(self, backbone: Backbone, routing: bool = False) -> None:
         super().__init__()
@@ -214,19 +209,12 @@ Axes = list[str | int]
 
 @dataclass(frozen=True)
 class Interface:
-    """The inputs and outputs of a traced base.
+    """The inputs and outputs of a traced base."""
 
-    Args:
-        caches: The shapes of the cache, layer by layer.
-        client: The dimensions of a client's tensors by name.
-        vocabulary: V.
-        routing: Whether routing weights are returned too.
-    """
-
-    caches: list[CacheShape]
-    client: dict[str, Axes]
-    vocabulary: int
-    routing: bool = False
+    caches: list[CacheShape]  # layer by layer
+    client: dict[str, Axes]  # the dimensions of a client's tensors by name
+    vocabulary: int  # V
+    routing: bool = False  # whether routing weights are returned too
 
     @classmethod
     def of(cls, model: PersonalModel, routing: bool = False) -> "Interface":
@@ -237,9 +225,7 @@ class Interface:
 
     @property
     def inputs(self) -> dict[str, Axes]:
-        """The dimensions of the inputs in order; the cache has the names that other exporters use
-        too.
-        """
+        """The dimensions of the inputs in order; the cache is named as by other exporters."""
         tokens: dict[str, Axes] = {"input_ids": ["batch", "tokens"], KEPT: ["kept"]}
         return tokens | self._cache("past_key_values", "past") | self.client
 
@@ -306,13 +292,8 @@ def traced(
     fixed: Mapping[str, int] | None = None,
     most: Mapping[str, int] | None = None,
 ) -> torch.export.ExportedProgram:
-    """Trace the base of a model. Named dimensions of the interface may have any size.
-
-    Args:
-        model: A model on the base.
-        interface: The inputs and outputs of the base.
-        fixed: The sizes of named dimensions that are fixed instead.
-        most: The largest sizes of named dimensions, for programs that reserve memory.
+    """Trace the base of a model. Named dimensions of the interface may have any size, but for
+    `fixed` ones, and at most those in `most`, for programs that reserve memory.
     """
     fixed, limits = fixed or {}, most or {}
     sizes = {**_SIZES, **fixed}

@@ -119,15 +119,13 @@ def _obstacles(model: PersonalModel) -> Iterator[str]:
 
 class LlamaServer(Runtime):
     """A server of llama.cpp in this process, with a port on this machine and a secret key, so that
-    no other process can use it.
+    no other process can use it. `adapter` is the number of the client whose LoRA is used.
 
     Args:
         base: The file of the base.
         context: The most tokens of a request.
         tokenizer: The base's tokenizer.
         slots: The number of requests at a time.
-
-    `adapter` is the number of the client whose LoRA is used.
     """
 
     quantity = "log-probabilities"
@@ -197,9 +195,8 @@ class LlamaServer(Runtime):
 
     def _following(self, prompt: Sequence[int], token: int, entries: int) -> dict[str, Any] | None:
         """Return the server's entry for the token after a prompt, with the `entries` largest
-        log-probabilities in descending order; None if that token has no text of its own.
-
-        A bias makes the server choose `token`; the log-probabilities are without the bias.
+        log-probabilities in descending order; None if that token has no text of its own. A bias
+        makes the server choose `token`; the log-probabilities are without the bias.
         """
         bias = [[token, 1e4]]
         choice = self.complete(prompt, logprobs=entries, n_probs=entries, logit_bias=bias)
@@ -272,9 +269,7 @@ class LlamaServer(Runtime):
         return [{"id": self.adapter, "scale": 1.0}]
 
     def check_chat(self, client: ClientModel) -> None:
-        """Check that llama.cpp answers a chat alike by OpenAI's protocol and by tokens. Raises
-        ExportError.
-        """
+        """Check that llama.cpp answers a chat alike by OpenAI's protocol and by tokens."""
         prompt = client.serving.prompt
         if not prompt or (most := min(MOST, (self.window or MOST) - len(prompt))) < 1:
             return
@@ -290,9 +285,7 @@ class LlamaServer(Runtime):
             )
 
     def check_tokens(self, client: ClientModel) -> None:
-        """Check that llama.cpp splits texts into the tokens of the base's tokenizer. Raises
-        ExportError.
-        """
+        """Check that llama.cpp splits texts as the base's tokenizer does. Raises ExportError."""
         tokenizer, text = client.model.tokenizer, SAMPLE
         if client.test is not None:
             ids = rows_of(next(iter(client.test.scoring(4)))).ids

@@ -69,17 +69,13 @@ def undividable(model: PersonalModel) -> list[str]:
 
 
 def context_length(model: PersonalModel) -> int:
-    """Return the most tokens that llama.cpp may take: at most the base's sliding window, which
-    llama.cpp would not apply.
-    """
+    """Return the most tokens for llama.cpp: at most a sliding window, which it would ignore."""
     longest: int = model.config.max_position_embeddings
     return min(longest, getattr(model.config, "sliding_window", None) or longest)
 
 
 def rope_factors(model: PersonalModel) -> Values | None:
-    """Return the divisors of the rotary embedding's frequencies for llama.cpp, (head / 2,); None if
-    all are 1.
-    """
+    """Return llama.cpp's divisors of the rotary frequencies, (head / 2,); None if all are 1."""
     frequencies = model.backbone.model.model.rotary_emb.inv_freq.cpu().double().numpy()
     theta = float(model.config.rope_parameters["rope_theta"])
     plain = theta ** -(np.arange(len(frequencies)) / len(frequencies))

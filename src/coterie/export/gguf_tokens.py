@@ -29,27 +29,17 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of a byte-level BPE.
+    """The tokens of a byte-level BPE."""
 
-    Args:
-        texts: The text of each token by id; ids beyond the tokenizer's are unused.
-        kinds: llama.cpp's kind of each token by id.
-        merges: The merges in order.
-        split: llama.cpp's name of the pattern that splits text first.
-    """
-
-    texts: list[str]
-    kinds: list[int]
-    merges: list[str]
-    split: str
+    texts: list[str]  # by id; ids beyond the tokenizer's are unused
+    kinds: list[int]  # llama.cpp's, by id
+    merges: list[str]  # in order
+    split: str  # llama.cpp's name of the pattern that splits text first
 
     @classmethod
     def of(cls, tokenizer: Any, size: int) -> "Tokens":
-        """Return the tokens of a tokenizer, for a base with `size` tokens.
-
-        Raises:
-            Refused: The tokenizer is of another kind, or splits text in a way that llama.cpp does
-                not know.
+        """Return the tokens of a tokenizer, for a base with `size` tokens. Raises Refused if the
+        tokenizer is of another kind, or splits text in a way that llama.cpp does not know.
         """
         backend = getattr(tokenizer, "backend_tokenizer", None)
         description = json.loads(backend.to_str()) if backend is not None else {}
@@ -103,9 +93,7 @@ class Tokens:
 
 
 def end_tokens(serving: Serving) -> dict[str, int]:
-    """Return the tokens that end a text, by llama.cpp's names. Raises Refused if there are more
-    tokens than names.
-    """
+    """Return the tokens that end a text by llama.cpp's names. Raises Refused for too many."""
     end = serving.tokenizer.eos_token_id
     # the end of a text first
     stops = sorted(serving.stops, key=lambda stop: stop != end)

@@ -2,7 +2,7 @@
 another client does not need to load the base again.
 
 A client's tensors are a safetensors file: a length of 8 bytes, a JSON of names, shapes and offsets,
-and the values. A browser can read it in a few lines, as can any language.
+and the values, which any language reads in a few lines.
 """
 
 from abc import abstractmethod
@@ -33,13 +33,7 @@ def own_file(client: ClientModel) -> str:
 
 
 class GraphRuntime(Runtime):
-    """A graph of the base with cache, run by some program.
-
-    Args:
-        base: The file of the graph.
-        interface: The inputs and outputs of the graph.
-        client: The tensors of the client.
-    """
+    """A graph of the base with cache, run by some program."""
 
     def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
         self.base, self.interface = base, interface
@@ -88,17 +82,13 @@ class GraphRuntime(Runtime):
 
 
 class GraphFormat(Format):
-    """A base that takes what an `Interface` lists, its tokenizer, and a file for each client.
+    """A base that takes what an `Interface` lists, its tokenizer, and a file for each client."""
 
-    `base` is the name of the base's file, `program` what runs it, and `example` a program that
-    writes a text with the file CLIENT, see `Serving.in_program`. With `routing` the graph returns
-    the experts' weights.
-    """
-
-    base: ClassVar[str]
-    program: ClassVar[type[GraphRuntime]]
+    base: ClassVar[str]  # the name of the base's file
+    program: ClassVar[type[GraphRuntime]]  # runs the base
+    # a program that writes a text with the file CLIENT, see `Serving.in_program`
     example: ClassVar[str]
-    routing: ClassVar[bool] = False
+    routing: ClassVar[bool] = False  # whether the graph returns the experts' weights
     precisions = PRECISIONS
     shares_base = True
 
@@ -161,7 +151,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], precision: str) -> 
     """Write tensors in a precision. Raises SaveError, and ExportError for values beyond its range.
 
     `int8` rounds every matrix to 8 bits: NAME (..., width) has a scale NAME.scale (..., 1), and the
-    value is their product. Integers, and vectors with `int8`, stay as they are.
+    value is their product. Integers, and vectors with `int8`, are unchanged.
     """
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -187,9 +177,7 @@ def _rounded(tensor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a client's tensors, named after the graph's inputs, fp32 or integers. Raises
-    CheckpointError.
-    """
+    """Read a client's tensors by the graph's inputs, fp32 or integers. Raises CheckpointError."""
     stored, _ = load(path)
     values: dict[str, Tensor] = {}
     for name, tensor in stored.items():

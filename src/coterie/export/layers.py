@@ -1,9 +1,6 @@
 """The tensors of a personal model for export: its base's, the factors of each update, the routers;
 and a fold, one update for each layer in place of several experts and a router, for programs without
-routing.
-
-The experts' hidden layers are not linear, so the update with the mean weights only approximates
-their mixture.
+routing. As the experts' hidden layers are not linear, the fold only approximates their mixture.
 """
 
 import math
@@ -75,8 +72,8 @@ def check_text(client: ClientModel) -> None:
 
 
 def mean_weights(client: ClientModel) -> Tensor:
-    """Return the mean routing weight of each expert over the client's validation text, (blocks, n)
-    fp32; without a router, 1/n.
+    """Return (blocks, n) fp32 the experts' mean routing weights over the client's validation text;
+    without a router, 1/n.
     """
     model = client.model
     blocks, experts = len(model.adapter.blocks), model.layout.experts
@@ -94,15 +91,11 @@ def mean_weights(client: ClientModel) -> Tensor:
 
 
 def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> LanguageModel:
-    """Return a model of one expert, always in use, whose updates are sum_j w_j gamma B_j A_j.
+    """Return a model of one expert, always in use, whose updates are sum_j w_j gamma B_j A_j, with
+    w (blocks, n) and j in `experts`.
 
     The experts' factors are concatenated, so their ranks add up. All updates, the attention's too,
     have one rank, and gamma = 1: other programs only multiply A and B.
-
-    Args:
-        model: The personal model.
-        weights: w, (blocks, n).
-        experts: The indices j in the sum.
     """
     rank = max(model.layout.rank, len(experts) * model.layout.expert_rank)
     layout = replace(

@@ -28,23 +28,16 @@ OTHERS = (
 
 @dataclass(frozen=True)
 class Relative:
-    """A mixture of experts whose blocks equal those of a family except for the MLP.
+    """A mixture of experts whose blocks equal those of a family except for the MLP."""
 
-    Args:
-        kind: The `model_type` of the mixture.
-        experts: The setting of its configuration for the number of experts.
-        width: The setting of its configuration for the width of an expert.
-        fixed: Settings with which it computes the same as a personal model.
-        plain: Settings of the family that it lacks, with the values that turn them off.
-        zeros: Tensors of its MLP that a personal model lacks; zeros add nothing.
-    """
-
-    kind: str
-    experts: str
-    width: str
+    kind: str  # its `model_type`
+    experts: str  # the setting for the number of experts
+    width: str  # the setting for the width of an expert
+    # settings with which it computes the same as a personal model
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    # settings of the family that it lacks, with the values that turn them off
     plain: Mapping[str, Any] = field(default_factory=dict)
-    zeros: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()  # tensors of its MLP that a personal model lacks; zeros add nothing
 
 
 _MIXTRAL = Relative(

@@ -1,6 +1,4 @@
-"""Personal models for ONNX Runtime, on phones, boards and in browsers: the base as a graph with its
-weights in a second file, quantised or not.
-"""
+"""Personal models for ONNX Runtime: the base as a graph, with weights in a second file."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -98,14 +96,9 @@ class Onnx(GraphFormat):
 
 
 def write_graph(folder: Path, model: PersonalModel, interface: Interface, precision: str) -> None:
-    """Write BASE and WEIGHTS.
-
-    Args:
-        folder: The export's folder.
-        model: A model on the base.
-        interface: The inputs and outputs of the graph.
-        precision: "f32"; "int8": weights and activations in 8 bits, activations by their range in
-            each call; "w8", "w4": weights of matrices in 8 or 4 bits, computed in fp32.
+    """Write BASE and WEIGHTS in a precision: "f32"; "int8": weights and activations in 8 bits,
+    activations by their range in each call; "w8", "w4": weights of matrices in 8 or 4 bits,
+    computed in fp32.
     """
     with _silence():
         graph: Any = torch.onnx.export(

@@ -97,9 +97,7 @@ class Peft(Format):
 
 
 def _expert(model: PersonalModel, name: str | None) -> int:
-    """Return the index of the expert with a name; of None, the first generalist or the only expert.
-    Raises Refused.
-    """
+    """Return an expert's index by name, or the first generalist's or only one's. Raises Refused."""
     if name is None and (model.layout.generalists or len(model.experts) == 1):
         return 0
     if name in model.experts:
@@ -190,9 +188,7 @@ def _left_out(model: PersonalModel, index: int) -> list[str]:
 
 
 def portable(base: str) -> str:
-    """Return the name of a base for other machines: "embedded", a Hub id, or the last part of a
-    local folder.
-    """
+    """Return a base's name for other machines: "embedded", a Hub id, or the last part of a path."""
     local = base != EMBEDDED and Path(locate(base)).is_dir()
     return Path(base).expanduser().name if local else base
 

@@ -41,21 +41,13 @@ _CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".
 
 @dataclass(frozen=True)
 class Pulled:
-    """A model that was pulled.
-
-    Args:
-        folder: The folder of the model.
-        client: The client whose model it is; `shared` for the shared part of a run.
-        base: The name of the model's base; None for a network of its own.
-        method: The name of the method.
-        revision: The commit.
-    """
+    """A model that was pulled."""
 
     folder: Path
-    client: str
-    base: str | None
-    method: str
-    revision: str
+    client: str  # `shared` for the shared part of a run
+    base: str | None  # None for a network of its own
+    method: str  # the name of the method
+    revision: str  # the commit
 
     @property
     def shared(self) -> bool:

@@ -46,44 +46,26 @@ It was trained on conversations, and answers messages by the chat template of th
 
 @dataclass(frozen=True)
 class Pushed:
-    """A published model.
+    """A published model."""
 
-    Args:
-        url: The address of the repository.
-        files: The bytes of each file.
-        private: Whether the repository is private.
-    """
-
-    url: str
-    files: Mapping[str, int]
+    url: str  # of the repository
+    files: Mapping[str, int]  # the bytes of each file
     private: bool
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a card states; None if a fact is not known.
+    """The facts that a card states; None if a fact is not known."""
 
-    Args:
-        about: The content of the model's client.json.
-        shared: Whether it is the shared part of a run.
-        base: The public name of the base: `embedded`, a Hub id, or the last part of a path.
-        clients: Number of clients that trained together.
-        size: The training data in words, e.g. "12,000 tokens".
-        metric: The metric of the two scores, which are on the same test data.
-        before: The score of the base without any training.
-        after: The score of the published model.
-        privacy: The privacy spent; None if no noise was added.
-    """
-
-    about: Mapping[str, Any]
-    shared: bool
-    base: str | None
-    clients: int | None
-    size: str | None
-    metric: MetricInfo
-    before: float | None
-    after: float | None
-    privacy: PrivacySpent | None
+    about: Mapping[str, Any]  # the content of the model's client.json
+    shared: bool  # whether it is the shared part of a run
+    base: str | None  # its public name: `embedded`, a Hub id, or the last part of a path
+    clients: int | None  # the number of clients that trained together
+    size: str | None  # the training data in words, e.g. "12,000 tokens"
+    metric: MetricInfo  # of the two scores, which are on the same test data
+    before: float | None  # the score of the base without any training
+    after: float | None  # the score of the published model
+    privacy: PrivacySpent | None  # None if no noise was added
 
     @property
     def chats(self) -> bool:

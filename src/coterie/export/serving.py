@@ -1,6 +1,4 @@
-"""The settings of a model besides its tensors, for all exports: how texts begin, how chats are
-written, and the tokens that end an answer.
-"""
+"""A model's settings beside its tensors: how texts and chats begin, and how answers end."""
 
 import copy
 import json
@@ -20,32 +18,21 @@ QUESTION = ({"role": "user", "content": "What is two and two?"},)
 
 @dataclass(frozen=True)
 class Serving:
-    """The tokenizer and the settings of generation of a model.
+    """The tokenizer and the settings of generation of a model."""
 
-    Args:
-        tokenizer: A copy of the base's tokenizer, with the chat template of the training.
-        generation: Transformers' settings of `generate`, with the tokens that end an answer.
-        chats: Whether the model was trained on conversations.
-        begin: The ids at the beginning of a text that is not a chat.
-        stops: The ids that end a text or an answer.
-        prompt: The ids of `QUESTION` by the chat template; empty without a template.
-        prompt_text: The text of `QUESTION` by the chat template.
-    """
-
-    tokenizer: Any
-    generation: Any
-    chats: bool
-    begin: tuple[int, ...]
-    stops: tuple[int, ...]
+    tokenizer: Any  # a copy of the base's, with the chat template of the training
+    generation: Any  # settings of transformers' `generate`, with the tokens that end an answer
+    chats: bool  # whether the model was trained on conversations
+    begin: tuple[int, ...]  # the ids at the beginning of a text that is not a chat
+    stops: tuple[int, ...]  # the ids that end a text or an answer
+    # the ids of `QUESTION` by the chat template; empty without a template
     prompt: tuple[int, ...] = ()
-    prompt_text: str = ""
+    prompt_text: str = ""  # their text
 
     @classmethod
     def of(cls, model: PersonalModel, chats: bool) -> "Serving":
-        """Return the settings of a model that was trained on conversations, or on texts.
-
-        Raises:
-            DataError: The tokenizer is not a fast one, or the chat template refuses a question.
+        """Return the settings of a model that was trained on conversations, or on texts. Raises
+        DataError if the tokenizer is not a fast one, or the chat template refuses a question.
         """
         tokenizer, generation = copy.copy(model.tokenizer), copy.deepcopy(model.generation_config)
         begin = tuple(TextEncoder(tokenizer).begin)

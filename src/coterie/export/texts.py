@@ -24,29 +24,18 @@ from coterie.runs.recipes.sections import LanguageSection
 
 @dataclass(frozen=True)
 class Source:
-    """The models to export, and their texts.
+    """The models to export, and their texts."""
 
-    Args:
-        run: A run's folder, or a client's folder.
-        client: The client's id; None for the only client.
-        everyone: Whether to export all clients of the run.
-        base: Path or Hub id of the base, if it has moved.
-        data: The client's own text, if the run's recipe does not name it.
-    """
-
-    run: Path
-    client: ClientId | None = None
-    everyone: bool = False
-    base: str | None = None
-    data: Path | None = None
+    run: Path  # a run's folder, or a client's folder
+    client: ClientId | None = None  # None for the only client
+    everyone: bool = False  # whether to export all clients of the run
+    base: str | None = None  # path or Hub id of the base, if it has moved
+    data: Path | None = None  # the client's own text, if the run's recipe does not name it
 
     def load(self) -> list[ClientModel]:
-        """Load the models, all on one backbone, with the clients' validation and test texts if they
-        are available.
-
-        Raises:
-            Refused: There is no such client, its files are damaged or of a classifier, or the base
-                or the given text cannot be used.
+        """Load the models, all on one backbone, with the clients' validation and test texts, if
+        available. Raises Refused if a client is missing, damaged or a classifier, or a base or text
+        cannot be used.
         """
         if self.everyone and self.client is not None:
             raise Refused("--all and --client exclude each other", "Give one of them.")

@@ -69,17 +69,11 @@ _MESSAGES = (
 
 @dataclass(frozen=True)
 class ChatText:
-    """The texts before and after one message of a chat.
-
-    Args:
-        before: The text before the message.
-        between: The text between the message and its answer.
-        strips: Whether the template strips the message, as `str.strip` does.
-    """
+    """The texts before and after one message of a chat."""
 
     before: str
-    between: str
-    strips: bool
+    between: str  # the text between the message and its answer
+    strips: bool  # whether the template strips the message, as `str.strip` does
 
     def opening(self, message: str, answer: str = "") -> str:
         """Return the prompt of one message as `ChatTemplate.render` writes it, and the answer."""
@@ -87,11 +81,9 @@ class ChatText:
 
     @classmethod
     def of(cls, template: ChatTemplate) -> "ChatText":
-        """Return the texts that a template writes, tested on messages of many kinds.
-
-        Raises:
-            DataError: There is no template, or it refuses messages.
-            Refused: The template does more than put a message between two fixed texts.
+        """Return the texts that a template writes, tested on messages of many kinds. Raises
+        DataError if there is no template, or it refuses messages; Refused if a message is not
+        between two fixed texts.
         """
 
         def rendered(message: str) -> str:
@@ -125,9 +117,7 @@ class Web(Onnx):
     chats = True
 
     def check(self, client: ClientModel, options: Options) -> None:
-        """Refuse a chat template whose texts the page could not write. Raises DataError without a
-        template.
-        """
+        """Refuse a chat template that the page could not write. Raises DataError without one."""
         if options.chat:
             ChatText.of(client.model.chats)
 
@@ -174,16 +164,14 @@ def write_page(
     caches: Sequence[Mapping[str, int]],
     chat: bool,
 ) -> None:
-    """Write the page to the folder of a graph, the clients' tensors and the base's tokenizer.
+    """Write the page, a keyboard with a row for each client, to the folder of a graph, the clients'
+    tensors and the base's tokenizer. Raises SaveError.
 
     Args:
-        folder: The folder.
+        folder: Of the graph.
         clients: Models by the names of their tensors' files, in the order of the rows.
         caches: The shape of each layer's cache: `heads`, `key`, `value`.
         chat: Whether the text is the answer to a message; the page then has a box for the message.
-
-    Raises:
-        SaveError: The page could not be written.
     """
     models = {model.about.client: model for model in clients.values()}
     graph = {"base": [BASE, WEIGHTS], "caches": caches, "clients": _rows(clients)}
@@ -202,9 +190,7 @@ def write_page(
 
 
 def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
-    """Return the rows of the keyboard: one for each client, and one for the base, which has zeros
-    in place of a client's tensors.
-    """
+    """Return the keyboard's rows: the clients, and the base, with zeros as client's tensors."""
     rows = [
         {
             "name": model.about.client,
@@ -285,9 +271,7 @@ def _settings(model: PersonalModel) -> dict[str, Any]:
 
 
 def _samples(texts: TextEncoder) -> tuple[str, ...]:
-    """Return texts that tokenizers split in different ways, and where typed control tokens are not
-    refused one that has some.
-    """
+    """Return texts that tokenizers split differently, one with typed control tokens if allowed."""
     if texts.control_tokens == "refuse":
         return (SAMPLE,)
     controls = texts.tokenizer.convert_ids_to_tokens(sorted(texts.special)[:TYPED])

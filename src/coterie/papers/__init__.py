@@ -1,3 +1,1 @@
-"""The papers' tables and figures: run, measured, and compared with what was published. Their
-theorems are in `theorems/`, at the top of a checkout.
-"""
+"""The papers' tables and figures, run and compared with what was published."""

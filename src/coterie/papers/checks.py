@@ -1,6 +1,4 @@
-"""Checks of a paper's statements on the measured numbers: figures of each seed must lie on one side
-of a bound, with an interval for their mean.
-"""
+"""Checks of a paper's statements: measured figures must lie on one side of a bound."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,31 +32,22 @@ LEVEL = 0.95  # of an interval
 class Condition:
     """Figures of which a statement says that their mean lies on one side of a bound.
 
-    A figure is of one seed, and of two rows it is the difference of that seed's runs, which see
-    the same texts: what a seed does to both cancels.
-
-    Args:
-        name: What the figures are of, in words.
-        per_seed: The figures.
-        bound: What they are held against.
-        above: Whether they must lie above it, otherwise below.
-        strict: Whether the bound itself is on the wrong side.
-        form: What stands behind a figure.
-        wins: Of how many pairs of client and seed it holds, and of how many; None where clients
-            are not compared.
+    A figure is of one seed, and of two rows it is the difference of that seed's runs, which see the
+    same texts: what a seed does to both cancels.
     """
 
-    name: str
+    name: str  # what the figures are, in words
     per_seed: Sequence[float]
     bound: float = 0.0
-    above: bool = True
-    strict: bool = True
-    form: Literal["", "%"] = ""
+    above: bool = True  # whether the figures must lie above the bound, otherwise below
+    strict: bool = True  # whether the bound itself is on the wrong side
+    form: Literal["", "%"] = ""  # the unit
+    # for how many pairs of client and seed it holds, and of how many; None: not compared
     wins: tuple[int, int] | None = None
 
     @cached_property
     def mean(self) -> float:
-        """Of the figures."""
+        """The mean of the figures."""
         return metrics.mean(self.per_seed)
 
     @cached_property
@@ -80,9 +69,7 @@ class Condition:
 
     @property
     def surely(self) -> bool | None:
-        """Whether the whole interval lies on the right side; None if it reaches across the bound,
-        or there is none.
-        """
+        """Whether the whole interval lies on the right side; None if the bound is in it."""
         if self.interval is None:
             return None
         ends = {self._right(end) for end in self.interval}
@@ -90,7 +77,7 @@ class Condition:
 
     @property
     def margin(self) -> float:
-        """By how much the mean lies on the right side."""
+        """The distance of the mean from the bound, negative on the wrong side."""
         return self.mean - self.bound if self.above else self.bound - self.mean
 
     def in_words(self) -> str:
@@ -114,10 +101,9 @@ class Condition:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Conditions of a statement that must all hold.
-
-    The statement holds if it surely does in every condition, each at its own level: that all are
-    true by chance is less likely than that one is. It does not hold if it surely fails in one.
+    """Conditions of a statement that must all hold. It holds if it surely does in every condition,
+    each at its own level: that all are true by chance is less likely than that one is. It does not
+    hold if it surely fails in one.
     """
 
     conditions: Sequence[Condition]
@@ -129,7 +115,7 @@ class Judgement:
 
     @property
     def surely(self) -> bool | None:
-        """Whether the statement holds beyond what seeds alone would do; None if that is open."""
+        """Whether the statement holds beyond the variation over seeds; None if that is open."""
         answers = [one.surely for one in self.conditions]
         if False in answers:
             return False
@@ -167,14 +153,14 @@ def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
 
 
 def _judged(statement: Statement, cells: Cells) -> Measured | None:
-    """Judge a statement on the rows of a column; None where not all that it needs is known."""
+    """Judge a statement on the rows of a column; None if a figure is missing."""
     if not {*spoken_of(statement)} <= cells.keys():
         return None
     return _CHECKS[type(statement)](statement, cells)
 
 
 def _only_with(statement: Statement, cells: Cells) -> str | None:
-    """Return the first of the statement's other rows that it holds with; None for none."""
+    """Return the first of the statement's other rows that it holds with."""
     if not isinstance(statement, Replaceable):
         return None
     for name, rows in statement.only_with.items():
@@ -189,7 +175,7 @@ def _only_with(statement: Statement, cells: Cells) -> str | None:
 
 
 def _values(cell: Cell, statement: Compared) -> list[float]:
-    """Return what a statement compares of a row, seed by seed."""
+    """Return the figures of a row that a statement compares, seed by seed."""
 
     def of(seed: SeedFigures) -> float:
         if statement.clients:
@@ -283,7 +269,7 @@ def _metric(cells: Cells) -> MetricInfo:
 
 
 def _one(statement: Weights | Improved | Gate, cells: Cells) -> Measured | None:
-    """Judge a figure of a single row; None where a seed does not have it."""
+    """Judge a figure of a single row; None if a seed lacks it."""
     seeds = cells[statement.row].seeds
     if isinstance(statement, Weights):
         name, values, digits = "W error", [seed.weights_error for seed in seeds], 3

@@ -20,33 +20,19 @@ from coterie.runs.tuning.spaces import RATES, around, fields_of, own_values
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked for: a table or figure at a scale, or a part of it.
-
-    Args:
-        name: `<paper>/<table or figure>`.
-        scale: "small" or "paper".
-        folder: Of all of the paper's runs at this scale; gets `<name>.json`, `.md` and `.html`.
-        seeds: Runs per cell; None: as many as the paper averages over.
-        columns: Only these; () for all.
-        rows: Only these; () for all.
-        overrides: `key=value` texts for every recipe.
-        changed: Whether unfinished runs are resumed even if base, data or clients have changed, see
-            `run`.
-        effort: Of a search for the settings of each row; None: those that its file names are tried.
-
-    Raises:
-        Refused: There is no such table, scale, column or row, or a recipe is invalid with its
-            settings.
+    """A request for a table or figure at a scale, or a part of it. Raises Refused if there is no
+    such table, scale, column or row, or a recipe is invalid with its settings.
     """
 
-    name: str
+    name: str  # <paper>/<table or figure>
     scale: Scale
-    folder: Path
-    seeds: int | None = None
-    columns: Sequence[str] = ()
-    rows: Sequence[str] = ()
-    overrides: Sequence[str] = ()
-    changed: bool = False
+    folder: Path  # of all of the paper's runs at this scale; gets <name>.json, .md and .html
+    seeds: int | None = None  # runs per cell; None: as many as the paper averages over
+    columns: Sequence[str] = ()  # the only ones; () for all
+    rows: Sequence[str] = ()  # the only ones; () for all
+    overrides: Sequence[str] = ()  # `key=value` texts for every recipe
+    changed: bool = False  # resumes runs even if base, data or clients have changed
+    # of a search for the settings of each row; None: the table's values are tried
     effort: Effort | None = None
 
     @cached_property
@@ -55,7 +41,7 @@ class Job:
 
     @property
     def stem(self) -> Path:
-        """The files of what is found, without their suffixes."""
+        """The path of the result files, without their suffixes."""
         suffix = "" if self.effort is None else "-tuned"
         return self.folder / f"{self.name.replace('/', '-')}{suffix}"
 
@@ -102,9 +88,7 @@ class Job:
         return bases
 
     def sweep(self, row: str, column: str) -> Mapping[str, Sequence[Any]]:
-        """Return what is chosen on validation for a cell: keys of a recipe, and the values that are
-        tried.
-        """
+        """Return the values to try on validation for a cell, by keys of a recipe."""
         if not self._trains(row, column):  # nothing to choose
             return {}
         row_spec = self.reproduction.rows[row]
@@ -147,15 +131,15 @@ class Job:
         )
 
     def tried(self, row: str, column: str) -> int:
-        """How many settings of a cell compete on validation, without those beyond the edges of
-        its grids: 1 where the recipe's are taken as they are, 0 where nothing is trained.
+        """Return how many settings of a cell compete on validation, without those beyond the edges
+        of its grids: 1 if the recipe's are taken as they are, 0 if nothing is trained.
         """
         return int(self._trains(row, column)) + sum(
             len(values) - 1 for values in self.sweep(row, column).values()
         )
 
     def run(self, row: str, column: str, choice: Settings, seed: int) -> tuple[Recipe, Path]:
-        """One run of a cell and its folder. Cells of all tables that are the same run share one."""
+        """Return a run of a cell and its folder, which equal runs of all tables share."""
         row_spec, base = self.reproduction.rows[row], self._bases[column]
         settings = {
             **row_spec.set,
@@ -170,9 +154,7 @@ class Job:
 
     @property
     def most(self) -> int:
-        """How many runs there are at most, with those that are done already; without those of a
-        search with an effort.
-        """
+        """The largest number of runs, done ones included, without a search with an effort."""
         if self.effort is not None:
             return len(self.cells) * len(self.numbers)
         tried = sum(

@@ -56,9 +56,7 @@ def statements_of(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, st
 
 
 def _figures(reproduced: Reproduced, column: str) -> dict[str, list[str]]:
-    """Return the columns of a table that pages show before the costs; a column without any value
-    is one of empty texts.
-    """
+    """Return the columns of a table that pages show before the costs; some are empty texts only."""
     cells = reproduced.of(column)
     figures = {
         "row": [_name(reproduced, cell) for cell in cells],
@@ -79,8 +77,8 @@ def _lead(reproduced: Reproduced, column: str) -> str:
 
 
 def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return what is known of the cells of a column beside the metric: means of unseen clients,
-    Imp.%, measured and the paper's, loss, spread, W error, gate accuracy.
+    """Return the known figures of a column's cells beside the metric: means of unseen clients,
+    Imp.%, measured and the paper's, loss, deviation, W error, gate accuracy.
     """
     columns = {
         group: [plus_minus(cell.mean_of(group), cell.std_of(group) or None) for cell in cells]
@@ -107,7 +105,7 @@ def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
 
 def terminal(reproduced: Reproduced) -> list[Table]:
     """Return tables that fit 80 columns, one for each column, and a second one for classifiers and
-    where the paper tells more than the metric.
+    if the paper reports more than the metric.
     """
     shown = []
     for c, title in reproduced.columns.items():
@@ -204,16 +202,8 @@ def _about(reproduced: Reproduced) -> str:
 
 
 def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], runs: Path) -> None:
-    """Write the reproduction as one self-contained HTML file.
-
-    Args:
-        path: Of the file.
-        reproduced: What `reproduce` returned.
-        pictures: What to draw.
-        runs: The folder that the cells' folders are in.
-
-    Raises:
-        SaveError: It could not be written.
+    """Write the reproduction as one self-contained HTML file, with `pictures` drawn from the cells'
+    folders in `runs`. Raises SaveError.
     """
     parts = [
         section(f"picture-{k}", *_picture(picture, reproduced, runs))

@@ -97,10 +97,8 @@ _OF_CELLS: Mapping[str, tuple[str, Callable[[Picture, str, Path], Parts]]] = {
 
 def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:
     """Return the test metric of each client, or its mean over clients, over training; a row that
-    trains nothing is a level line.
-
-    Training is counted in local iterations, or in rounds where clients are scored that take part in
-    none: a panel for each group of them.
+    trains nothing is a level line. Training is counted in local iterations, or in rounds if clients
+    that take part in none are scored: a panel for each group of them.
     """
     rows = dict.fromkeys(cell.row for cell in cells)
     marked = max(len(cell.evaluations) for cell in cells) <= chart.MARKED

@@ -1,6 +1,4 @@
-"""Notes for comparing the rows of a reproduction: their order, settings tried, and different
-budgets.
-"""
+"""Notes for comparing the rows of a reproduction: order, settings tried, and different budgets."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,10 +13,8 @@ from coterie.runs.tuning.tune import stated
 
 
 def orders(cells: Sequence[Cell]) -> dict[str, float]:
-    """By column: Kendall's tau between the measured and the published order of the rows, 1 for the
-    same order and -1 for the reverse.
-
-    Which way is better does not matter to it.
+    """Return by column Kendall's tau between the measured and the published order of the rows, 1
+    for the same order and -1 for the reverse.
     """
     from scipy.stats import kendalltau
 
@@ -36,12 +32,8 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def effort(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
-    """Say how many settings each row tried of those that its table names, columns that are alike
-    together, and which rows went beyond them.
-
-    Args:
-        job: What was run.
-        searched: The result of each cell's sweep.
+    """Describe how many settings of those in the table each row tried, equal columns together, and
+    which rows went beyond them.
     """
     alike: dict[str, list[str]] = {}
     for c in dict.fromkeys(c for _, c in job.cells):
@@ -76,13 +68,7 @@ def effort(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[s
 
 
 def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
-    """Describe what each row's search tried, to show whether the rows had the same effort.
-
-    Args:
-        job: What was run.
-        effort: Of each row's search.
-        searched: The result of each cell's search.
-    """
+    """Describe what each row's search tried, to show whether the rows had the same effort."""
     trained = [cell for cell, search in searched.items() if search.chosen is not None]
     rounds = dict.fromkeys(job.rounds(*cell) for cell in trained)
     fewer = [
@@ -114,9 +100,7 @@ def _cell_title(job: Job, cell: tuple[str, str]) -> str:
 
 
 def unlike(cells: Sequence[Cell]) -> list[str]:
-    """Return what makes the rows of a column unlike in budget; a sentence about several columns
-    appears once.
-    """
+    """Return how the budgets of the rows of a column differ; of several columns in one sentence."""
     sentences: dict[str, None] = {}
     for c in dict.fromkeys(cell.column for cell in cells):
         rows = [replace(cell, method=cell.row) for cell in cells if cell.column == c]

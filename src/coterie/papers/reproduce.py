@@ -1,6 +1,4 @@
-"""A table or figure of a paper, run: measured beside published, and which of the paper's
-statements hold.
-"""
+"""A run of a paper's table or figure: measured beside published, and which statements hold."""
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -37,12 +35,7 @@ _UNSEEN = "of clients never trained with, the model that each got without labels
 
 
 def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
-    """Run a table or figure; runs that are in the folder already are reused, and unfinished ones
-    are resumed.
-
-    Args:
-        job: What to run.
-        reporter: Receives the progress.
+    """Run a table or figure; finished runs in the folder are reused, and unfinished ones resumed.
 
     Raises:
         Refused: As `Job`, or a base or data cannot be used; nothing was started.
@@ -101,7 +94,7 @@ def _hours(
     searched: Mapping[CellId, SearchResult],
     runs: Mapping[CellId, Sequence[RunAt]],
 ) -> float:
-    """Return how many hours all runs of a table took, those of searches too."""
+    """Return the hours that all runs of a table took, those of searches too."""
     folders = {path for of_cell in runs.values() for _, path in of_cell}
     for cell, search in searched.items():
         for judged in search.judged:
@@ -111,13 +104,13 @@ def _hours(
 
 
 def _effort(job: Job, searched: Mapping[CellId, SearchResult]) -> list[str]:
-    """Say what each row tried."""
+    """Describe what each row tried."""
     return effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
 
 
 def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, SearchResult]]:
-    """Return the result of each cell's search, at the first seed: of a plain sweep, or where the
-    job says so of successive halving. Runs that are done are not done again.
+    """Return the result of each cell's search, at the first seed: of a plain sweep or, with the
+    job's effort, of successive halving. Finished runs are reused.
     """
     trial_runs = TrialRuns[CellId](
         lambda cell, settings, seed: job.run(*cell, settings, seed),
@@ -134,9 +127,7 @@ def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId
 
 
 def _execute(runs: Sequence[RunAt], reporter: Callback, changed: bool) -> None:
-    """Execute those that are not done yet, each once. Raises CheckpointError, too, where the
-    result of one that is done is damaged.
-    """
+    """Execute each unfinished run once. Raises CheckpointError, too, for a damaged result."""
     titles = {
         path: f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in runs
     }
@@ -150,9 +141,7 @@ def _cells(
     choices: Mapping[CellId, Settings],
     runs: Mapping[CellId, Sequence[tuple[Recipe, Path]]],
 ) -> list[Cell]:
-    """Return what is known of each cell: the figures of its runs, compared with those of Local in
-    its column, and with the paper's.
-    """
+    """Return the cells, compared with Local in their column, and with the paper."""
     results = {cell: [Result.read(path) for _, path in of_cell] for cell, of_cell in runs.items()}
     alone = {
         column: of_cell_results
@@ -197,17 +186,13 @@ def _cell(
 
 
 def _brief(evaluated: Evaluation) -> Evaluation:
-    """Return an evaluation without matrices; and without clients where there are groups of them, as
-    curves then are of groups.
-    """
+    """Return an evaluation without matrices, and without clients if there are groups of them."""
     clients = {} if evaluated.groups else evaluated.clients
     return replace(evaluated, weights=None, choices=None, clients=clients)
 
 
 def _shown(results: Sequence[Result], figure: Figure) -> dict[str, Any]:
-    """Return what a table shows of a row: the metric and its values. Without a gate there is no
-    gate accuracy.
-    """
+    """Return a row's metric and values as in the table; no gate accuracy without a gate."""
     metric = _GATE_ERROR if figure == "gate_error" else results[0].metric
     values = [_FIGURES[figure](result) for result in results]
     if None in values:

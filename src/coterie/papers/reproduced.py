@@ -1,6 +1,4 @@
-"""What a reproduction found: its cells, what the paper says of them, and all that is in its JSON
-file.
-"""
+"""The outcome of a reproduction, as in its JSON file: cells, and the paper's statements."""
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -21,27 +19,18 @@ Spoken = AbstractSet[Literal["routers", "weights"]]
 
 @dataclass(frozen=True)
 class SeedFigures:
-    """What the run of one seed came to, as far as statements speak of it.
+    """The figures of one seed's run that statements compare."""
 
-    Args:
-        mean: As the table shows it.
-        clients: The test metric of each client that the mean is over.
-        groups: The mean of each group of clients that never trained.
-        improved: Imp.%.
-        weights_error: W error.
-        gate_accuracy: Percent.
-        generalist: Mean routing weight of the generalist in the first and in the last round.
-        weights: Of a client for each other one, the mean over evaluations; None where no statement
-            speaks of them.
-    """
-
-    mean: float
-    clients: Mapping[str, float]
+    mean: float  # as the table shows it
+    clients: Mapping[str, float]  # the test metric of each client that the mean is over
+    # the mean of each group of clients that never trained
     groups: Mapping[str, float] | None = None
-    improved: float | None = None
+    improved: float | None = None  # Imp.%
     weights_error: float | None = None
-    gate_accuracy: float | None = None
+    gate_accuracy: float | None = None  # percent
+    # its mean routing weight in the first and in the last round
     generalist: tuple[float, float] | None = None
+    # of a client for each other one, the mean over evaluations; None if not needed
     weights: Mapping[str, Mapping[str, float]] | None = None
 
 
@@ -55,11 +44,11 @@ def seed_figures(
     """Return the figures of each seed.
 
     Args:
-        shown: What the table shows.
-        results: Of the runs.
-        alone: Of Local, with the same seeds in the same order; () where it was not run.
-        folders: Of the runs.
-        spoken: What statements speak of.
+        shown: The values that the table shows.
+        results: The results of the runs.
+        alone: The results of Local, with the same seeds in the same order; () if it was not run.
+        folders: The folders of the runs.
+        spoken: What statements need.
     """
     return [
         SeedFigures(
@@ -77,7 +66,7 @@ def seed_figures(
 
 
 def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
-    """Return what the statements of a table speak of a row that needs more than its result."""
+    """Return the figures that the statements of a table need of a row beside its result."""
     of_row = [
         s
         for s in reproduction.statements
@@ -87,9 +76,7 @@ def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
 
 
 def _weights(result: Result) -> dict[str, dict[str, float]] | None:
-    """Return each client's weights for the others, the mean over evaluations; None of a method
-    without.
-    """
+    """Return clients' weights for each other, the mean over evaluations; None without weights."""
     known = [e.weights for e in result.evaluations if e.weights is not None]
     if not known:
         return None
@@ -100,9 +87,7 @@ def _weights(result: Result) -> dict[str, dict[str, float]] | None:
 
 
 def _generalist(result: Result, folder: Path) -> tuple[float, float]:
-    """Return the mean routing weight of generalists in the first and in the last round, over
-    clients and blocks.
-    """
+    """Return the generalists' mean routing weight in the first round, and in the last."""
     series = router_series(folder / METRICS)
 
     def weight(at: int) -> float:
@@ -117,39 +102,24 @@ def _generalist(result: Result, folder: Path) -> tuple[float, float]:
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Cell(Row):
-    """One row of a table in one of its columns, measured beside published.
+    """One row of a table in one of its columns, measured beside published."""
 
-    Args:
-        row: Its id.
-        title: Of the row.
-        column: Its id.
-        published: The paper's mean; None where it gives none.
-        published_std: Its deviation.
-        published_improved: Its Imp.%.
-        valid: The mean on validation, at the end.
-        choice: What was chosen on validation, by keys of a recipe.
-        settings: Of the method.
-        folders: Of the runs, in that of the reproduction; one for each seed.
-        evaluations: Of the first seed, without matrices.
-        seeds: What the run of each seed came to.
-    """
-
-    row: str
+    row: str  # its id
     title: str
-    column: str
-    published: float | None
+    column: str  # its id
+    published: float | None  # the paper's mean
     published_std: float | None
     published_improved: float | None
-    valid: float
-    choice: Mapping[str, Any]
-    settings: Mapping[str, Any]
-    folders: Sequence[str]
-    evaluations: Sequence[Evaluation]
+    valid: float  # the mean on validation, at the end
+    choice: Mapping[str, Any]  # chosen on validation, by keys of a recipe
+    settings: Mapping[str, Any]  # of the method
+    folders: Sequence[str]  # one for each seed, in that of the reproduction
+    evaluations: Sequence[Evaluation]  # of the first seed, without matrices
     seeds: Sequence[SeedFigures]
 
     @classmethod
     def of(cls, line: Row, **values: Any) -> "Cell":
-        """Return a line of a comparison as a cell, with what else is known of it."""
+        """Return a line of a comparison as a cell, with the other figures."""
         return cls(**{field.name: getattr(line, field.name) for field in fields(Row)} | values)
 
     def to_json(self) -> Json:
@@ -162,37 +132,26 @@ class Cell(Row):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a statement of the paper holds in a column.
-
-    Args:
-        says: The statement.
-        source: Where it stands.
-        column: The id of the column.
-        holds: Whether it does in the mean over seeds.
-        surely: Whether the interval over seeds says so too; None if it leaves that open, or there
-            is a single seed.
-        detail: The measured numbers, in words.
-        by: The difference that decides, in words, with its interval; "" for a single seed.
-        only_with: What it holds with if it does not hold without; None for nothing that was run.
-    """
+    """Whether a statement of the paper holds in a column."""
 
     says: str
-    source: str
-    column: str
-    holds: bool
+    source: str  # its place in the paper
+    column: str  # its id
+    holds: bool  # in the mean over seeds
+    # whether the interval over seeds agrees; None if that is open, or for a single seed
     surely: bool | None
-    detail: str
-    by: str = ""
-    only_with: str | None = None
+    detail: str  # the measured numbers, in words
+    by: str = ""  # the difference that decides, with its interval; "" for a single seed
+    only_with: str | None = None  # the rows that it holds with if it does not hold without
 
     @property
     def state(self) -> bool | None:
-        """Whether it holds; None if that is open. Of a single seed, whether it does there."""
+        """Whether it holds; None if that is open. For a single seed: whether it does there."""
         return self.surely if self.by else self.holds
 
     @property
     def word(self) -> str:
-        """The verdict."""
+        """The verdict in a word."""
         if self.only_with is not None:
             return f"holds only with {self.only_with}"
         return {True: "holds", False: "does not hold", None: "undecided"}[self.state]
@@ -210,47 +169,26 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Reproduced:
-    """A table or figure of a paper, run.
+    """A table or figure of a paper, run."""
 
-    Args:
-        name: `<paper>/<table or figure>`.
-        title: As the paper names it.
-        scale: "small" or "paper".
-        seeds: Of the runs of each cell.
-        overrides: `key=value` texts for every recipe.
-        part: The options by which a part was asked for.
-        shows: Which figure of a run is in the table.
-        scored: Which models that is of.
-        columns: Titles, by id.
-        metrics: What the cells of each column show.
-        rows: Titles, by id.
-        cells: Column by column.
-        statements: Of the paper.
-        order: By column Kendall's tau between the measured and the published order of rows.
-        notes: What a reader must know to compare.
-        unjudged: Statements of which not all rows were run.
-        hours: Of all runs that the table takes, those that it shares with others too.
-        versions: Of coterie, torch and Python.
-        machine: What it was computed on.
-    """
-
-    name: str
-    title: str
+    name: str  # <paper>/<table or figure>
+    title: str  # as the paper names it
     scale: str
     seeds: Sequence[int]
-    overrides: Sequence[str]
-    part: Sequence[str]
-    shows: str
-    scored: str
-    columns: Mapping[str, str]
-    metrics: Mapping[str, MetricInfo]
-    rows: Mapping[str, str]
-    cells: Sequence[Cell]
+    overrides: Sequence[str]  # `key=value` texts for every recipe
+    part: Sequence[str]  # the options by which a part was asked for
+    shows: str  # the figure of a run that is in the table
+    scored: str  # the models that were scored
+    columns: Mapping[str, str]  # titles, by id
+    metrics: Mapping[str, MetricInfo]  # by column
+    rows: Mapping[str, str]  # titles, by id
+    cells: Sequence[Cell]  # column by column
     statements: Sequence[Verdict]
+    # Kendall's tau between the measured and the published order of rows, by column
     order: Mapping[str, float]
-    notes: Sequence[str]
-    unjudged: int
-    hours: float
+    notes: Sequence[str]  # for a fair comparison
+    unjudged: int  # the number of statements of which not all rows were run
+    hours: float  # of all runs in the table, those that other tables share too
     versions: Versions
     machine: Machine | None
 
@@ -260,7 +198,7 @@ class Reproduced:
         return [by_row[row] for row in self.rows if row in by_row]
 
     def to_json(self) -> Json:
-        """Return what is in the JSON file."""
+        """Return the content of the JSON file."""
         return vars(self) | {
             "metrics": {column: metric.to_json() for column, metric in self.metrics.items()},
             "cells": [cell.to_json() for cell in self.cells],

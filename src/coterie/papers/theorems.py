@@ -1,5 +1,5 @@
-"""The way to the theorems' experiments: the package `theorems` at the top of a checkout of the
-repository, which an installed copy does not have.
+"""Import of the theorems' experiments: the package `theorems` at the top of a checkout, which an
+installed copy does not have.
 """
 
 import importlib
@@ -21,14 +21,7 @@ def checkout() -> Path | None:
 
 
 def load(name: str) -> ModuleType:
-    """Import the package of the theorems.
-
-    Args:
-        name: The theorem that it is needed for.
-
-    Raises:
-        Refused: This is not a checkout.
-    """
+    """Import the theorems' package, needed for `name`. Raises Refused if this is not a checkout."""
     folder = checkout()
     if folder is None:
         raise Refused(

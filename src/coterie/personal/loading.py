@@ -138,9 +138,7 @@ def load_many(
 
 
 def clients_of(run: Path | str) -> list[str]:
-    """Return the ids of the clients with a model in a run's folder. Raises CheckpointError for
-    none.
-    """
+    """Return the ids of the clients with a model in a run's folder. Raises CheckpointError."""
     return list(_folders(Path(run)))
 
 

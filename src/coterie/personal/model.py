@@ -1,6 +1,4 @@
-"""A personal language model in use: it continues text, suggests words, and reports experts'
-weights.
-"""
+"""A personal language model in use: continued text, suggested words, and weights of experts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property

@@ -118,9 +118,7 @@ class Interval:
 def intervals(
     rows: Mapping[str, Interval], unit: str, limits: Point, chance: float | None = None
 ) -> str:
-    """Return a line for each row, with a dot and a whisker for its interval; `chance` marks
-    guessing.
-    """
+    """Return a line for each row, a dot with a whisker for its interval; `chance` is marked."""
     step, scale = 26, _Scale(*limits, 0, 100)
     height = step * len(rows) + 44
     columns = _columns(scale, height - 38, 4)

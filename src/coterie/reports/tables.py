@@ -181,9 +181,7 @@ def _bold(
     numbers: Sequence[Sequence[float]],
     metric: MetricInfo,
 ) -> Table:
-    """Return a table with lines added, the best figure of each column in bold; headers may wrap,
-    but not figures.
-    """
+    """Return a table with lines added, the best figures bold; headers may wrap, figures not."""
     tops = [best(column, metric) for column in zip(*numbers, strict=True)]
     for (name, *cells), values in zip(lines, numbers, strict=True):
         bold = [value == top for value, top in zip(values, tops, strict=True)]

@@ -109,9 +109,7 @@ def _advice_lost(rival: Row) -> str:
 
 
 def _either(mine: Row) -> str:
-    """Return advice to let clients choose on validation data how much to share; "" if no such
-    method exists.
-    """
+    """Return advice to let clients choose on validation data how much to share, or ""."""
     entry = METHODS.get(mine.method)
     if entry is None or entry.of_own_shares is None:
         return ""

@@ -5,8 +5,7 @@
     def test_my_method():
         check_method("my_package.my_file:MyMethod", rounds=2)
 
-Each of `CHECKS` is a function of a method and a `World` that raises AssertionError. None needs
-pytest.
+Each of `CHECKS`, a function of a method and a `World`, raises AssertionError. None needs pytest.
 """
 
 from coterie.testing.run import NotApplicable, Run

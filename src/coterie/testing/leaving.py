@@ -52,9 +52,7 @@ def _once(compute: Callable[[Method, World], T], method: Method, world: World) -
 
 
 def spoken(method: Method, world: World) -> list[Spoken]:
-    """Return all replies of clients: in a run, in an adaptation, when they are scored, and when
-    they keep their models.
-    """
+    """Return clients' replies: in a run, in an adaptation, when scored, and when keeping models."""
     seen = _once(exchanges, method, world)
     spoken = [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in seen for i in replies]
     run = Run(method, world).rounds(method.rounds)
@@ -81,10 +79,9 @@ def replies_have_the_form_asked_for(method: Method, world: World) -> None:
     "a task is declared Sends.UPDATE where, and only where, a model comes and goes back changed"
 )
 def training_tasks_say_so(method: Method, world: World) -> None:
-    """Check that all floating-point tensors of such a reply came by the same names.
-
-    Changes of a state beside the model (`change/...`) are exempt, and tensors that have the names
-    of clients: they belong to a comparison of those clients, not to a model.
+    """Check that all floating-point tensors of such a reply came by the same names. Exempt are
+    changes of a state beside the model (`change/...`), and tensors named after clients, which
+    compare these.
     """
     for ask, replies, before in _once(exchanges, method, world):
         for i, reply in replies.items():
@@ -107,9 +104,7 @@ def few(reply: Named) -> bool:
 
 
 def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
-    """Return the tensors that a device sends, whatever the number of the exchange; None if it
-    refuses.
-    """
+    """Return the tensors that a device sends in any exchange; None if it refuses."""
     name, client, sent, reply = message
     out: list[Tensors | None] = []
     for phase in (0, -1, -2):
@@ -160,7 +155,7 @@ def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
 
 @clause("masked replies are updates: tensors of the shapes that were sent")
 def masked_replies_are_updates(method: Method, world: World) -> None:
-    """Check the shapes of what a device sends under the masks of secure aggregation."""
+    """Check the shapes of a device's tensors under the masks of secure aggregation."""
     for message in _once(spoken, method, world):
         name, _, sent, _ = message
         out = leaves(replace(SECURE, masked=True), method, message)

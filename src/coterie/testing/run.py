@@ -29,19 +29,14 @@ def everybody(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
 
 
 def some(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
-    """Draw all of three or more clients but one.
-
-    Another one is left out in each round, and the one at the end never before the third.
-    """
+    """Draw all clients but one, which changes by round and is not the last before the third."""
     if len(clients) < 3:
         return clients
     return [i for i in clients if i != sorted(clients)[2 - round % 3]]
 
 
 def coming_and_going(clients: Sequence[ClientId], round: int) -> Sequence[ClientId]:
-    """Return who is there in a round: the last client joins in the second, the first is away in
-    the third.
-    """
+    """Return a round's members: the last client joins in the second, the first misses the third."""
     late, away = max(clients), min(clients)
     return [i for i in clients if not ((i == late and round < 1) or (i == away and round == 2))]
 
@@ -51,9 +46,9 @@ class Run:
 
     Attributes:
         server: The server's state.
-        initial: What it was before the first round.
-        round: Rounds done.
-        asks: All that was asked.
+        initial: The server's state before the first round.
+        round: The completed rounds.
+        asks: All requests.
     """
 
     def __init__(self, method: Method, world: World, engine: str = "inprocess") -> None:
@@ -90,8 +85,8 @@ class Run:
         """Run some rounds, and the final exchanges after the last one.
 
         Args:
-            count: How many.
-            answer: Stands for the engine.
+            count: The number of rounds.
+            answer: A replacement of the engine.
             order: The clients, in another order.
             draw: (clients, round) -> those that take part in it.
             there: (clients, round) -> those that are members of the federation then.
@@ -109,7 +104,7 @@ class Run:
         return self
 
     def client(self, i: ClientId) -> Client:
-        """Return a client with what it remembers."""
+        """Return a client with its memory."""
         return self.site.client(i, dict(self.engine.states()[i]))
 
     def models(self) -> Mapping[ClientId, Tensors]:
@@ -125,10 +120,9 @@ class NotApplicable(Exception):
 
 
 def clause(text: str) -> Callable[[Check], Check]:
-    """Turn a function that tests one clause of the contract into a check.
-
-    The check raises AssertionError with what is wrong and the clause, whatever the method's own
-    code raised (that is chained), and NotApplicable where there is nothing to check.
+    """Turn a function that tests one clause of the contract into a check, which raises
+    AssertionError with the problem and the clause, whatever the method's own code raised (that is
+    chained), and NotApplicable if there is nothing to check.
     """
 
     def mark(function: Check) -> Check:

@@ -49,7 +49,7 @@ class Checked:
         method: The method, with its settings.
         engines: The engines that it ran on.
         held: The checks that hold, by the name of the world.
-        left_out: What does not apply, and why, by the names of the world and the check.
+        left_out: The reason why a check does not apply, by the names of the world and the check.
     """
 
     method: Method
@@ -113,7 +113,7 @@ def check_method(
 def _held_back(
     method: Method, world: worlds.World, leave_out: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Do all checks in a world; yields those that do not apply, and why."""
+    """Run all checks in a world; yield those that do not apply, and why."""
     for check in CHECKS:
         if check.__name__ in leave_out:
             yield check.__name__, leave_out[check.__name__]
@@ -125,7 +125,7 @@ def _held_back(
 
 
 def build(method: Method | type[Method] | str, settings: Mapping[str, Any]) -> Method:
-    """Return the method that a name, class or instance with settings means."""
+    """Return the method of a name, class or instance with settings."""
     if isinstance(method, Method):
         return replace(method, **settings)
     if isinstance(method, str):

@@ -278,7 +278,7 @@ def _round_of_those_there(run: Run) -> None:
 
 @clause("schedules run over the rounds of the run, whether or not a client was drawn")
 def schedules_run_over_the_rounds(method: Method, world: World) -> None:
-    """Check where the learning rates of clients stand at the end that missed a round."""
+    """Check the final learning rates of clients that missed a round."""
     method = longer(method)
     if not method.rounds or method.centralized:
         raise NotApplicable("nobody trains, or everybody")
@@ -299,7 +299,7 @@ def schedules_run_over_the_rounds(method: Method, world: World) -> None:
 
 @clause("nothing depends on the order of the clients")
 def order_changes_nothing(method: Method, world: World) -> None:
-    """Check a run whose clients stand in the reverse order."""
+    """Check a run whose clients are in the reverse order."""
     world = world.one_by_one
     a = Run(method, world).rounds(method.rounds)
     reverse = world.among(dict(reversed(list(world.federation.clients.items()))))

@@ -39,10 +39,10 @@ class World:
     Args:
         name: What the clients learn, in messages.
         federation: The clients and their data.
-        build: Makes a model of some layout.
+        build: Makes a model of a layout.
         trainable: Makes the trainable part of one, as a server has it.
         check: Raises ModelError for a layout that models of this kind cannot have.
-        separate: As `build`, of models that are never stacked; None: they are not in any case.
+        separate: As `build`, of models that are never stacked; None if they never are.
     """
 
     name: str
@@ -71,7 +71,7 @@ class World:
         return self if self.separate is None else replace(self, build=self.separate, separate=None)
 
     def refuses(self, method: Method) -> str | None:
-        """Return why a method has no model here; None where it has."""
+        """Return why a method has no model here; None if it has."""
         try:
             for position in range(len(self.federation.clients)):
                 self.check(type(method).__name__, method.layout(position, BASE))
@@ -129,10 +129,7 @@ def tiny_texts() -> Federation:
 
 
 def tiny_pictures() -> Federation:
-    """Return three clients with a few handwritten digits of 4 x 4 pixels each.
-
-    To the third, labels mean something else than to the others.
-    """
+    """Return three clients with a few digits of 4 x 4 pixels; the third has permuted labels."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -23,49 +23,33 @@ class _Strict(BaseModel):
 
 
 class Regime(_Strict):
-    """Settings that several tables share at a scale.
+    """Settings that several tables share at a scale."""
 
-    Attributes:
-        every: Set in every run.
-        tuned: Set beside it where rows are tuned.
-    """
-
-    every: Settings = {}
-    tuned: Settings = {}
+    every: Settings = {}  # set in every run
+    tuned: Settings = {}  # set also if rows are tuned
 
 
 class Row(_Strict):
-    """One row: a method, and what it sets beside the recipe's.
-
-    Attributes:
-        columns: Only in these; () for all.
-        sweep: Keys and values; the best on validation at the first seed is the row's.
-        search: Likewise, but only where rows are tuned, all with the same effort.
-    """
+    """One row: a method, and what it sets beside the recipe's."""
 
     title: str
     method: str
-    columns: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()  # the only ones; () for all
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
-    sweep: Grids = {}
-    search: Grids = {}
+    sweep: Grids = {}  # keys and values; the best on validation at the first seed is the row's
+    search: Grids = {}  # likewise, but only if rows are tuned, all with the same effort
 
 
 class Column(_Strict):
-    """One data set and base at a scale or two.
-
-    Attributes:
-        tune: Keys that every row chooses for itself, as by its sweep.
-        rows: Settings for single rows.
-    """
+    """One data set and base at a scale or two."""
 
     title: str
     recipes: Mapping[Scale, str]
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
-    tune: Grids = {}
-    rows: Mapping[str, Settings] = {}
+    tune: Grids = {}  # keys that every row chooses for itself, as by its sweep
+    rows: Mapping[str, Settings] = {}  # settings for single rows
 
 
 class _Stated(_Strict):
@@ -77,25 +61,16 @@ class _Stated(_Strict):
 
 
 class Replaceable(_Stated):
-    """A statement that may hold only with other rows in place of its own.
+    """A statement that may hold only with other rows in place of its own."""
 
-    Attributes:
-        only_with: Rows that stand for others, by what they add.
-    """
-
-    only_with: Mapping[str, Mapping[str, str]] = {}
+    only_with: Mapping[str, Mapping[str, str]] = {}  # rows that stand for others, by what they add
 
 
 class Compared(Replaceable):
-    """A comparison of rows.
+    """A comparison of rows."""
 
-    Attributes:
-        clients: Of these clients; () for the mean over all.
-        group: Of these unseen clients, after the last round.
-    """
-
-    clients: tuple[str, ...] = ()
-    group: str | None = None
+    clients: tuple[str, ...] = ()  # () for the mean over all
+    group: str | None = None  # of unseen clients, after the last round
 
 
 class Lower(Compared):
@@ -118,8 +93,8 @@ class Better(Compared):
 
 
 class Near(Compared):
-    """A row's mean is at most `within` of the best of some worse than that: a share of it or,
-    with `points`, in the metric's unit.
+    """A row's mean is worse than the best of some by at most `within`: a share of it or, with
+    `points`, in the metric's unit.
     """
 
     kind: Literal["near"]
@@ -130,8 +105,8 @@ class Near(Compared):
 
 
 class Weights(_Stated):
-    """At the end at most this share of a row's collaboration weights, its W error, is on the
-    wrong side; of the mean over seeds.
+    """At the end at most this share of a row's collaboration weights, its W error in the mean over
+    seeds, is on the wrong side.
     """
 
     kind: Literal["weights"]
@@ -148,9 +123,7 @@ class Improved(_Stated):
 
 
 class Gate(_Stated):
-    """At least this share of the samples of unseen clients, in percent, goes to an expert whose
-    anchor has their class.
-    """
+    """At least this percentage of unseen samples goes to an expert whose anchor has the class."""
 
     kind: Literal["gate"]
     row: str
@@ -158,9 +131,7 @@ class Gate(_Stated):
 
 
 class Routers(Replaceable):
-    """The change of the mean routing weight of the generalist over training, averaged over clients
-    and blocks.
-    """
+    """The change of the generalist's mean routing weight, over clients and blocks, in training."""
 
     kind: Literal["routers"]
     row: str
@@ -215,38 +186,24 @@ class Picture(_Strict):
 
 
 class Reproduction(_Strict):
-    """A table or a figure of a paper.
+    """A table or a figure of a paper."""
 
-    Attributes:
-        title: What it is, as the paper names it.
-        seeds: Runs per cell that the paper averages over.
-        shows: Which figure of a run is in the table. The best evaluation is chosen by the test
-            metric itself, as in the paper.
-        set: What is set in every recipe.
-        regime: Name of settings in `regimes.yaml` that tables share.
-        scales: What a scale sets in every recipe beside those of the regime.
-        columns: By id.
-        rows: By id.
-        published: The paper's mean by row and column, and its deviation where it gives one.
-        published_improved: The paper's Imp.% by row and column.
-        statements: What the paper says of it, to be checked on the measured numbers.
-        pictures: What it shows, if it is a figure.
-        notes: What a reader must know to compare.
-    """
-
-    title: str
-    seeds: Annotated[int, Field(ge=1)] = 3
+    title: str  # as the paper names it
+    seeds: Annotated[int, Field(ge=1)] = 3  # runs per cell that the paper averages over
+    # the figure of a run in the table; the best evaluation is by the test metric, as in the paper
     shows: Figure = "mean"
-    set: Settings = {}
-    regime: str | None = None
-    scales: Mapping[Scale, Settings] = {}
-    columns: Mapping[str, Column]
-    rows: Mapping[str, Row]
+    set: Settings = {}  # in every recipe
+    regime: str | None = None  # name of settings in regimes.yaml that tables share
+    scales: Mapping[Scale, Settings] = {}  # settings beside those of the regime
+    columns: Mapping[str, Column]  # by id
+    rows: Mapping[str, Row]  # by id
+    # the paper's mean by row and column, and its deviation where it gives one
     published: Mapping[str, Mapping[str, float | tuple[float, float]]] = {}
+    # the paper's Imp.% by row and column
     published_improved: Mapping[str, Mapping[str, float]] = {}
-    statements: tuple[Statement, ...] = ()
+    statements: tuple[Statement, ...] = ()  # of the paper, to be checked on the measured numbers
     pictures: tuple[Picture, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # for a fair comparison
 
     def common(self, scale: Scale, tuned: bool) -> Settings:
         """Return what is set in every recipe of a scale, where rows are tuned or not."""
@@ -279,7 +236,7 @@ def _regimes() -> Mapping[str, Mapping[Scale, Regime]]:
 
 
 def spoken_of(statement: Statement) -> tuple[str, ...]:
-    """Return the rows that a statement compares: it is judged only where all of them were run."""
+    """Return the rows that a statement compares: it is judged only if all of them were run."""
     if isinstance(statement, Lower):
         return (*statement.lower, *statement.than)
     if isinstance(statement, Better):
@@ -292,7 +249,7 @@ def spoken_of(statement: Statement) -> tuple[str, ...]:
 def with_other_rows(
     statement: Lower | Better | Near | Routers, rows: Mapping[str, str]
 ) -> Lower | Better | Near | Routers:
-    """Return a statement of other rows: those that `rows` gives for its own."""
+    """Return a statement with `rows` in place of its own."""
 
     def others(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(rows.get(row, row) for row in names)
@@ -314,17 +271,12 @@ def stand_ins(statement: Statement) -> list[str]:
 
 
 def names() -> list[str]:
-    """Return the tables and figures that there are, as `<paper>/<name>`."""
+    """Return the names of all tables and figures, `<paper>/<name>`."""
     return sorted(f"{path.parent.name}/{path.stem}" for path in FOLDER.glob("*/*.yaml"))
 
 
 def load(name: str) -> Reproduction:
-    """Return a table or figure by its name.
-
-    Raises:
-        Refused: There is none of that name.
-        RecipeError: Its file has mistakes.
-    """
+    """Return a table or figure. Raises Refused if it is unknown, RecipeError for mistakes."""
     if name not in names():
         raise Refused(
             f"reproduction {name!r}: there is none of that name",

@@ -64,9 +64,7 @@ def new_token() -> str:
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """Return an error as a response that closes the connection: the rest of the request is not
-    read.
-    """
+    """Return an error as a response that closes the connection, so that the rest is not read."""
     return JSONResponse(error.body(), error.status, {"Connection": "close", **error.headers})
 
 

@@ -176,9 +176,7 @@ class _Block:
 
 
 class Stacks:
-    """The adapters of several models as one, for `Backbone.using`: equally many consecutive rows
-    for each model.
-    """
+    """The adapters of several models as one, for `Backbone.using`: as many rows for each model."""
 
     def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
         self.architecture, self.blocks = architecture, blocks
