@@ -15,7 +15,7 @@ _OF_AN_ADDRESS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of connections to the proxy, in connections, seconds and bytes. Strangers are
+    """The limits of connections to the proxy. Times are in seconds, sizes in bytes. Strangers are
     callers without a known key.
     """
 
