@@ -121,14 +121,13 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
 def rearranged(
     weights: Tensor, places: Sequence[int | None], start: Tensor, row_stochastic: bool
 ) -> Tensor:
-    """W after clients joined and left, (n, n): new ones have their start weights, others keep
-    theirs.
+    """W after clients joined and left, (n, n): new ones have start weights, others keep theirs.
 
     Args:
         weights: (m, m), before.
         places: For each of the n present clients its former row, or None for a new one.
         start: (n, n), the start weights of a federation of these clients.
-        row_stochastic: Whether rows sum to 1; they are then scaled to.
+        row_stochastic: Whether rows sum to 1; they are then rescaled so that they still do.
     """
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)

@@ -146,7 +146,7 @@ class Privacy(BaseModel):
         return float((self.noise**-2 - (2 * self.adaptive.noise) ** -2) ** -0.5)
 
     def delta_of(self, units: int) -> float:
-        """Return delta for `units` clients or examples; for one, 1 / N^1.1 would be 1: Refused."""
+        """Return delta for so many clients or examples. Raises Refused for one without `delta`."""
         if self.delta is None and units < 2:
             raise Refused(
                 f"privacy.delta: there is no default for a single {self.unit}",

@@ -55,9 +55,9 @@ class ClientBatch:
         round_steps: int,
         total_iterations: int,
     ) -> "ClientBatch | None":
-        """Return the batch of these clients, or None: they lack one layout, a model that stacks and
-        gains by it, batches in one piece, equal steps of optimisers and schedules, or have privacy
-        of single examples.
+        """Return the batch of these clients, or None unless they have one layout, a model that
+        stacks and gains by it, batches in one piece, optimisers and schedules at the same step, and
+        no privacy of single examples.
         """
         if len(states) < 2 or site.sanitizes:
             return None

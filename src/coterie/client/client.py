@@ -48,7 +48,8 @@ class Client(BoundClient):
         sanitizer: Makes the gradients of shared roles, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
-        frozen: Roles that no step changes, since they belong to others, see `Method.iterate`.
+        frozen: Roles that no step changes: they belong to others and are not sent back, see
+            `Method.iterate`.
     """
 
     sanitizer: Sanitizer | None = None

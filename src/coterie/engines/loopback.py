@@ -17,7 +17,7 @@ from coterie.methods import Method
 
 @dataclass
 class Loopback(Engine):
-    """The engine; it rebuilds the clients' half of a method from hyperparameters for each task."""
+    """The engine; the clients' method is rebuilt from its hyperparameters for every task."""
 
     site: Site
     method: Method

@@ -43,7 +43,6 @@ class CoMiGSElastic(WeightedMixture, Averaged):
     What is sent depends on no personal model: with `start` 1 all is FedAvg; with pulls of 0 and
     a = 0 v is that of Local. Of K candidates with losses in [0, M] the choice is within
     2 M sqrt(log(2 K / delta) / (2 m)) of the best with probability 1 - delta (Hoeffding).
-
     """
 
     stateful: ClassVar[bool] = True

@@ -29,19 +29,19 @@ ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that
 
 @dataclass(frozen=True)
 class DDOME(Pooling):
-    """In each round the active clients get the gate; an anchor its own expert, a normal client
-    those K that its data score highest.
+    """In each round the active clients get the gate; an anchor its own expert, a normal client the
+    K experts that its data score highest.
 
-    An anchor trains its expert on its labels, and the gate to send its data there: two independent
-    losses. A normal client trains its K experts and the gate by one joint loss of their mixture. A
-    new client, labels or not, gets the gate, says how much its data want each expert, and gets K of
-    them; each of its samples is then classified by the one with the highest score. Neither data nor
-    embeddings ever leave a client.
+    An anchor trains its expert on its labels, and the gate to send its data there, by two
+    independent losses. A normal client trains its K experts and the gate by one joint loss of their
+    mixture. A new client, with or without labels, gets the gate, sends its data's scores of each
+    expert, and gets K of them; each of its samples is classified by the one with the highest score.
+    Neither data nor embeddings ever leave a client.
 
-    The server's state holds what `Pooling` says, and `anchor/<client>`, the number of the expert
-    that an anchor is tied to.
-    In the joint loss the paper multiplies outputs by scores as the gate gives them over all M,
-    which in a trial collapsed the gate; so logits are mixed with scores renormalised over the K.
+    The server's state is that of `Pooling`, and `anchor/<client>`, the number of the expert that an
+    anchor is tied to. In the joint loss the paper multiplies outputs by the gate's scores over all
+    M experts, which collapsed the gate in a trial; so logits are mixed with scores renormalised
+    over the K.
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5

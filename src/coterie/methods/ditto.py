@@ -1,7 +1,6 @@
-"""Ditto: a personal model of each client beside the global one, held near it.
+"""Ditto: a personal model of each client, held near the global one.
 
-Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Algorithm
-1.
+Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Alg. 1.
 """
 
 from collections.abc import Sequence

@@ -26,15 +26,14 @@ class FDLoRA(OneAdapter, Aggregating):
 
     1: Every client trains theta_p alone; the mean is the first theta_s. 2: Inner AdamW steps from
     theta_s on the clients, an outer Nesterov step on their mean pseudo-gradient on the server;
-    every H rounds theta_p takes over what its client made of theta_s. 3, after the last round: each
+    every H rounds theta_p becomes the client's trained theta_s. 3, after the last round: each
     client fuses the two, w_1 theta_p + w_2 theta_s, by the loss on a few validation samples + an L1
     penalty, without gradients.
 
-    A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values
-    beside it. The server's state holds the global LoRA by name, its momentum as
-    `momentum/<tensor>`, and `round`.
-    The weight of the penalty is LoraHub's 0.05 on the mean of |w_1| and |w_2|, which the paper's
-    fusion follows.
+    A client has one adapter, of the budget of CoMiGS-1G1S, and keeps a copy of its personal values.
+    The server's state holds the global LoRA by name, its momentum as `momentum/<tensor>`, and
+    `round`. The weight of the penalty is LoraHub's 0.05 on the mean of |w_1| and |w_2|, which the
+    paper's fusion follows.
     """
 
     packages: ClassVar[tuple[str, ...]] = ("scipy",)

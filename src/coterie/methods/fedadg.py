@@ -25,12 +25,11 @@ class FedADG(Averaged, OneAdapter):
     with its client, as in the paper.
 
     See `AdversarialClassifier` for the model and its losses. A round begins with classification
-    alone. Reconstructed from the paper and the authors' code for PACS (in that for VLCS the
-    generator is never trained), but for their smoothed labels, learning rates of each part and
-    choice of the best epoch, so that rows of a comparison share them; and all parts step at once,
-    on the same batch.
-    Their code trains classification alone for 3 of 10 epochs, and has hidden layers 1,024 to 4,096
-    wide, for 4,096 features.
+    alone. Reconstructed from the paper and the authors' code for PACS (their code for VLCS never
+    trains the generator), without their smoothed labels, learning rates of each part and choice of
+    the best epoch, so that the rows of a comparison share them; and all parts step at once, on the
+    same batch. Their code trains classification alone for 3 of 10 epochs, and has hidden layers
+    1,024 to 4,096 wide, for 4,096 features.
     """
 
     serves_unseen_clients: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""FedMix: a mixture of a few experts, all of which go to all clients.
+"""FedMix: a mixture of a few experts, all of which every client gets.
 
 Reisser et al., "Federated Mixture of Experts", 2021, as Farhat et al. compare with it: its gate
 sees the same embeddings as DDOME's.

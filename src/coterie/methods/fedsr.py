@@ -1,4 +1,4 @@
-"""FedSR: FedAvg of a network whose representation is random and holds little beside the label.
+"""FedSR: FedAvg of a network with a random representation that holds little but the label.
 
 Nguyen, Torr and Lim, "FedSR: A Simple and Effective Domain Generalization Method for Federated
 Learning", NeurIPS 2022.

@@ -27,23 +27,22 @@ CLIENTS = "clients"  # N
 
 @dataclass(frozen=True)
 class Scaffold(Averaged, OneAdapter):
-    """Clients step along g_i(y_i) - c_i + c from x, with control variates c_i of their own, which
-    stay with them, and c of the server.
+    """Clients step along g_i(y_i) - c_i + c from x, with their own control variates c_i, which they
+    keep, and c of the server.
 
     c_i becomes the mean gradient of the round, c_i - c + (x - y_i) / (K eta_l) (option II); the
     server takes x <- x + eta_g mean(y_i - x) and c <- c + |S|/N mean(c_i^+ - c_i). Messages are
     twice as large as FedAvg's, both ways.
 
-    Steps are plain gradient descent at the recipe's learning rate, whatever its momentum is. With
-    classical momentum x - y_i would be 1 / (1 - beta) times what K eta_l says, and control
-    variates, too large by that, blow up; momentum that averages gradients does no harm. Where the
-    other methods have classical momentum, SCAFFOLD's steps are that much shorter: a rate of its own
-    does it justice.
+    Steps are plain gradient descent at the recipe's learning rate, whatever its momentum. Classical
+    momentum would make x - y_i 1 / (1 - beta) times what K eta_l says, and control variates too
+    large by that blow up; momentum that averages gradients does no harm. Where other methods have
+    classical momentum, SCAFFOLD's steps are shorter by that factor: it needs a learning rate of its
+    own.
 
-    The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, who were
-    there at the start.
-    The authors' experiments use an eta_g of 1; beyond it, averaged running variances could become
-    negative.
+    The server's state holds the model by its names, `control/<name>`, c, and `clients`, N, the
+    number of clients at the start. The authors' experiments use an eta_g of 1; beyond it, averaged
+    running variances could become negative.
     """
 
     serves_unseen_clients: ClassVar[bool] = True

@@ -61,7 +61,7 @@ class Nodes:
         return {client for client, node in self.by_client.items() if node in alive}
 
     def _meet(self) -> set[str]:
-        """Ask new nodes for their clients and record answers, without waiting; return hellos."""
+        """Ask nodes for their clients and record answers, without waiting; return new hellos."""
         alive, now = self.transport.nodes(), time.monotonic()
         waiting = {node for node, _ in self._greeted.values()}
         new = [
