@@ -1,4 +1,4 @@
-"""The networks of `models.generalising`: a plain one, and what is trained besides it."""
+"""The networks of `models.generalising`: a plain one, and modules trained alongside it."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from coterie.models.networks import initial
 
 
 class Extended(nn.Module):
-    """A plain network, `base`, and what is trained besides it. A linear `head` classifies features,
-    (B, e): the plain network's own, or a new one if it sees other features, as for texts.
+    """A plain network, `base`, and modules trained alongside it. A linear `head` classifies
+    features, (B, e): the plain network's own, or a new one if it sees other features, as for texts.
     """
 
     def __init__(self, base: Any, width: int, classes: int) -> None:

@@ -17,7 +17,7 @@ TextBatch = Tensor | ChatBatch
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows of token ids, and which of their tokens count."""
+    """Rows of token ids, and masks of the tokens that count."""
 
     ids: Tensor  # (B, C + 1) int64
     predictions: int  # number of counted targets

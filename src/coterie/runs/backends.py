@@ -219,7 +219,7 @@ def _long(prepared: Prepared) -> bool:
 
 
 def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """Return a function that measures a short forward pass with so many threads, in seconds."""
+    """Return a function that measures a short forward pass with that many threads, in seconds."""
     client = prepared.site.client(prepared.clients[0], {})
     split, embed = client.data.train, client.model.embed
 

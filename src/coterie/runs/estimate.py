@@ -152,7 +152,7 @@ def _router(prepared: Prepared, steps: int) -> float:
 
 
 class _Trial:
-    """A round of few clients and at most so many local iterations, scaled up to all."""
+    """A round of few clients and at most `steps` local iterations, scaled up to all."""
 
     def __init__(self, prepared: Prepared, steps: int) -> None:
         self.prepared, self.steps = prepared, max(steps, 1)

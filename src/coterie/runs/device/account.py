@@ -2,8 +2,7 @@
 so it does not depend on a server's memory.
 
 It counts the privacy spent by replies with noise, the answered exchanges of secure aggregation,
-each of which is answered once, and different answers in a round. It also fixes each run's recipe as
-it was at the beginning.
+each of which is answered once, and different answers in a round. It also fixes each run's recipe.
 """
 
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class OutgoingReply:
 @dataclass(frozen=True)
 class Account:
     """The account of a device, a file that survives process exit and power cuts. A damaged or
-    missing one, or one older than an anchor, is refused, not started anew.
+    missing one, or one older than an anchor, is refused, not replaced.
     """
 
     path: Path  # see `LedgerFiles`
@@ -121,7 +120,7 @@ def described(home: Path, limits: Limits) -> str:
 
 
 def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None:
-    """Refuse what the account forbids by itself. Raises Refused."""
+    """Refuse a reply that the account forbids. Raises Refused."""
     run = ledger.runs.get(leaving.run)
     if run is None and limits.runs is not None and len(ledger.runs) >= limits.runs:
         raise Refused(

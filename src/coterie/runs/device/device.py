@@ -109,7 +109,7 @@ class Device:
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
         """Answer a request: the text of a `Request`, and its tensors as safetensors bytes, or b"".
-        There always is a reply; one with a `problem` has no tensors.
+        Returns a reply in any case; one with a `problem` has no tensors.
         """
         request: Request | None = None
         try:

@@ -57,7 +57,7 @@ def mark(folder: Path) -> None:
 
 
 def confirm(folder: Path) -> None:
-    """Mark a run as wanted for itself: it keeps all its files."""
+    """Mark a run as wanted on its own account: it keeps all its files."""
     (folder / CANDIDATE).unlink(missing_ok=True)
 
 

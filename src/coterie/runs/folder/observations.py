@@ -30,8 +30,8 @@ class Exchange:
 
 
 class Observations:
-    """The folder `audit/` of a run: what was sent in so many of the last training exchanges (None:
-    in all), for `coterie audit`. It never leaves this machine.
+    """The folder `audit/` of a run: what was sent in the last `most` training exchanges (None: in
+    all), for `coterie audit`. It never leaves this machine.
     """
 
     def __init__(self, folder: Path, most: int | None) -> None:

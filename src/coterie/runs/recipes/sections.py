@@ -205,7 +205,7 @@ class ClassifierSection(_Classifying):
     norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
-        """Return the network for images of (channels, height, width) and so many classes."""
+        """Return the network for images of (channels, height, width) and this number of classes."""
         return NetworkShape(self.network, inputs, classes, self.hidden, self.norm, self.width)
 
     def common_shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
@@ -234,7 +234,7 @@ class TextClassifierSection(_Classifying):
     length: Annotated[int, Field(ge=1, description="most tokens of a text")] = 64
 
     def shape(self, classes: int) -> TextShape:
-        """Return the network for so many classes."""
+        """Return the network for this number of classes."""
         return TextShape(self.base, classes, self.length)
 
     def common_shape(self, classes: int) -> TextShape:
