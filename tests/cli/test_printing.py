@@ -23,7 +23,7 @@ from coterie.core.printing import printable
 from coterie.deploy import command
 from coterie.deploy.link import Link
 from coterie.deploy.supernode import Node, Supervisor
-from coterie.engines.flower.nodes import told
+from coterie.engines.flower.nodes import described
 from coterie.personal.classifier import Prediction
 from coterie.personal.ui import terminal as personal_terminal
 from coterie.reports.html import write_report
@@ -129,7 +129,7 @@ def test_tables_of_clients_and_groups(row: dict[str, Any], groups: dict[str, flo
 
 
 def test_what_a_device_says_of_its_problems() -> None:
-    said = told(TensorError(EVIL, EVIL))
+    said = described(TensorError(EVIL, EVIL))
     assert clean(said)
     assert len(said.split("\n")) == 2  # the problem, and below it the remedy
 

@@ -22,7 +22,7 @@ from coterie.core.protocol import Ask, Replies
 from coterie.core.threads import ThreadChoice, Usage, Watch, choose
 from coterie.engines import InProcess
 from coterie.reports.progress import Terminal
-from coterie.runs import backends, shared
+from coterie.runs import backends
 from coterie.runs import run as runs
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
@@ -148,7 +148,7 @@ def test_a_watch_tells_own_work_from_that_of_others() -> None:
 @pytest.fixture
 def several(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has two threads, and whose number nobody has chosen."""
-    for name in threads.SAID:
+    for name in threads.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(2)
     yield
@@ -167,8 +167,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list
         return ThreadChoice(number, others)
 
     monkeypatch.setattr(backends, "choose", trial)
-    for room in (backends, shared):
-        monkeypatch.setattr(room, "clients_at_once", lambda prepared: 1)
+    monkeypatch.setattr(backends, "clients_at_once", lambda prepared: 1)
     return made
 
 
