@@ -121,7 +121,7 @@ def test_clients_on_gpus_have_one_each_whatever_the_servers_is(
     def simulated(clients: int, threads: int, handle: object, accelerators: int) -> None:
         found.extend((threads, accelerators))
 
-    def engine(recipe: Any, *rest: object) -> None:
+    def engine(recipe: Any, *rest: object, **options: object) -> None:
         found.insert(0, recipe.model.device)
 
     monkeypatch.setattr(simulation, "simulated", simulated)

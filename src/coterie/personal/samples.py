@@ -145,7 +145,7 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
         )
     files = [
         file
-        for file in files_of(path)
+        for file in (files_of(path) if path.is_dir() else [path])
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     if not files:
