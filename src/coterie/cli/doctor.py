@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import typer
@@ -88,6 +87,9 @@ def _guarded(look: Callable[[], Check]) -> Check:
 
 def _package(name: str) -> Check:
     """Check that a package that every run needs is installed."""
+    # imported here, as `coterie --help` imports this file and not that one
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return Check(name, version(name))
     except PackageNotFoundError:
