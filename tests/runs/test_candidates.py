@@ -1,9 +1,11 @@
 """What is left on the disk of the runs of a search: results of all, models of the chosen alone."""
 
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import coterie
 from coterie.core.errors import RecipeError
@@ -190,3 +192,28 @@ def test_runs_are_found_again_once_a_recipe_has_a_field_more() -> None:
     later = LaterRecipe.model_validate(today.model_dump(mode="json"))
     assert digest(later) == digest(today)
     assert digest(later.model_copy(update={"extra": 1})) != digest(today)
+
+
+KEPT = Path(__file__).parents[2] / "benchmarks/results/runs"
+
+
+def test_runs_kept_in_the_repository_are_found_again() -> None:
+    """One run of each recipe and method, without the fields that recipes no longer have."""
+    seen = set[tuple[str, str]]()
+    for path in sorted(KEPT.glob("*.tar.xz"))[-4:]:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                *_, problem, folder, _, name = Path(member.name).parts
+                method, _, expected = folder.rpartition("-")
+                if name != "recipe.yaml" or (problem, method) in seen:
+                    continue
+                seen.add((problem, method))
+                file = archive.extractfile(member)
+                assert file is not None
+                kept = yaml.safe_load(file.read())
+                kept.pop("curve_windows", None)
+                kept["data"].pop("unseen_anchors", None)
+                if kept["data"]["kind"].startswith("agnews"):
+                    kept["data"].pop("exclude_pretraining")
+                assert digest(recipes.validate(kept, "kept")) == expected, member.name
+    assert len(seen) > 20

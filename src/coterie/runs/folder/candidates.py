@@ -2,10 +2,12 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from coterie.core.checksums import SUMS
 from coterie.core.errors import Refused
@@ -35,9 +37,22 @@ def digest(recipe: Recipe) -> str:
     settings = asdict(recipe.build_method()).items()
     method = {key: value for key, value in settings if value is not None}
     rest = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
-    section = rest | {"method": method}
+    section = rest | {"method": method, "data": _as_before(rest["data"])}
     text = json.dumps(section, sort_keys=True, default=lambda rule: rule.model_dump(mode="json"))
     return blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def _as_before(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a data section with the fields of the first kept runs: those that were constants then
+    are there, and those that came later are not where they change nothing.
+    """
+    later = {"control_tokens": "text"}  # those of the kept runs have none in their texts
+    section = {key: value for key, value in data.items() if later.get(key) != value}
+    if "anchors" in data:
+        section["unseen_anchors"] = 2
+    if data["kind"].startswith("agnews"):
+        section["exclude_pretraining"] = False
+    return section
 
 
 def folder_of(recipe: Recipe, root: Path) -> Path:
