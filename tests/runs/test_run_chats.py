@@ -209,10 +209,10 @@ def test_an_audit_scores_conversations(base: Path, texts: Path, tmp_path: Path) 
 
 
 def test_a_device_reads_no_file_that_a_server_names(tmp_path: Path) -> None:
-    from coterie.runs.device.device import _own
+    from coterie.runs.device.device import _with_own_paths
 
     section = {"data": {"kind": "folders", "chat_template": "/etc/hostname"}, "model": {}}
     with pytest.raises(Refused, match="not read here"):
-        _own(section, None, None)
+        _with_own_paths(section, None, None)
     section["data"]["chat_template"] = CHATML
-    assert _own(section, str(tmp_path), None)["data"]["chat_template"] == CHATML
+    assert _with_own_paths(section, str(tmp_path), None)["data"]["chat_template"] == CHATML
