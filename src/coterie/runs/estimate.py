@@ -28,6 +28,7 @@ from coterie.runs.scoring import CURVE_ROWS
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
 LONG_S = 2.0  # where a round of one client takes longer, it is not measured with more
+WHOLE_S = 0.5  # a round of all clients that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
 
@@ -63,7 +64,11 @@ def estimate(prepared: Prepared) -> Estimate:
     seconds = 0.0
     if method.rounds:
         if trial.repeated(min(1, steps), 1) < LONG_S:
-            trial.repeated(steps, FEW)
+            took = trial.repeated(steps, FEW)
+            # small networks of many clients compute as one batch: fewer cost more for each
+            whole, clients = method.local_steps, len(prepared.clients)
+            if took * whole / steps * clients / FEW < WHOLE_S:
+                trial.repeated(whole, clients)
         per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
         seconds = method.rounds * _iterations(prepared) * per_step
     every = recipe.evaluate_every
