@@ -1,22 +1,14 @@
 """The targets of `make fuzz` run on their own seeds, without the fuzzer."""
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-TARGETS = Path(__file__).parents[1] / "fuzz/targets.py"
+from script_modules import module_at
 
 
 @pytest.fixture(scope="module")
 def targets() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("targets", TARGETS)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at("fuzz/targets.py")
 
 
 def test_every_target_takes_its_own_seeds(targets: ModuleType) -> None:

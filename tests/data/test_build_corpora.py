@@ -3,7 +3,6 @@ here in the same formats.
 """
 
 import gzip
-import importlib.util
 import json
 import re
 import sys
@@ -14,6 +13,7 @@ from types import ModuleType
 from xml.sax.saxutils import quoteattr
 
 import pytest
+from script_modules import module_at
 
 from coterie.data import Multilingual, Topics
 from coterie.data.origins import MULTILINGUAL, TOPICS
@@ -38,12 +38,7 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("build_corpora", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at("scripts/build_corpora.py")
 
 
 def write(folder: Path, files: dict[str, str]) -> Path:

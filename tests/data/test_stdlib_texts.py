@@ -1,7 +1,6 @@
 """The script that writes the text of the quickstart, and what it wrote."""
 
 import gzip
-import importlib.util
 import json
 import sys
 import sysconfig
@@ -9,21 +8,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from script_modules import module_at
 
 from coterie.data.corpora import MODULES
 from coterie.data.pretraining import STDLIB_TOPICS
 
-SCRIPT = Path(__file__).parents[2] / "scripts/stdlib_texts.py"
-
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("stdlib_texts", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at("scripts/stdlib_texts.py")
 
 
 def rows_of(data: bytes) -> list[dict[str, str]]:

@@ -1,22 +1,15 @@
 """Runs that are kept for other machines: what a table reads of them, and nothing twice."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks/kept_runs.py"
+from script_modules import module_at
 
 
 @pytest.fixture(scope="module")
 def kept_runs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kept_runs", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return module_at("benchmarks/kept_runs.py")
 
 
 def write_run(folder: Path, name: str, *files: str) -> Path:

@@ -1,6 +1,5 @@
 """The table of regret, on runs written here whose figures can be worked out by hand."""
 
-import importlib.util
 import json
 import math
 import sys
@@ -9,20 +8,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from script_modules import ROOT, module_at
 
 
 @pytest.fixture(scope="module")
 def regret() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        spec = importlib.util.spec_from_file_location("regret", BENCHMARKS / "regret.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield module_at("benchmarks/regret.py")
         for name in ("common", "federations"):
             sys.modules.pop(name, None)
 
