@@ -74,12 +74,13 @@ def base(shape: str, blocks: int) -> nn.Module:
     )
 
 
-def experts(module: Mixture) -> list[dict[str, tuple[Tensor, Tensor]]]:
+def experts(module: Mixture, dtype: torch.dtype) -> list[dict[str, tuple[Tensor, Tensor]]]:
+    """The experts' A and B by layer, in the dtype that the base computes in."""
     stacks = [
         getattr(module, role) for role in ("generalist", "specialist") if hasattr(module, role)
     ]
     return [
-        {name: (lora.A[j], lora.B[j]) for name, lora in stack.items()}
+        {name: (lora.A[j].to(dtype), lora.B[j].to(dtype)) for name, lora in stack.items()}
         for stack in stacks
         for j in range(len(stack["down"].A))
     ]
@@ -102,7 +103,12 @@ def naive(module: Mixture) -> Forward:
             zip((*module.first, "down"), map(weight, (*frozen.first, frozen.down)), strict=True)
         )
         y: Tensor = oracle.mixture(
-            tokens, layers, experts(module), weights, module.gamma, frozen.activation.forward
+            tokens,
+            layers,
+            experts(module, x.dtype),
+            weights,
+            module.gamma,
+            frozen.activation.forward,
         )
         return y.view_as(x)
 
@@ -115,12 +121,12 @@ def autograd(module: Mixture) -> Forward:
     """
 
     def forward(x: Tensor, frozen: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
-        (loras,) = experts(module)
+        (loras,) = experts(module, x.dtype)
 
         def layer(frozen: nn.Module, name: str, x: Tensor) -> Tensor:
             A, B = loras[name]
             y: Tensor = frozen(x) + module.gamma * nn.functional.linear(
-                nn.functional.linear(x, A.to(x.dtype)), B.to(x.dtype)
+                nn.functional.linear(x, A), B
             )
             return y
 

@@ -120,12 +120,19 @@ def test_a_seed_on_the_device_is_used_and_put_back() -> None:
     assert torch.equal(module.get_rng_state(DEVICE).cpu(), before.cpu())
 
 
-def close(found: Any, wanted: Any) -> None:
+# Adam divides by what a gradient was so far: where that is near zero, rounding shows. On an H200
+# one of Ditto's 1,472 values was 4e-5 away.
+ROUNDING = 1e-4
+# singular vectors turn by rounding divided by the distance of their singular values
+COARSER = {"flexlora": 5e-4}
+
+
+def close(found: Any, wanted: Any, atol: float) -> None:
     """Whether tensors are those of the CPU, but for rounding."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         if isinstance(value, Tensor):
-            torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=2e-5)
+            torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=atol)
 
 
 QUICK = ("comigs-1gxs", "cobo", "ddome")
@@ -136,17 +143,17 @@ QUICK = ("comigs-1gxs", "cobo", "ddome")
 )
 def test_every_method(case: str, base: Path) -> None:
     """Two rounds: the server's state, what clients remember, and scores."""
-    method, done = method_of(case), 0
+    method, done, atol = method_of(case), 0, COARSER.get(case, ROUNDING)
     for world in (partial(texts, base), pictures):
         here = world(torch.device("cpu"))
         if here.refuses(method):
             continue
         done += 1
         wanted, found = (Run(method, own).rounds(method.rounds) for own in (here, world(DEVICE)))
-        close(found.server, wanted.server)
+        close(found.server, wanted.server, atol)
         states = [dict(run.engine.states()) for run in (found, wanted)]
         for i in wanted.clients:
-            close(*(dict(own.get(i, {})) for own in states))
+            close(*(dict(own.get(i, {})) for own in states), atol)
     assert done
 
 

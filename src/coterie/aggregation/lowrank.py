@@ -92,7 +92,9 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     truncated.
 
     The factors of the sum are the stacked B_i and A_i, so that after a QR decomposition of each
-    only a small matrix is decomposed. Computed in float64, returned in the dtype of the terms.
+    only a small matrix is decomposed. Computed in float64, returned in the dtype of the terms. Of
+    the two signs that a pair of singular vectors may have, the largest entry of the left one is
+    positive: libraries and devices choose differently.
     """
     exact = [(weight, devices.exact(A), devices.exact(B), A[:0]) for weight, (A, B) in terms]
     left = torch.cat([weight * B for weight, _, B, _ in exact], dim=2)
@@ -100,7 +102,10 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     Q1, R1 = torch.linalg.qr(left)
     Q2, R2 = torch.linalg.qr(right.mT)
     U, S, Vh = torch.linalg.svd(R1 @ R2.mT, full_matrices=False)
-    A, B = Vh @ Q2.mT, (Q1 @ U) * S[:, None, :]
+    directions = Q1 @ U
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))  # (count, 1, k)
+    signs = torch.where(largest < 0, -1.0, 1.0).to(largest)
+    A, B = signs.mT * (Vh @ Q2.mT), directions * (signs * S[:, None, :])
     like = exact[0][3]
     return resized(A, rank, 1).to(like), resized(B, rank, 2).to(like)
 

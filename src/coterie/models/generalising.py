@@ -151,7 +151,8 @@ class StochasticClassifier(ExtendedClassifier):
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
     ) -> tuple[Tensor, Sequence[Objective]]:
         mean, spread = self.network.represent(x)
-        z = mean + spread * torch.randn_like(mean)
+        # drawn on the CPU, whose generator gives the same numbers whatever the device
+        z = mean + spread * torch.randn(mean.shape, dtype=mean.dtype).to(mean.device)
         logits = self.network.head(z)
         divergence = normal_divergence(mean, spread, *self.network.reference(y)).mean()
         norm = self.layout.l2 * z.square().sum(dim=1).mean()

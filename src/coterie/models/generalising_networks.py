@@ -131,7 +131,8 @@ class Adversarial(Extended):
 
     def generate(self, y: Tensor) -> Tensor:
         """Return (B, e) features of the classes of (B,) labels, generated from uniform noise."""
-        noise = torch.rand(len(y), self.noise, device=y.device)
+        # drawn on the CPU, whose generator gives the same numbers whatever the device
+        noise = torch.rand(len(y), self.noise).to(y.device)
         drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
         return drawn
 
