@@ -79,7 +79,8 @@ def prepared(text: str, source: str, known: Mapping[str, str]) -> str:
         name = f"{Path(source).stem}.ipynb"
         text = re.sub(r"^```text title=.*$", "```text", text, flags=re.MULTILINE)
         text += f"\n---\n\n[This page as a notebook]({name}), with its outputs.\n"
-    return typeset(text) if source.startswith(("docs/methods/", "docs/tutorials/")) else text
+    formulas = ("docs/methods/", "docs/tutorials/", "docs/theory.md")
+    return typeset(text) if source.startswith(formulas) else text
 
 
 def made() -> list[str]:

@@ -62,6 +62,7 @@ NAVIGATION: list[Entry] = [
             {"How statements are judged": "tables.md"},
             {"From the papers to the code": "paper-index.md"},
             {"Never worse than alone": "research.md"},
+            {"Mixed predictions, proven": "theory.md"},
             {"Quickstart": "results/quickstart.md"},
             {"Speed and scale": "results/suite.md"},
             {"Benchmarks": "benchmarks.md"},
