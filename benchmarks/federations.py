@@ -9,6 +9,7 @@ import gzip
 import json
 import os
 import random
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,33 @@ FOLDERS: Mapping[str, Writer] = {
         "letters": ("templates", 1500),
     },
 }
+# Of `never_worse.py`: languages, trades, and code beside prose, in unlike amounts.
+PEOPLE: Mapping[str, Writer] = {
+    "own-languages": {
+        "catalan": ("multilingual:ca", 8000),
+        "spanish": ("multilingual:es", 3000),
+        "french": ("multilingual:fr", 5000),
+        "dutch": ("multilingual:nl", 12000),
+    },
+    "own-trades": {
+        "physician": ("trades:physician", 3000),
+        "lawyer": ("trades:lawyer", 5000),
+        "engineer": ("trades:engineer", 8000),
+        "broker": ("trades:broker", 8000),
+    },
+    "own-code-prose": {
+        "programmer": ("topics:code", 12000),
+        "beginner": ("topics:code", 2500),
+        "novelist": ("topics:books", 8000),
+        "reader": ("topics:books", 2500),
+    },
+}
+TRADES = {  # words of news that one trade reads and the others do not
+    "physician": r"hospital|patients?|doctors?|disease|drug|vaccine|cancer|medical|surgery|clinic",
+    "lawyer": r"court|judge|lawsuit|jury|trial|prosecutors?|attorney|sued|ruling|verdict",
+    "engineer": r"software|server|chips?|processor|linux|microsoft|wireless|browser|network",
+    "broker": r"stocks?|shares|profit|dollar|investors?|earnings|quarter|prices",
+}
 CHARACTERS = 4  # of a token, at most: folders hold at least as much text as is asked for
 
 
@@ -122,16 +150,29 @@ def _documents(source: str) -> Sequence[str]:
     if corpus == "templates":
         return _templates()
     root = Path(os.environ["COTERIE_DATA"])
+    if corpus == "trades":
+        texts = (row["text"] for row in _rows(root / "ag_news"))
+        return [text for text in texts if _trade(text) == category]
     file, column = {
         "news": ("ag_news", "label"),
         "topics": ("topics", "topic"),
         "multilingual": ("multilingual", "language"),
     }[corpus]
-    with gzip.open(root / file / "train.jsonl.gz", "rt") as lines:
-        rows = [json.loads(line) for line in lines]
-    found = [row["text"][:1500] for row in rows if str(row[column]) == category]
+    found = [row["text"][:1500] for row in _rows(root / file) if str(row[column]) == category]
     random.Random(0).shuffle(found)
     return found
+
+
+def _rows(corpus: Path) -> list[dict[str, Any]]:
+    with gzip.open(corpus / "train.jsonl.gz", "rt") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _trade(text: str) -> str | None:
+    """Return the trade with two words in a text at least, and twice those of any other."""
+    words = {trade: len(re.findall(rf"\b({of})\b", text.lower())) for trade, of in TRADES.items()}
+    second, first = sorted(words.values())[-2:]
+    return max(words, key=lambda i: words[i]) if first >= max(2, 2 * second) else None
 
 
 def _templates() -> Sequence[str]:
