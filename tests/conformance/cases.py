@@ -3,7 +3,7 @@ joins with one line.
 """
 
 from coterie.methods import METHODS, Method
-from coterie.runs.recipes.method_section import build_method
+from coterie.methods.section import build_method
 
 CASES: dict[str, dict[str, object]] = {
     "pretrained": {},

@@ -20,7 +20,7 @@ from coterie.core.tensors import Tensors, from_bytes, to_bytes
 from coterie.engines.flower.engine import Flower
 from coterie.engines.messages import MOST_HEADER, Reply, Request, parsed
 from coterie.methods import Method
-from coterie.runs.recipes.method_section import build_method
+from coterie.methods.section import build_method
 from coterie.runs.recipes.recipe import Recipe, load
 
 SETTINGS = [

@@ -627,7 +627,7 @@ def test_equal_budgets(backbone: Backbone) -> None:
     """Every row of Table 2 that trains has the parameters of 1G1S, but for the router; FFA-LoRA
     trains only the Bs.
     """
-    from coterie.runs.recipes.method_section import build_method
+    from coterie.methods.section import build_method
 
     base = Layout(rank=4)
     sizes = {

@@ -19,8 +19,8 @@ from coterie.methods.base import Method
 from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CoMiGSPool
 from coterie.methods.oracle import Oracle
+from coterie.methods.section import build_method
 from coterie.methods.templates import Aggregating
-from coterie.runs.recipes.method_section import build_method
 
 IDS = ("ann", "ben", "cleo", "dan", "eve")
 CLUSTERS = {"ann": 0, "ben": 0, "cleo": 1, "dan": 1, "eve": 1}

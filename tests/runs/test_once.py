@@ -7,9 +7,9 @@ import pytest
 
 from coterie.data.images import Images
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.section import build_method
 from coterie.reports.progress import Callback
 from coterie.runs.problems.prepare import share_data
-from coterie.runs.recipes.method_section import build_method
 from coterie.runs.recipes.recipe import load
 from coterie.runs.run import execute_all, run
 

@@ -35,6 +35,7 @@ from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedsalora import FedSALoRA
+from coterie.methods.section import build_method
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
@@ -42,7 +43,6 @@ from coterie.runs.device.account import ACCOUNT, Account
 from coterie.runs.device.device import Device
 from coterie.runs.device.limits import Limits, LocalPrivacy
 from coterie.runs.problems.prepare import prepare
-from coterie.runs.recipes.method_section import build_method
 from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.run import run
 

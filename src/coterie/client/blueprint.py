@@ -1,7 +1,7 @@
 """The server's view of the model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from coterie.client.interfaces import Trainable
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.roles import EXPERT, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, parts_of
 from coterie.models.lora import LoRA
 
 
@@ -31,6 +31,10 @@ class Blueprint:
     # each client's true cluster, if known: for oracles
     clusters: Mapping[ClientId, int] | None = None
     anchors: Sequence[ClientId] = ()  # the q-th client is tied to expert q
+
+    def part(self, name: str) -> "Blueprint":
+        """Return the view of one part of a method that trains several models of each client."""
+        return replace(self, layouts=parts_of(name, self.layouts))
 
     def read(self, *roles: Role) -> Tensors:
         """Return the initial values of the shared tensors."""

@@ -23,6 +23,7 @@ from coterie.core.tensors import Named, Tensors
 from coterie.core.threads import check_stopped
 from coterie.data.splits import Batch, Numbers, Split
 from coterie.models.classifier import Classifier
+from coterie.models.predictions import Prediction
 
 
 @dataclass
@@ -269,6 +270,13 @@ class Client(BoundClient):
     def score_part(self, split: Split, windows: int) -> Tensor:
         """Return `score` of so many rows, evenly spaced over the split."""
         return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
+
+    def predictions(self, split: Split, windows: int | None = None) -> list[Prediction]:
+        """Return the model's predictions on a split, or on so many rows evenly spaced over it."""
+        if windows is None:
+            return list(self.model.predictions(self.batches(split)))
+        rows = split.take(self._part(split, windows)).split(self._rows)
+        return list(self.model.predictions(iter(rows)))
 
     def losses(self, split: Split, windows: int) -> Tensor:
         """Return each row's loss of `score_part`, (rows,), weighted to have its mean."""

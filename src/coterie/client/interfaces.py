@@ -10,6 +10,7 @@ from coterie.client.settings import Training
 from coterie.core.roles import Role
 from coterie.core.tensors import Tensors
 from coterie.models.lora import LoRA
+from coterie.models.predictions import Prediction
 
 Metrics = dict[str, object]
 Gradients = tuple[list[Tensor], dict[str, Tensor]]  # with what was measured: loss, balance
@@ -55,6 +56,7 @@ class Model(Protocol):
     # the gradients of each example, if the model can give them
     @property
     def per_example(self) -> Callable[[Any, list[nn.Parameter]], Gradients] | None: ...
+    def predictions(self, batches: Iterator[Any]) -> Iterator[Prediction]: ...
     def score(self, batches: Iterator[Any]) -> Tensor: ...
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from coterie.client.client import Client
 from coterie.client.interfaces import Metrics, Model
 from coterie.client.outbound import Outbound
+from coterie.client.parts import ClientOfParts
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
 from coterie.core import devices
@@ -19,6 +21,7 @@ from coterie.core.errors import ClientError, CoterieError, Divergence, Refused
 from coterie.core.profiling import span
 from coterie.core.protocol import (
     MOST_SCORES,
+    PARTS,
     ClientId,
     Sends,
     State,
@@ -27,9 +30,9 @@ from coterie.core.protocol import (
     find_task,
 )
 from coterie.core.roles import EXPERT, Role
-from coterie.core.tensors import Named, Tensors
+from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.data.federation import ClientData
-from coterie.models.layout import Layout
+from coterie.models.layout import Layout, PartsLayout, parts_of
 
 # prefixes of the keys of a client's state that a stateless client drops
 _OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", EXPERT_IDS)
@@ -49,14 +52,22 @@ class Site:
     total_iterations: int  # T * L
     outbound: Outbound | None = None  # processes replies; None: they are sent unchanged
     models: dict[Layout, Model] = field(default_factory=dict)
+    _parts: "dict[str, Site]" = field(default_factory=dict)  # see `part`
     _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
 
     def model(self, id: ClientId) -> Model:
-        """Return the model that clients of this layout take turns in."""
-        layout = self.layouts[id]
-        if layout not in self.models:
-            self.models[layout] = self.build(layout)
-        return self.models[layout]
+        """Return the model that clients of this layout take turns in; of parts, the first's."""
+        layouts = self.layouts[id].models
+        for layout in layouts:
+            if layout not in self.models:
+                self.models[layout] = self.build(layout)
+        return self.models[layouts[0]]
+
+    def part(self, name: str) -> "Site":
+        """Return the place of one part of a method that trains several models of each client."""
+        if name not in self._parts:
+            self._parts[name] = replace(self, layouts=parts_of(name, self.layouts), _parts={})
+        return self._parts[name]
 
     def twin(self) -> "Site":
         """Return a copy for another thread, with its own models on the base's weights."""
@@ -66,13 +77,49 @@ class Site:
                 self.models[layout] = self.build(layout)
             return deepcopy(self.models[layout])
 
-        return replace(self, build=copied, models={}, _known={})
+        return replace(self, build=copied, models={}, _parts={}, _known={})
 
     def client(self, id: ClientId, state: State, **task: Any) -> Client:
         """Return the client `id` with its state, and the settings of a task."""
         settings = {"total_iterations": self.total_iterations} | task
         return Client(
             id, self.model(id), self.data[id], self.training, state, self.seed, **settings
+        )
+
+    def clients(self, id: ClientId, state: State) -> Client | ClientOfParts:
+        """Return the client `id` with its state, whether a method trains one model of it or
+        several.
+        """
+        if not isinstance(layout := self.layouts[id], PartsLayout):
+            return self.client(id, state)
+        return ClientOfParts(
+            id, state, {name: partial(self.part(name).client, id) for name, _ in layout.parts}
+        )
+
+    def _at_task(
+        self, method: Any, id: ClientId, round: int, phase: int, seeded: bool, state: State
+    ) -> Client | ClientOfParts:
+        """Return a client with its state during a task of a method, whose random numbers start
+        anew for each part.
+        """
+        if method.methods:
+            clients: dict[str, Any] = {
+                name: partial(self.part(name)._at_task, part, id, round, phase, seeded)
+                for name, part in method.methods.items()
+            }
+            return ClientOfParts(id, state, clients)
+        if seeded:
+            devices.seed(derive_seed(self.seed, round, phase, id), self.model(id).device)
+        steps = method.steps_of(self.data[id].train.windows, self.training.batch_size)
+        return self.client(
+            id,
+            state,
+            round=round,
+            round_steps=steps,
+            total_iterations=method.rounds * steps,
+            sanitizer=None
+            if self.outbound is None
+            else self.outbound.sanitizer(method, steps, round, phase, id),
         )
 
     def _unshared(
@@ -122,9 +169,11 @@ class Site:
 
     def end(self, state: State, method: Any) -> None:
         """Drop the model from a stateless client's state after a task."""
-        if method.stateless or self.training.stateless:
-            for key in [key for key in state if key.startswith(_OF_THE_MODEL)]:
-                del state[key]
+        for part, model in (method.methods or {"": method}).items():
+            if model.stateless or self.training.stateless:
+                of_the_model = tuple(f"{part}/{key}".lstrip("/") for key in _OF_THE_MODEL)
+                for key in [key for key in state if key.startswith(of_the_model)]:
+                    del state[key]
 
     def measured(self, metrics: Metrics) -> Metrics:
         """Metrics as they leave a client."""
@@ -141,6 +190,19 @@ class Site:
         phase: int,
     ) -> Tensors:
         """Return a reply as it leaves a client. Raises Refused for an unshared tensor."""
+        if PARTS in task:  # each part's reply as that method's
+            its = zip(method.methods.items(), task.split(PARTS), strict=True)
+            replies = (
+                prefixed(
+                    name,
+                    self.part(name).leaving(
+                        part, part_task, id, under(name, sent), under(name, reply), round, phase
+                    ),
+                )
+                for (name, part), part_task in its
+                if part_task
+            )
+            return {name: tensor for named in replies for name, tensor in named.items()}
         scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
             if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):
@@ -179,22 +241,11 @@ class Site:
         with ExitStack() as stack:
             if seeded:
                 stack.enter_context(devices.forked(device))
-                devices.seed(derive_seed(self.seed, round, phase, id), device)
             stack.enter_context(span(f"{task} {id}"))
             try:
                 if self.outbound is not None:
                     self.outbound.check(find_task(method, task))
-                steps = method.steps_of(self.data[id].train.windows, self.training.batch_size)
-                client = self.client(
-                    id,
-                    state,
-                    round=round,
-                    round_steps=steps,
-                    total_iterations=method.rounds * steps,
-                    sanitizer=None
-                    if self.outbound is None
-                    else self.outbound.sanitizer(method, steps, round, phase, id),
-                )
+                client = self._at_task(method, id, round, phase, seeded, state)
                 reply = find_task(method, task)(client, tensors)
                 reply = self.leaving(method, task, id, tensors, reply, round, phase)
                 return reply, self.measured(client.metrics())

@@ -25,6 +25,7 @@ ReplySpec = Callable[[Named], Named]
 _SENDS, _BATCHED = "__coterie_sends__", "__coterie_batched__"
 MOST_SCORES = 64  # numbers in a reply that is called scores: more could smuggle out a model
 MOST_COUNTS = 2  # integers beside an update
+PARTS = "+"  # between the names of tasks that a client does for one part of a method each
 PROTECTS = "It protects its owner, whatever the run asks for: see docs/privacy.md."
 F = TypeVar("F", bound=Task)
 R = TypeVar("R")

@@ -6,12 +6,13 @@ from typing import Any, ClassVar
 
 from coterie.client.client import Client
 from coterie.client.interfaces import Metrics
+from coterie.client.parts import ClientOfParts
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import Tensors
 from coterie.engines.messages import Member
 
 # writes a client's personal model, which needs these tensors besides
-Write = Callable[[Client, Tensors], None]
+Write = Callable[[Client | ClientOfParts, Tensors], None]
 
 
 class Listener:

@@ -115,7 +115,7 @@ class InProcess(Engine):
     def keep(self, ask: Ask, round: int, write: Write) -> None:
         self.answer(ask, round, -1)
         for i, tensors in ask.to.items():
-            write(self.site.client(i, dict(self.kept[i])), tensors)
+            write(self.site.clients(i, dict(self.kept[i])), tensors)
 
     def states(self) -> Mapping[ClientId, State]:
         return self.kept

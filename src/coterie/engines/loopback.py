@@ -51,7 +51,7 @@ class Loopback(Engine):
     def keep(self, ask: Ask, round: int, write: Write) -> None:
         self.answer(ask, round, -1)
         for i, tensors in ask.to.items():
-            write(self.site.client(i, from_bytes(self._states[i])), tensors)
+            write(self.site.clients(i, from_bytes(self._states[i])), tensors)
 
     def states(self) -> Mapping[ClientId, State]:
         return {i: from_bytes(state) for i, state in self._states.items()}

@@ -106,6 +106,12 @@ _SHIPPED: Mapping[str, Entry] = {
         "beyond the papers: FedAvg, and beside it a mixture of one's own that is pulled to its "
         "mean as far as validation says",
     ),
+    "interpolation": Entry(
+        "interpolation.Interpolation",
+        "Interpolation",
+        "Mansour et al., Three Approaches for Personalization with Applications to Federated "
+        "Learning: the predictions of several methods' models, mixed",
+    ),
     "comigs-pool": _comigs(
         "CoMiGS with a pool",
         "beyond the papers: CoMiGS with M generalists at the server, of which a gate picks K for "

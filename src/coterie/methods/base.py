@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
 import torch
 from pydantic import ConfigDict, Field
@@ -58,6 +58,11 @@ class Method(ABC):
             description="epochs over a client's own data per round, in place of local_steps",
         ),
     ] = None
+
+    @property
+    def methods(self) -> Mapping[str, "Method"]:
+        """The methods that train at once, by name, if it is made of several; else {}."""
+        return {}
 
     def steps(self, client: AnyClient) -> int:
         """Return the local iterations of a client in a round, see `steps_of`."""
@@ -169,6 +174,15 @@ class Method(ABC):
         default none, right after its last local iteration.
         """
         return {i: {} for i in clients}
+
+    def score_spec(self, scores: Tensors) -> Tensors:
+        """Return the form of a score's reply, from that of one model's."""
+        return scores
+
+    def score_part(self, client: Any, tensors: Tensors, rows: int) -> Tensor:
+        """Return the score of so many rows of test data, with `tensors` on loan."""
+        with client.borrowing(self.loadable(client, tensors)):
+            return cast(Tensor, client.score_part(client.test, rows))
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:

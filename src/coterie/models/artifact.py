@@ -26,6 +26,7 @@ Content = Literal["text", "chats"]
 FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
 CLASSIFIER = "classifier"  # the kind of a client's model that is a classifier
+MIXTURE = "mixture"  # the kind that is several models in folders below, predictions mixed
 CHECKSUMS = {"checksums": SUMS}  # in client.json: none of a model that an earlier coterie saved
 FOREIGN = "It was changed by hand, or written by another version of coterie."
 
@@ -73,6 +74,36 @@ def write(folder: Path, weights: str, tensors: Named, content: Mapping[str, Any]
     with replaced(folder) as new:
         save_tensors(new / weights, tensors, {"format": "pt"})
         write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, **content})
+
+
+@dataclass(frozen=True)
+class AboutMixture:
+    """The content of `client.json` of models whose predictions are mixed, with an `Origin`."""
+
+    client: str
+    weights: Mapping[str, float]  # by part
+    method: str
+    recipe: str
+    round: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        sound = all(0 <= weight <= 1 for weight in self.weights.values())
+        if len(self.weights) < 2 or not sound or abs(sum(self.weights.values()) - 1) > 1e-6:
+            raise ValueError(f"weights {dict(self.weights)} of parts do not sum to 1")
+
+
+def save_mixture(folder: Path, client: str, weights: Mapping[str, float], origin: Origin) -> None:
+    """Write what mixes the models in the folders of these parts. Raises SaveError."""
+    with replaced(folder) as new:
+        about = AboutMixture(client, weights, **vars(origin))
+        write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, "kind": MIXTURE} | asdict(about))
+
+
+def read_mixture(folder: Path) -> AboutMixture:
+    """Return `client.json` of models whose predictions are mixed. Raises CheckpointError."""
+    content = {k: v for k, v in read_about_json(folder).items() if k != "kind"}
+    return checked(AboutMixture, content, folder)
 
 
 def verify(folder: Path) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, Role, by_role
 from coterie.core.tensors import Tensors
@@ -16,6 +15,7 @@ from coterie.data.examples import Examples
 from coterie.models.lora import LoRA
 from coterie.models.network_tensors import check, statistics, training
 from coterie.models.networks import Network, Shape
+from coterie.models.predictions import Prediction, score_of
 from coterie.models.vectorised import Stacked, unflatten
 
 
@@ -215,19 +215,18 @@ class Classifier:
                 points, inputs.view(x.shape), labels.view(y.shape), running
             )
 
-    @torch.no_grad()
+    def predictions(self, batches: Iterable[Examples]) -> Iterator[Prediction]:
+        """Yield each batch's log-probabilities, (B, classes), and labels, (B,)."""
+        for batch in batches:
+            x, y = self.checked(batch)
+            with torch.no_grad():
+                yield self.network(x).log_softmax(dim=1), y
+
     def score(self, batches: Iterable[Examples]) -> Tensor:
         """Return (3,) float64 on the CPU: the summed negative log-likelihood of labels in nats, the
         number of examples, and the number classified correctly.
         """
-        total = devices.exact(torch.zeros(3, device=self.device))
-        for batch in batches:
-            x, y = self.checked(batch)
-            logits = self.network(x)
-            nll = devices.exact(cross_entropy(logits, y, reduction="none")).sum()
-            right = devices.exact(logits.argmax(dim=1) == y).sum()
-            total += torch.stack([nll, torch.full_like(nll, len(y)), right])
-        return total.cpu()
+        return score_of(self.predictions(batches))
 
     def flops(self) -> int:
         """Return the floating-point operations of one example's forward pass."""

@@ -19,6 +19,7 @@ from coterie.models.layout import ABSENT, Layout
 from coterie.models.lora import LoRA
 from coterie.models.network_tensors import check_trained, training
 from coterie.models.per_example import CopiedAdapter, copies
+from coterie.models.predictions import Prediction, score_of
 from coterie.models.routing import Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch, Windows, nll_by_row, nll_of, nll_sum
@@ -189,21 +190,22 @@ class LanguageModel:
             self.backbone.hidden(self.backbone.checked(ids))
         return torch.stack([decision.weights.view(*ids.shape, -1) for decision in record])
 
-    @torch.no_grad()
-    def score(self, batches: Iterable[TextBatch]) -> Tensor:
-        """Return (2,) float64: the summed negative log-likelihood in nats, and the number of
-        predicted tokens.
+    def predictions(self, batches: Iterable[TextBatch]) -> Iterator[Prediction]:
+        """Yield each batch's log-probabilities of the right tokens, (T, 1), and zeros, (T,).
 
         Batches are (B, C + 1) int64 each, or conversations, of which only counted tokens are
-        scored.
+        predicted.
         """
-        total, tokens = devices.exact(torch.zeros((), device=self.backbone.device)), 0
-        with self._using():
-            for batch in batches:
-                windows = Windows.of(self.backbone, batch)
-                total += devices.exact(nll_of(self.backbone, windows)).sum()
-                tokens += windows.predictions
-        return torch.tensor([float(total), tokens], dtype=torch.float64)
+        for batch in batches:
+            with torch.no_grad(), self._using():
+                nll = nll_of(self.backbone, Windows.of(self.backbone, batch))
+            yield -nll[:, None], torch.zeros_like(nll, dtype=torch.int64)
+
+    def score(self, batches: Iterable[TextBatch]) -> Tensor:
+        """Return (2,) float64: the summed negative log-likelihood in nats, and the number of
+        predicted tokens, see `predictions`.
+        """
+        return score_of(self.predictions(batches))
 
     def gradient(
         self, batch: TextBatch, wrt: Sequence[nn.Parameter], micro_batch: int | None = None

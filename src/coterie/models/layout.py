@@ -1,6 +1,7 @@
 """The structure of a client's model: experts by role, ranks, and routing."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -90,6 +91,11 @@ class Layout:
         ]:
             raise ModelError(f"adapter layout: {'; '.join(mistakes)}", f"Found {self}.")
 
+    @property
+    def models(self) -> "tuple[Layout, ...]":
+        """The layouts of the client's models: one, unless a method trains several."""
+        return (self,)
+
     def factors(self, role: Role) -> tuple[Role, Role]:
         """Return the roles of A and B of a low-rank update of an expert with this role."""
         return BACKBONE if self.frozen_a else role, SPECIALIST if self.local_b else role
@@ -146,6 +152,29 @@ class Layout:
         if not self.balance_coefficients or self.balance_weight == 0:
             return False
         return len(set(self.balance_coefficients)) > 1 or self.active < self.experts
+
+
+@dataclass(frozen=True)
+class PartsLayout(Layout):
+    """The layouts of a client's models, by the parts of the method that trains several."""
+
+    parts: tuple[tuple[str, Layout], ...] = ()
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Layout]) -> "PartsLayout":
+        """Return the layout that counts the experts of all parts."""
+        counts = [(part.generalists, part.specialists) for part in parts.values()]
+        generalists, specialists = map(sum, zip(*counts, strict=True))
+        return cls(generalists, specialists, routing="equal", parts=tuple(parts.items()))
+
+    @property
+    def models(self) -> tuple[Layout, ...]:
+        return tuple(layout for _, layout in self.parts)
+
+
+def parts_of(name: str, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return the layout of one part of each client's."""
+    return {i: dict(of.parts)[name] for i, of in layouts.items() if isinstance(of, PartsLayout)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A client's share of a server's pool: K of M experts, and the gate (DDOME, Section 4)."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from coterie.models.common import CommonExpert
 from coterie.models.layout import ABSENT, GateTarget, PoolLayout
 from coterie.models.lora import LoRA
 from coterie.models.networks import NetworkShape, Shape
+from coterie.models.predictions import Prediction
 
 _T = TypeVar("_T", bound=Tensor)
 
@@ -208,6 +209,12 @@ class PoolClassifier:
     def score(self, batches: Iterable[Examples]) -> Tensor:
         """See `Classifier.score`."""
         return self.judge(batches)[0]
+
+    def predictions(self, batches: Iterable[Examples]) -> Iterator[Prediction]:
+        """See `Classifier.predictions`."""
+        for batch in batches:
+            outputs = self.predict(batch)[0]
+            yield outputs, batch.y.to(outputs.device)
 
     @torch.no_grad()
     def judge(self, batches: Iterable[Examples]) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,11 @@ from typing import Literal, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
-from coterie.models.artifact import ABOUT, CLASSIFIER, read_about_json
+from coterie.models.artifact import ABOUT, CLASSIFIER, MIXTURE, read_about_json
 from coterie.models.backbone import Backbone
 from coterie.personal.classifier import PersonalClassifier
 from coterie.personal.many import ManyModels
+from coterie.personal.mixture import PersonalMixture
 from coterie.personal.model import PersonalModel
 
 Personal = PersonalModel | PersonalClassifier
@@ -52,8 +53,9 @@ def load(
         Refused: A base is given for a model without one, or the model has no updates to merge.
     """
     folder = folder_of(run, client)
-    if read_about_json(folder).get("kind") != CLASSIFIER:
-        return PersonalModel.load(
+    kind = read_about_json(folder).get("kind")
+    if kind != CLASSIFIER:
+        return (PersonalMixture if kind == MIXTURE else PersonalModel).load(
             folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged
         )
     if backbone is not None or merged:

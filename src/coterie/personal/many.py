@@ -8,7 +8,7 @@ and Punica (Chen et al. 2024) do for single LoRAs.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, overload
 
 import torch
@@ -18,6 +18,7 @@ from coterie.core.errors import ModelError
 from coterie.data.chats import ChatTemplate
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.slots import Attachable
+from coterie.personal.inference.mixed import Mixed
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference
@@ -51,7 +52,17 @@ class ManyModels:
             )
         (self.backbone,) = backbones.values()
         self._places = {client: place for place, client in enumerate(self.models)}
-        self._stacks = Stacks.of([model.adapter for model in self.models.values()], self.backbone)
+        # models with fewer parts than others repeat one of theirs, without weight
+        self.parts = max(len(model.adapters) for model in self.models.values())
+        of_each = [
+            [*model.adapters, *[model.adapters[0]] * (self.parts - len(model.adapters))]
+            for model in self.models.values()
+        ]
+        self._weights = torch.zeros(len(of_each), self.parts, dtype=torch.float64)
+        for row, model in zip(self._weights, self.models.values(), strict=True):
+            row[: len(model.weights)] = model.weights
+        self._all = Stacks.of(list(chain.from_iterable(of_each)), self.backbone)
+        self._stacks = self._mixed(self._all, self._weights)
         self._chosen: dict[tuple[str, ...], Attachable] = {}
         self._inference = TextInference(
             self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
@@ -84,7 +95,8 @@ class ManyModels:
         Raises:
             ModelError: A client is unknown, or there is not one client for each row.
         """
-        adapter = self._of(clients, len(input_ids))
+        # caches of mixed models have a text's rows side by side, whatever texts are beside it
+        adapter = self._of(clients, len(input_ids), apart=self.parts > 1)
         return self._inference.forward(adapter, input_ids, inputs)
 
     @overload
@@ -139,9 +151,14 @@ class ManyModels:
             for client, words in zip(texts, suggestions, strict=True)
         }
 
-    def _of(self, clients: Sequence[str], rows: int) -> Attachable:
+    @staticmethod
+    def _mixed(stacks: Stacks, weights: Tensor) -> Attachable:
+        """Return adapters, which are mixed if each model has several."""
+        return stacks if weights.shape[1] == 1 else Mixed(stacks, weights)
+
+    def _of(self, clients: Sequence[str], rows: int, apart: bool = False) -> Attachable:
         """Return the adapter that computes each row by its client's model. Consecutive rows of the
-        same client form one group if all groups are equally long.
+        same client form one group if all groups are equally long, unless each is to be one.
         """
         if not len(clients) == rows > 0:
             raise ModelError(
@@ -151,15 +168,19 @@ class ManyModels:
             raise ModelError(
                 f"no model of client {unknown[0]!r}", f"There are: {', '.join(self.models)}."
             )
-        groups = tuple(clients[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))])
-        if len(groups) == 1:
+        groups = tuple(clients)
+        if not apart:
+            groups = groups[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))]
+        if len(groups) == 1 and self.parts == len(self.models[groups[0]].adapters):
             return self.models[groups[0]].fast
         if groups == tuple(self.models):
             return self._stacks
         adapter = self._chosen.pop(groups, None)
         if adapter is None:
-            places = [self._places[client] for client in groups]
-            adapter = self._stacks.select(torch.tensor(places, device=self.backbone.device))
+            places = torch.tensor([self._places[client] for client in groups])
+            parts = places[:, None] * self.parts + torch.arange(self.parts)
+            stacks = self._all.select(parts.flatten().to(self.backbone.device))
+            adapter = self._mixed(stacks, self._weights[places])
         self._chosen[groups] = adapter
         if len(self._chosen) > CHOICES:
             self._chosen.pop(next(iter(self._chosen)))

@@ -14,6 +14,7 @@ from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
+from coterie.models.adapter import Adapter
 from coterie.models.artifact import (
     WEIGHTS,
     About,
@@ -26,6 +27,7 @@ from coterie.models.artifact import (
 )
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
+from coterie.models.slots import Attachable
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
@@ -51,6 +53,7 @@ class PersonalModel:
         self.language, self.about, self._merged = language, about, merged
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
+        self.weights = torch.ones(1, dtype=torch.float64)  # of the predictions of `adapters`
         self._inference = self._new_inference()
 
     def _new_inference(self) -> TextInference:
@@ -107,7 +110,8 @@ class PersonalModel:
         """
         if torch.device(device) != self.device:
             self.backbone.model.to(device)
-            self.adapter.to(device)
+            for adapter in self.adapters:
+                adapter.to(device)
             self.__dict__.pop("fast", None)  # made of tensors on the other device
             self._inference = self._new_inference()
         return self
@@ -127,8 +131,13 @@ class PersonalModel:
         """The names of the experts in the order of `routing`, see `expert_names`."""
         return expert_names(self.layout)
 
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters whose predictions are mixed: one."""
+        return [self.adapter]
+
     @cached_property
-    def fast(self) -> Stacks:
+    def fast(self) -> Attachable:
         """The adapter prepared for inference: a copy of its values, created on first use."""
         return Stacks.of([self.adapter], self.backbone, self._merged)
 

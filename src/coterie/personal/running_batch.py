@@ -141,7 +141,7 @@ class RunningBatch:
         self.waiting: deque[Continuation] = deque()
         self._prompts: _Prompts | None = None
         self._rows: list[_Row] = []
-        self._cache = RowCache(len(models.backbone.architecture.blocks))
+        self._cache = RowCache(len(models.backbone.architecture.blocks), models.parts)
 
     @property
     def busy(self) -> bool:

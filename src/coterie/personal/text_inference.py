@@ -12,6 +12,7 @@ from coterie.core.errors import ModelError
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.slots import Attachable
+from coterie.personal.inference.mixed import Mixed, attached
 from coterie.personal.sampling import check_temperature, not_usable, usable
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded
@@ -33,7 +34,7 @@ class TextInference:
 
     def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
         """Return the base's output for (B, C) ids and its other arguments."""
-        with self.backbone.using(adapter):
+        with attached(self.backbone, adapter):
             return self.backbone.model(ids.to(self.backbone.device), **self._moved(inputs))
 
     @torch.no_grad()
@@ -63,7 +64,13 @@ class TextInference:
         # transformers warns without a padding token
         if generation.pad_token_id is None:
             arguments = {"pad_token_id": generation.eos_token_id} | arguments
-        with self.backbone.using(adapter):
+        beams = settings.get("num_beams", generation.num_beams) or 1
+        if isinstance(adapter, Mixed) and beams > 1:
+            raise ModelError(
+                f"{self._whose} mixes the predictions of several, which no beams can search",
+                "Set num_beams to 1.",
+            )
+        with attached(self.backbone, adapter):
             return cast(Tensor, self.backbone.model.generate(**self._moved(arguments)))
 
     def _checked(self, ids: Tensor, scores: Tensor) -> Tensor:

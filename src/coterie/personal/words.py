@@ -26,6 +26,7 @@ from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable
+from coterie.personal.inference.mixed import Mixed, attached
 from coterie.personal.sampling import not_usable, usable
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 
@@ -115,7 +116,10 @@ class Words:
                     for i, search in enumerate(searches)
                     for row in search.before(rows)
                 ]
-                cache.batch_select_indices(torch.tensor(parents, device=self.backbone.device))
+                places = torch.tensor(parents, device=self.backbone.device)
+                if isinstance(adapter, Mixed):
+                    places = adapter.places(places, before * len(searches))
+                cache.batch_select_indices(places)
                 mask = (
                     None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
                 )
@@ -249,7 +253,7 @@ class Words:
             }
         )
         record: list[Routing] = []
-        with self.backbone.using(adapter, record):
+        with attached(self.backbone, adapter, record):
             output = self.backbone.model(
                 ids.flatten(0, 1),
                 past_key_values=cache,

@@ -214,7 +214,8 @@ class _Trial:
             devices.synchronise(client.model.device)
             seconds = time.monotonic() - begun
         windows = sum(client.valid.windows + client.test.windows for client in scored)
-        return seconds * windows / max(rows, 1)
+        models = len(self.prepared.site.layouts[id].models)
+        return models * seconds * windows / max(rows, 1)
 
     def _download(self, client: ClientId) -> Tensors:
         """Return what a client receives before it is scored."""

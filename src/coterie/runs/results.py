@@ -175,11 +175,11 @@ class ResultWriter:
         """Return parameters and work of one prediction; a model is built once per layout."""
         problem, trained = self.state.prepared.problem, self.state.method.total_iterations > 0
         if layout not in self._sizes:
-            model = problem.trainable(layout)
+            models = [problem.trainable(one) for one in layout.models]
             self._sizes[layout] = {
-                "trainable_parameters": model.trainable_parameters if trained else 0,
-                "active_parameters": model.active_parameters if trained else 0,
-                "flops_per_token": problem.flops(layout, trained),
+                "trainable_parameters": sum(m.trainable_parameters for m in models) * trained,
+                "active_parameters": sum(m.active_parameters for m in models) * trained,
+                "flops_per_token": sum(problem.flops(one, trained) for one in layout.models),
             }
         return self._sizes[layout]
 
@@ -209,7 +209,7 @@ class ResultWriter:
     def write_routing(self) -> None:
         """Write `routing.json`, see `LearningProblem.look`."""
         state = self.state
-        if not state.recipe.samples:
+        if not state.recipe.samples or state.method.methods:
             return
         states, scored, site = self.requests.engine.states(), set(state.scored), state.prepared.site
         clients = [i for i in states if i in scored]

@@ -7,7 +7,7 @@ import torch
 from coterie.core import metrics
 from coterie.core.errors import ClientError, Divergence
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive
-from coterie.core.result import Choices, Evaluation, Scores
+from coterie.core.result import Choices, Evaluation, PartScores, Scores
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.runs.folder.metrics import METRICS
@@ -35,7 +35,8 @@ class Scorer:
         self.requests.reporter.evaluating(state.round)
         received = self._to_score(state.round > 0 or not method.rounds)
         task = method.score_and_keep if self.keeps_best else method.score
-        replies = self.requests.ask(task, received, self._spec("valid", "test", "choices"))
+        spec = self._spec("valid", "test", "choices", "parts", "weights")
+        replies = self.requests.ask(task, received, spec)
         values = {i: state.prepared.problem.metric.scores(reply) for i, reply in replies.items()}
         for i, by_split in values.items():
             self.requests.write("score", i, by_split)
@@ -49,6 +50,7 @@ class Scorer:
                 **by_split,
                 gate_accuracy=self._choices(replies, [i]).gate_accuracy if gated else None,
                 experts=numbers_of_experts(received[i]) if gated else None,
+                parts=self._parts(replies[i]),
             )
             for i, by_split in values.items()
         }
@@ -84,6 +86,18 @@ class Scorer:
         return {
             g: {split: metrics.mean(values[i][split] for i in of) for split in ("valid", "test")}
             for g, of in members.items()
+        }
+
+    def _parts(self, reply: Tensors) -> dict[str, PartScores] | None:
+        """Return the scores and weights of the parts of a client's model, if it has any."""
+        if "parts" not in reply:
+            return None
+        of = self.state.prepared.problem.metric.of
+        return {
+            name: PartScores(weight=float(weight), valid=of(valid), test=of(test))
+            for name, weight, (valid, test) in zip(
+                self.state.method.methods, reply["weights"], reply["parts"], strict=True
+            )
         }
 
     def _choices(self, replies: Replies, clients: Iterable[ClientId]) -> Choices:
@@ -136,7 +150,7 @@ class Scorer:
     def recalled(self) -> dict[ClientId, tuple[int, Scores]]:
         """Have each client restore the model that it kept; return its round and scores."""
         state = self.state
-        spec = self._spec("valid", "test")
+        spec = self._spec("valid", "test", "parts", "weights")
         by_round = {evaluation.round: evaluation.clients for evaluation in state.evaluations}
         scored = [i for i in state.scored if any(i in of for of in by_round.values())]
         replies = self.requests.ask(
@@ -152,6 +166,7 @@ class Scorer:
                 **state.prepared.problem.metric.scores(reply),
                 gate_accuracy=None if before is None else before.gate_accuracy,
                 experts=None if before is None else before.experts,
+                parts=self._parts(reply),
             )
             recalled[i] = round, scores
         return recalled
@@ -202,16 +217,14 @@ class Scorer:
     def _score_part(self, id: ClientId, memory: State, received: Tensors) -> float:
         """Return a client's metric on a part of its test set, without side effects on it."""
         prepared = self.state.prepared
-        client = prepared.site.client(id, dict(memory))
-        with (
-            torch.random.fork_rng(devices=[]),
-            client.borrowing(prepared.method.loadable(client, received)),
-        ):
-            scores = client.score_part(client.test, CURVE_ROWS)
+        client = prepared.site.clients(id, dict(memory))
+        with torch.random.fork_rng(devices=[]):
+            scores = prepared.method.score_part(client, received, CURVE_ROWS)
             return prepared.problem.metric.of(scores)
 
     def _spec(self, *names: str) -> ReplySpec:
         """Return the form of the replies of a scoring task, restricted to these scores."""
         prepared = self.state.prepared
-        scores = prepared.problem.scores(prepared.site.layouts[self.state.scored[0]])
+        layout = prepared.site.layouts[self.state.scored[0]]
+        scores = prepared.method.score_spec(prepared.problem.scores(layout))
         return lambda sent: {name: tensor for name, tensor in scores.items() if name in names}

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from coterie.core.errors import Refused
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
-from coterie.runs.recipes.method_section import build_method
+from coterie.methods.section import build_method
 from coterie.testing import leaving, training, worlds
 from coterie.testing.run import Check, NotApplicable
 

@@ -74,7 +74,8 @@ class World:
         """Return why a method has no model here; None if it has."""
         try:
             for position in range(len(self.federation.clients)):
-                self.check(type(method).__name__, method.layout(position, BASE))
+                for layout in method.layout(position, BASE).models:
+                    self.check(type(method).__name__, layout)
         except ModelError as error:
             return error.problem.removeprefix("method.name: ")
         return None

@@ -10,6 +10,7 @@ from coterie.core.result.evaluation import (
     Curve,
     Evaluation,
     Mixture,
+    PartScores,
     Routing,
     Scores,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Machine",
     "MetricInfo",
     "Mixture",
+    "PartScores",
     "PrivacySpent",
     "Result",
     "Routing",

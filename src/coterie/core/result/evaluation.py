@@ -10,12 +10,21 @@ ROUTING = "routing.json"
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartScores(Record):
+    """The scores of one part of a client's model, and the weight of its predictions."""
+
+    weight: float
+    valid: float
+    test: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,
     and `test` is of a part of the test set.
     """
 
-    rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts")
+    rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts", "parts")
 
     valid: float | None = None
     test: float
@@ -23,6 +32,7 @@ class Scores(Record):
     test_loss: float | None = None
     gate_accuracy: float | None = None
     experts: Sequence[int] | None = None
+    parts: Mapping[str, PartScores] | None = None
 
     def to_json(self) -> Json:
         """Return the JSON object; with a gate, `gate_accuracy` is in it even if it is unknown."""

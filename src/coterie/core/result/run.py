@@ -45,6 +45,8 @@ class ClientResult(Costs, Scores):
         gate_accuracy: Percent of its samples that the gate gave to an expert of their class; None
             without a gate, and where experts have no anchors.
         experts: The numbers of a pool's experts that the client has; None without a pool.
+        parts: Of a method that mixes the predictions of several models: each one's weight and
+            scores.
         test_synced: As `test`, after one more synchronisation; None if the client could not be
             reached. A model kept by `keep: best` is not synchronised again: the value is `test`.
         kept_round: With `keep: best`, the number of rounds after which the kept model was scored;
@@ -60,7 +62,7 @@ class ClientResult(Costs, Scores):
         group: The group of a client that never trained; None for a client that trains.
     """
 
-    rare: ClassVar[Collection[str]] = ("experts", "group", "kept_round")
+    rare: ClassVar[Collection[str]] = ("experts", "parts", "group", "kept_round")
 
     valid: float
     test_synced: float | None = None

@@ -55,10 +55,12 @@ class _Layer(DynamicLayer):  # type: ignore[misc]  # transformers' types are not
 
 
 class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
-    """The cache of a running batch. Each row is a text; rows are numbered from 0 without gaps."""
+    """The cache of a running batch. Each row is a text; rows are numbered from 0 without gaps. Of
+    models whose predictions are mixed a text has a row of the buffers for each part.
+    """
 
-    def __init__(self, blocks: int) -> None:
-        self.columns = _Columns()
+    def __init__(self, blocks: int, parts: int = 1) -> None:
+        self.parts, self.columns = parts, _Columns()
         super().__init__(layers=[_Layer(self.columns) for _ in range(blocks)])
         self.lengths: list[int] = []  # tokens of each row
 
@@ -71,8 +73,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.lengths = lengths
         columns = slice(self.columns.end - length, self.columns.end)
         for layer, source_layer in zip(self.layers, source.layers, strict=True):
-            layer.keys[row, :, columns] = source_layer.keys[place, :, -length:]
-            layer.values[row, :, columns] = source_layer.values[place, :, -length:]
+            to, of = self._of(row), self._of(place)
+            layer.keys[to, :, columns] = source_layer.keys[of, :, -length:]
+            layer.values[to, :, columns] = source_layer.values[of, :, -length:]
         self._narrow()
 
     def drop(self, row: int) -> None:
@@ -81,8 +84,9 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         columns = slice(self.columns.end - self.lengths[last], self.columns.end)
         if row != last:
             for layer in self.layers:
-                layer.keys[row, :, columns] = layer.keys[last, :, columns]
-                layer.values[row, :, columns] = layer.values[last, :, columns]
+                to, of = self._of(row), self._of(last)
+                layer.keys[to, :, columns] = layer.keys[of, :, columns]
+                layer.values[to, :, columns] = layer.values[of, :, columns]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         self._narrow()
@@ -102,6 +106,10 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.columns.end += 1
         self.lengths = [length + 1 for length in self.lengths]
 
+    def _of(self, row: int) -> slice:
+        """Return the rows of the buffers of one text."""
+        return slice(row * self.parts, (row + 1) * self.parts)
+
     @property
     def _layer(self) -> _Layer:
         return cast(_Layer, self.layers[0])
@@ -114,6 +122,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         """Make room for a number of rows, for the longest of them, and for one more token."""
         keys, end = self._layer.keys, self.columns.end
         self.columns.begin = max(self.columns.begin, end - longest)
+        rows = rows * self.parts
         size = (0, 0) if keys is None else (keys.shape[0], keys.shape[2])
         if rows <= size[0] and longest <= end < size[1]:
             return

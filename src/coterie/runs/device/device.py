@@ -153,7 +153,7 @@ class Device:
             door.record(encoded, metrics)
             memory.commit(turn, state, request.rounds_kept)
             if request.action == "keep":
-                owner = prepared.site.client(client, dict(state))
+                owner = prepared.site.clients(client, dict(state))
                 models = folder / "clients" / names.encoded(client)
                 prepared.keep(owner, tensors, request.round, models)
         about = {"metrics": metrics, "state_bytes": nbytes(state), "note": note}

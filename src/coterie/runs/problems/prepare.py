@@ -1,5 +1,6 @@
 """A recipe with all that it names loaded and checked, on this machine or seen from a server."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +10,14 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
+from coterie.client.parts import ClientOfParts
 from coterie.client.site import Site
 from coterie.client.state import kept_round, recall
 from coterie.core.errors import DataError, RecipeError
 from coterie.core.extras import require
+from coterie.core.names import encoded
 from coterie.core.protocol import ClientId, protects_examples
-from coterie.core.tensors import Tensors
+from coterie.core.tensors import Tensors, under
 from coterie.data.canaries import PlantedCanaries, plant
 from coterie.data.chats.fields import ChatFields
 from coterie.data.federation import CENTRALIZED, Federation
@@ -54,10 +57,14 @@ class Prepared:
             federation.anchors,
         )
 
-    def keep(self, client: Client, tensors: Tensors, round: int, folder: Path) -> None:
+    def keep(
+        self, client: Client | ClientOfParts, tensors: Tensors, round: int, folder: Path
+    ) -> None:
         """Write a client's personal model after a round: the one that it kept, or else its state
         with these tensors. Raises SaveError.
         """
+        if isinstance(client, ClientOfParts):
+            return self._keep_parts(client, tensors, round, folder)
         client.bind()  # clients of one layout take turns in one model
         if (best_round := kept_round(client)) is None:
             client.load(self.method.loadable(client, tensors))
@@ -68,6 +75,34 @@ class Prepared:
             self.recipe.method["name"], self.recipe.name, round, self.recipe.seed
         )
         self.problem.keep(folder, client, self.site.layouts[client.id], origin)
+        return None
+
+    def _keep_parts(
+        self, client: ClientOfParts, tensors: Tensors, round: int, folder: Path
+    ) -> None:
+        """Write the models of the parts that have a weight: of one alone as any personal model, of
+        several in folders of their own, and how they are mixed. Raises SaveError.
+        """
+        weights = {name: weight for name, weight in client.weights.items() if weight}
+        for name in client.weights:
+            below = folder / encoded(name)
+            if name not in weights or len(weights) == 1:
+                shutil.rmtree(below, ignore_errors=True)  # of an earlier end of the run
+            if name in weights:
+                with client.part(name) as one:
+                    to = below if len(weights) > 1 else folder
+                    self._part(name).keep(one, under(name, tensors), round, to)
+        if len(weights) > 1:
+            recipe = self.recipe
+            origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
+            artifact.save_mixture(folder, client.id, weights, origin)
+
+    def _part(self, name: str) -> "Prepared":
+        """Return the same with one part of the method alone."""
+        recipe = self.recipe.model_copy(update={"method": {"name": name}})
+        return replace(
+            self, recipe=recipe, method=self.method.methods[name], site=self.site.part(name)
+        )
 
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
@@ -154,7 +189,7 @@ def _layouts(
         layouts = {i: method.layout(position, problem.base) for position, i in enumerate(clients)}
     except ValueError as error:
         raise RecipeError(f"recipe {recipe.name}", [f"method: {error}"]) from None
-    for layout in layouts.values():
+    for layout in dict.fromkeys(layout for of in layouts.values() for layout in of.models):
         problem.check(recipe.method["name"], layout)
     return layouts
 
@@ -201,12 +236,14 @@ def _check_privacy(
     """Refuse privacy settings that would not protect. Raises RecipeError."""
     if recipe.privacy is None:
         return
-    model = problem.trainable(layout)
+    model = problem.trainable(layout.models[0])
     mistakes = (
         _beyond_sums("privacy", recipe, method)
         if recipe.privacy.unit == "client"
         else _beyond_examples(recipe, method, model)
     )
+    if sum(bool(part.shared) for part in method.methods.values()) > 1:
+        mistakes.append("privacy: only one of the parts may send anything: each spends the budget")
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
         mistakes.append(
             "privacy: running statistics travel with the network, and noise would break them; "

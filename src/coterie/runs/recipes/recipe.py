@@ -21,9 +21,9 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.section import Section
 from coterie.methods import METHODS, Method, name_of
+from coterie.methods.section import build_method, unknown_method
 from coterie.runs import recipes
 from coterie.runs.recipes import dotted
-from coterie.runs.recipes.method_section import build_method, unknown_method
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
 from coterie.runs.recipes.sections import (
     EvaluatedClients,

@@ -1,0 +1,35 @@
+"""Predictions with what was right, and the score that they come to."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from coterie.core import devices
+
+# of a batch: log-probabilities, (n, classes), and the right class, (n,); of text only those of the
+# right token, (n, 1), and zeros
+Prediction = tuple[Tensor, Tensor]
+
+
+def score_of(predictions: Iterable[Prediction]) -> Tensor:
+    """Return a score, (2,) or with several classes (3,) float64 on the CPU: the summed negative
+    log-likelihood in nats, the number of predictions, and that of correct ones.
+    """
+    sums = []
+    for log_probs, right in predictions:
+        likelihood = devices.exact(log_probs.gather(1, right[:, None])).sum()
+        correct = devices.exact(log_probs.argmax(dim=1) == right).sum()
+        sums.append(torch.stack([-likelihood, torch.full_like(likelihood, len(right)), correct]))
+    total = torch.zeros_like(sums[0])
+    for of_batch in sums:
+        total += of_batch
+    return total.cpu().double()[: 3 if log_probs.shape[1] > 1 else 2]
+
+
+def together(by_part: Sequence[Sequence[Prediction]]) -> Prediction:
+    """Return several models' predictions of the same data: log-probabilities (P, n, classes) in
+    float64 and what is right, (n,), on the CPU.
+    """
+    log_probs = [torch.cat([p for p, _ in batches]).cpu().double() for batches in by_part]
+    return torch.stack(log_probs), torch.cat([right for _, right in by_part[0]]).cpu()
