@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, object]] = {
         "gamma": 3,
     },
     "comigs-elastic": {"rounds": 2, "local_steps": 2},
+    "interpolation": {"rounds": 2, "local_steps": 2, "parts": ["local", "fedavg"]},
     "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},
     "pfedmoe": {"rounds": 2, "local_steps": 2},
@@ -75,6 +76,12 @@ CASES: dict[str, dict[str, object]] = {
     "ddome": {"rounds": 2, "local_steps": 2, "pool": 3},
 }
 VARIANTS: dict[str, dict[str, object]] = {
+    "three parts": {
+        "name": "interpolation",
+        "rounds": 2,
+        "local_steps": 2,
+        "parts": ["local", "fedavg", {"name": "comigs-1g1s", "router_every": 1}],
+    },
     "generalist-favoured": {
         "name": "comigs",
         "rounds": 2,

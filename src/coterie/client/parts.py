@@ -8,7 +8,9 @@ import torch
 
 from coterie.client.client import Client
 from coterie.client.interfaces import Metrics
+from coterie.client.settings import Training
 from coterie.core.protocol import ClientId, State
+from coterie.core.roles import Role
 from coterie.core.tensors import Tensors, prefixed, under
 
 WEIGHTS = "weights"  # of the parts' predictions, (P,) float64 in the client's state
@@ -51,6 +53,33 @@ class ClientOfParts:
         self._metrics.pop(f"tokens/{name}", None)
         if tokens:
             self._metrics["tokens"] = tokens
+
+    @property
+    def training(self) -> Training:
+        return self._first.training
+
+    @property
+    def windows(self) -> int:
+        """Rows of training data."""
+        return self._first.windows
+
+    @property
+    def iteration(self) -> int:
+        """The local iterations of each part so far."""
+        return self._first.iteration
+
+    @property
+    def _first(self) -> Client:
+        name, client = next(iter(self.clients.items()))
+        return client(under(name, self.state))
+
+    def read(self, *roles: Role) -> Tensors:
+        """Return copies of all parts' tensors of these roles, `<part>/<name>`."""
+        read = Tensors()
+        for name in self.clients:
+            with self.part(name) as client:
+                read |= prefixed(name, client.read(*roles))
+        return read
 
     def bind(self) -> None:
         """Do nothing: the models of parts are bound in their turn."""

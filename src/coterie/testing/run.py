@@ -4,11 +4,11 @@ world, with the clause of the contract that each checks.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from typing import Any
 
 import torch
 
 from coterie.client.blueprint import Blueprint
-from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive
@@ -103,9 +103,9 @@ class Run:
             self.round += 1
         return self
 
-    def client(self, i: ClientId) -> Client:
-        """Return a client with its memory."""
-        return self.site.client(i, dict(self.engine.states()[i]))
+    def client(self, i: ClientId) -> Any:
+        """Return a client with its memory: a `Client` or `ClientOfParts`."""
+        return self.site.clients(i, dict(self.engine.states()[i]))
 
     def models(self) -> Mapping[ClientId, Tensors]:
         """Return what clients need to have a model: nothing, unless they keep none."""

@@ -120,7 +120,7 @@ def training_changes_the_clients(method: Method, world: World) -> None:
                 not remembered, f"client {i!r} kept {sorted(remembered)[:5]}, though `stateless`"
             )
             continue
-        before = run.site.client(i, {}).read(*OWNED)
+        before = run.site.clients(i, {}).read(*OWNED)
         after = run.client(i).read(*OWNED)
         changed = [name for name, t in after.items() if not torch.equal(t, before[name])]
         moved = any(name.endswith(("B", "weight")) for name in changed)
@@ -150,10 +150,11 @@ def only_shared_tensors_travel(method: Method, world: World) -> None:
     for i in run.engine.states():
         shared = run.client(i).read(*method.shared)
         everything = sum(t.numel() for t in shared.values())  # all of them as one vector
+        shared_names = tuple(name.replace("/", ".") for name in shared)
         for message in seen:
             for name, tensor in message.items():
                 # several models in one message have a prefix each; a figure is not a tensor
-                named = any(name.replace("/", ".").endswith(tensor_name) for tensor_name in shared)
+                named = name.replace("/", ".").endswith(shared_names)
                 figure = tensor.numel() <= 2 or tensor.shape == (everything,)
                 roles = ", ".join(method.shared) or "nothing"
                 require(named or figure, f"{name!r} was in a message, and {roles} is shared")
@@ -280,8 +281,8 @@ def _round_of_those_there(run: Run) -> None:
 def schedules_run_over_the_rounds(method: Method, world: World) -> None:
     """Check the final learning rates of clients that missed a round."""
     method = longer(method)
-    if not method.rounds or method.centralized:
-        raise NotApplicable("nobody trains, or everybody")
+    if not method.rounds or method.centralized or method.methods:
+        raise NotApplicable("nobody trains, or everybody, or several methods do")
     run = Run(method, world.one_by_one).rounds(method.rounds, draw=some)
     for i in run.clients:
         client = run.client(i)
@@ -312,8 +313,8 @@ def order_changes_nothing(method: Method, world: World) -> None:
 @clause("a single client is averaged with no other: it downloads its own values")
 def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
-    if method.server_steps:
-        raise NotApplicable("its server takes a step of its own, see `server_steps`")
+    if method.server_steps or method.methods:
+        raise NotApplicable("its server takes a step of its own, or it is several methods")
     if method.stateless:
         raise NotApplicable("its clients keep nothing that could be compared")
     (id,) = world.alone.federation.clients
