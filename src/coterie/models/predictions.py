@@ -27,7 +27,7 @@ def score_of(predictions: Iterable[Prediction]) -> Tensor:
     return total.cpu().double()[: 3 if log_probs.shape[1] > 1 else 2]
 
 
-def together(by_part: Sequence[Sequence[Prediction]]) -> Prediction:
+def joined(by_part: Sequence[Sequence[Prediction]]) -> Prediction:
     """Return several models' predictions of the same data: log-probabilities (P, n, classes) in
     float64 and what is right, (n,), on the CPU.
     """

@@ -15,7 +15,7 @@ from coterie.models.adapter import Adapter
 from coterie.models.artifact import AboutMixture, Origin, read_mixture, save_mixture, verify
 from coterie.models.backbone import Backbone
 from coterie.models.interpolation import interpolate
-from coterie.models.predictions import score_of, together
+from coterie.models.predictions import joined, score_of
 from coterie.models.slots import Attachable
 from coterie.personal.inference.mixed import Mixed
 from coterie.personal.inference.stacks import Stacks
@@ -67,7 +67,7 @@ class PersonalMixture(PersonalModel):
     def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
         batches = list(batches)
         by_part = [list(model.language.predictions(batches)) for model in self.parts.values()]
-        log_probs, right = together(by_part)
+        log_probs, right = joined(by_part)
         nll, tokens = score_of([(interpolate(log_probs, self.weights), right)]).tolist()
         return nll, int(tokens)
 

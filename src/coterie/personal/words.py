@@ -118,7 +118,7 @@ class Words:
                 ]
                 places = torch.tensor(parents, device=self.backbone.device)
                 if isinstance(adapter, Mixed):
-                    places = adapter.places(places, before * len(searches))
+                    places = adapter.cache_rows(places, before * len(searches))
                 cache.batch_select_indices(places)
                 mask = (
                     None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

@@ -39,8 +39,8 @@ class Mixed:
         apart = values.view(groups, 1, -1, *values.shape[1:])
         return apart.expand(-1, parts, *apart.shape[2:]).flatten(0, 2)
 
-    def places(self, rows: Tensor, count: int) -> Tensor:
-        """Return the places in a cache of `count` texts of these texts, (B,) int64, by part."""
+    def cache_rows(self, rows: Tensor, count: int) -> Tensor:
+        """Return the rows in a cache of `count` texts of these texts, (B,) int64, by part."""
         groups, parts = self.weights.shape
         each = count // groups
         group, row = rows // each, rows % each
