@@ -292,3 +292,43 @@ def test_the_result_and_its_tables_show_the_rounds(
     said = " ".join(capsys.readouterr().out.split())
     assert "best on its own validation data" in said
     assert "synced" not in said
+
+
+@pytest.mark.parametrize("method", ["comigs-1g1s", "interpolation", "fdlora"])
+def test_a_run_ends_when_no_validation_score_gets_better(
+    texts: Path, tiny_base: Path, tmp_path: Path, method: str
+) -> None:
+    """After the round that the scores by hand say; its models are those of the whole run's best
+    rounds until then, and what follows the last round is done.
+    """
+    recipe = of_texts(texts, tiny_base, "keep=best").with_method(method)
+    section = {**recipe.method, "rounds": 40}
+    whole = recipe.model_copy(update={"method": section})
+    patient = whole.model_copy(update={"patience": 2})
+    result = reported.run(patient, tmp_path / "patient")[-1]
+    every = reported.run(whole, tmp_path / "whole")[-1]
+
+    def series(evaluations: Any) -> list[list[float]]:
+        by_client = []
+        for i in evaluations[0].clients:
+            scores = [e.clients[i] for e in evaluations]
+            parts = scores[0].parts or {}
+            by_client += [[s.parts[p].valid for s in scores] for p in parts] or [
+                [s.valid for s in scores]
+            ]
+        return by_client
+
+    rounds = [e for e in every.evaluations if e.round <= result.rounds]
+    turned = [min(v[:-2]) <= min(v[-2:]) for v in series(rounds)]
+    before = [min(v[:-2]) <= min(v[-2:]) for v in series(rounds[:-1])]
+    assert result.rounds < 40
+    assert all(turned)
+    assert not all(before)
+    assert [e.test for e in result.evaluations[: len(rounds)]] == [e.test for e in rounds]
+    assert len(result.evaluations) - len(rounds) == (method == "fdlora")
+
+
+def test_patience_needs_validation_scores() -> None:
+    for field in ("keep=last", "evaluate_every=0"):
+        with pytest.raises(Refused, match="patience: needs keep: best"):
+            load("quickstart", ["keep=best", "evaluate_every=1", field, "patience=3"])

@@ -16,6 +16,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, tr
 from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import nbytes
 from coterie.core.threads import computing
+from coterie.methods import Method
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import RecordedInputs
@@ -71,7 +72,8 @@ class Execution:
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
         # what decides the values of a run: a checkpoint is of one of these alone
-        decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE)
+        later = set[str]() if recipe.patience else {"patience"}  # older checkpoints are without it
+        decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE | later)
         if fingerprint := prepared.problem.fingerprint:
             decisive["common_expert"] = fingerprint
         self.checkpoints = Checkpoints(folder / "checkpoints", decisive)
@@ -104,9 +106,11 @@ class Execution:
             if self.scorer.keeps_best and not state.evaluations and rounds:
                 self._evaluate()
             profiled = min(state.round + 1, rounds - 1)
-            while state.round < rounds:
+            while state.round < rounds and not self.scorer.turned():
                 self.profile.begin(state.round == profiled)
                 self.one_round()
+            if state.round < rounds:
+                self._end_early()
             if not state.evaluations or state.evaluations[-1].round != state.round:
                 self.profile.begin(True)
                 self._evaluate()
@@ -137,7 +141,7 @@ class Execution:
         for i in sorted(self.requests.answered):
             state.progress["took_part"][i] = state.progress["took_part"].get(i, 0) + 1
         if state.round + 1 == method.rounds:
-            state.server = drive(method.finish(state.server, present), self._exchange)
+            self._finish()
         state.round += 1
         if self._due(self.recipe.curve_every):
             self._add_point()
@@ -147,6 +151,25 @@ class Execution:
             self._save()
         self.profile.end()
         self.reporter.round(state.round)
+
+    def _end_early(self) -> None:
+        """Do what follows the last round, and score it, if the method has anything to do then."""
+        state = self.state
+        self.requests.noted(
+            "the server",
+            f"training ends after round {state.round} of at most {state.method.rounds}: no "
+            f"validation score was better in the last {self.recipe.patience} evaluations",
+        )
+        methods = state.method.methods.values() or (state.method,)
+        if any(type(method).finish is not Method.finish for method in methods):
+            self._finish()
+            self._evaluate()
+
+    def _finish(self) -> None:
+        """Do what follows the last round."""
+        state = self.state
+        present = self.recipe.present(state.clients, state.round)
+        state.server = drive(state.method.finish(state.server, present), self._exchange)
 
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """Carry out one exchange of a round and count its bytes."""

@@ -1,5 +1,6 @@
 """Scores of a run's clients: evaluations, points of curves, and models of their best rounds."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -72,6 +73,30 @@ class Scorer:
             )
         )
         self.requests.reporter.evaluated(state.round, means)
+
+    def turned(self) -> bool:
+        """Return whether no client's validation score, nor any part's, has been better than before
+        for `patience` evaluations.
+        """
+        patience, series = self.state.recipe.patience, dict[tuple[ClientId, str], list[float]]()
+        if patience is None or self.state.round == 0:
+            return False
+        for evaluation in self.state.evaluations:
+            for i, scores in evaluation.clients.items():
+                parts = (scores.parts or {}).items()
+                valids = dict[str, float | None]((name, part.valid) for name, part in parts)
+                for name, valid in (valids or {"": scores.valid}).items():
+                    series.setdefault((i, name), []).append(float(valid or math.nan))
+        metric = self.state.prepared.problem.metric.about
+        return all(
+            len(values) > patience
+            and not metrics.better(
+                metrics.best(values[-patience:], metric),
+                metrics.best(values[:-patience], metric),
+                metric,
+            )
+            for values in series.values()
+        )
 
     def _means(
         self, members: Mapping[str, Sequence[ClientId]], values: Values

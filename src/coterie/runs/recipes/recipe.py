@@ -90,6 +90,15 @@ class Recipe(BaseModel):
             "score was best, that before the first round included"
         ),
     ] = "last"
+    patience: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            description="with keep: best, evaluations in a row at which no client's validation "
+            "score, nor that of a part of its model, is better than before; then a run ends. null: "
+            "it does all rounds",
+        ),
+    ] = None
     curve_every: Annotated[
         int | None,
         Field(
@@ -252,6 +261,12 @@ class Recipe(BaseModel):
         ]:
             raise Mistakes("\n".join(mistakes))
         return names
+
+    @model_validator(mode="after")
+    def _check_patience(self) -> "Recipe":
+        if self.patience is not None and (self.keep != "best" or not self.evaluate_every):
+            raise Mistakes("patience: needs keep: best, and evaluate_every of at least 1")
+        return self
 
     @model_validator(mode="after")
     def _check_kinds(self) -> "Recipe":
