@@ -12,7 +12,7 @@ from torch import Tensor
 import coterie
 from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.core.errors import ModelError, RecipeError, TensorError
-from coterie.core.protocol import PARTS, Sends, declared, find_task
+from coterie.core.protocol import PARTS, Sends, declared, drive, find_task
 from coterie.core.tensors import Tensors, under
 from coterie.methods import Method
 from coterie.methods.section import build_method
@@ -34,7 +34,11 @@ def interpolation(*parts: Any, **fields: Any) -> Method:
 
 def scored(run: Run, task: str) -> dict[str, Tensors]:
     """The clients' replies to a scoring task after the last round."""
-    tensors = run.method.personal(run.server, run.clients)
+    method = run.method
+    tensors = method.personal(run.server, run.clients)
+    if method.stateless:
+        adaptation = method.adapt(run.server, run.clients)
+        tensors = drive(adaptation, lambda ask, phase: run.engine.answer(ask, run.round, -2))
     replies = {}
     for i in run.clients:
         state = run.engine.states()[i]
@@ -44,8 +48,13 @@ def scored(run: Run, task: str) -> dict[str, Tensors]:
 
 @pytest.mark.parametrize(
     ("world", "parts"),
-    [(language(), TEXTS), (pictures().one_by_one, ("local", "fedavg", "cobo", "scaffold"))],
-    ids=["texts", "pictures"],
+    [
+        (language(), TEXTS),
+        (language(), ("fedavg", {"name": "comigs-pool", "router_every": 1})),
+        (pictures().one_by_one, ("local", "fedavg", "cobo", "scaffold", "ifca")),
+        (pictures().one_by_one, ("fedavg", {"name": "ddome", "pool": 3})),
+    ],
+    ids=["texts", "texts, a pool", "pictures", "pictures, a pool"],
 )
 def test_each_part_is_that_method_alone_bit_for_bit(world: Any, parts: tuple[Any, ...]) -> None:
     """The server's state, the clients', and the scores by which each keeps its best round."""

@@ -36,9 +36,10 @@ class Interpolation(OfParts):
     ] = PRIOR
 
     def score_spec(self, scores: Tensors) -> Tensors:
-        count = len(self.methods)
-        sums = torch.empty(count, len(scores), *scores["test"].shape, dtype=torch.float64)
-        return scores | {"parts": sums, WEIGHTS: torch.empty(count, dtype=torch.float64)}
+        sums = torch.stack([scores["valid"], scores["test"]]).expand(len(self.methods), -1, -1)
+        weights = torch.empty(len(self.methods), dtype=torch.float64)
+        whole = {name: scores[name] for name in ("valid", "test")}  # no choices of a pool's gate
+        return whole | {"parts": sums, WEIGHTS: weights}
 
     @task(Sends.SCORES)
     def score(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]

@@ -1,9 +1,9 @@
 """The base class of methods that are several methods at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from coterie.client.parts import ClientOfParts
 from coterie.client.settings import Training
 from coterie.core.protocol import (
     PARTS,
+    Adaptation,
     Ask,
     ClientId,
     Replies,
@@ -31,6 +32,7 @@ from coterie.methods.base import Method
 from coterie.methods.section import build_method
 from coterie.models.layout import Layout, PartsLayout
 
+R = TypeVar("R")
 _WIDEST = (Sends.NOTHING, Sends.SCORES, Sends.UPDATE, Sends.PRIVATE)
 
 
@@ -54,18 +56,16 @@ class OfParts(Method):
 
     def __post_init__(self) -> None:
         methods = self.methods.values()
-        together = {
-            name: all(getattr(part, name) for part in methods)
-            for name in ("dynamic_membership", "stateless")
-        } | {
-            name: any(getattr(part, name) for part in methods)
-            for name in ("server_steps", "centralized")
+        of_all = {
+            "dynamic_membership": all(part.dynamic_membership for part in methods),
+            "stateless": any(part.stateless for part in methods),
+            "server_steps": any(part.server_steps for part in methods),
+            "shared": tuple(dict.fromkeys(role for part in methods for role in part.shared)),
+            "packages": tuple(dict.fromkeys(name for part in methods for name in part.packages)),
         }
-        shared = tuple(dict.fromkeys(role for part in methods for role in part.shared))
-        packages = tuple(dict.fromkeys(name for part in methods for name in part.packages))
-        for name, value in (together | {"shared": shared, "packages": packages}).items():
+        for name, value in of_all.items():
             object.__setattr__(self, name, value)
-        if self.centralized:
+        if any(part.centralized for part in methods):
             raise ValueError("parts: a method that trains on all clients' data is no part")
 
     stateful: ClassVar[bool] = True  # the weights of the parts
@@ -127,42 +127,72 @@ class OfParts(Method):
         for name, part in self.methods.items():
             same = torch.Generator().set_state(rng.get_state())  # as that method alone draws
             rounds[name] = part.round(under(name, state), clients, same)
-        return (yield from self._in_step(rounds))
+        return self._joined((yield from self._in_step(rounds)))
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
         parts = {k: m.finish(under(k, state), clients) for k, m in self.methods.items()}
-        return (yield from self._in_step(parts))
+        return self._joined((yield from self._in_step(parts)))
 
-    def _in_step(self, parts: Mapping[str, Round]) -> Round:
-        """Do all parts' rounds, each exchange of all parts in one; return the next state."""
-        states: dict[str, State] = {}
+    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+        """Give clients the models of parts that leave none with them; see `Method.adapt`."""
+        received = {
+            name: part.personal(under(name, state), clients)
+            for name, part in self.methods.items()
+            if not part.stateless
+        }
+        parts = {
+            name: part.adapt(under(name, state), clients)
+            for name, part in self.methods.items()
+            if part.stateless
+        }
+        return self._by_client(received | (yield from self._in_step(parts)))
+
+    def _in_step(
+        self, parts: Mapping[str, Generator[Ask, Replies, R]]
+    ) -> Generator[Ask, Replies, dict[str, R]]:
+        """Do all parts' rounds or adaptations, each exchange of all of them in one; return what
+        each comes to.
+        """
+        results: dict[str, R] = {}
         replies: dict[str, Replies | None] = dict.fromkeys(parts)
-        while len(states) < len(parts):
+        while len(results) < len(parts):
             asks: dict[str, Ask] = {}
-            for name in parts.keys() - states.keys():
+            for name in [name for name in parts if name not in results]:
                 try:
                     before = replies[name]
                     asks[name] = next(parts[name]) if before is None else parts[name].send(before)
                 except StopIteration as end:
-                    states[name] = end.value
+                    results[name] = end.value
             if asks:
-                together = yield self._ask(asks)
+                answers = yield self._ask(asks)
                 for name, ask in asks.items():
-                    its = {i: under(name, reply) for i, reply in together.items() if i in ask.to}
+                    its = {i: under(name, reply) for i, reply in answers.items() if i in ask.to}
                     replies[name] = its
-        return self._joined(states)
+        return results
 
     def _ask(self, asks: Mapping[str, Ask]) -> Ask:
-        """Return the exchange that has every part's."""
-        tasks = PARTS.join(asks[name].name if name in asks else "" for name in self.methods)
+        """Return the exchange that has every part's. A client that not all of them ask gets the
+        numbers of those that do, as the tensor `+`.
+        """
         to = self._by_client({name: ask.to for name, ask in asks.items()})
+        names = list(self.methods)
+        for i, tensors in to.items():
+            of = [names.index(name) for name, ask in asks.items() if i in ask.to]
+            if len(of) < len(asks):
+                tensors[PARTS] = torch.tensor(of)
 
         def reply_spec(sent: Named) -> Named:
-            specs = {name: ask.reply_spec(under(name, sent)) for name, ask in asks.items()}
+            specs = {k: asks[k].reply_spec(under(k, sent)) for k in self._asked(sent) if k in asks}
             return self._joined(specs)
 
+        tasks = PARTS.join(asks[name].name if name in asks else "" for name in names)
         smaller = any(ask.smaller for ask in asks.values())
         return Ask(getattr(self, tasks), to, reply_spec, smaller)
+
+    def _asked(self, sent: Named) -> list[str]:
+        """Return the parts that ask a client, by what it is sent."""
+        names = list(self.methods)
+        return [names[k] for k in sent[PARTS].tolist()] if PARTS in sent else names
 
     def __getattr__(self, name: str) -> Task:
         """Return the task in which a client does one task of each part; "" for none."""
@@ -173,9 +203,9 @@ class OfParts(Method):
 
         def all_parts(client: ClientOfParts, tensors: Tensors) -> Tensors:
             replies = Tensors()
-            for part, its in tasks.items():
+            for part in [part for part in self._asked(tensors) if part in tasks]:
                 with client.part(part) as one:
-                    replies |= prefixed(part, its(one, under(part, tensors)))
+                    replies |= prefixed(part, tasks[part](one, under(part, tensors)))
             return replies
 
         all_parts.__name__ = name
