@@ -84,10 +84,10 @@ PEOPLE: Mapping[str, Writer] = {
         "broker": ("trades:broker", 8000),
     },
     "own-code-prose": {
-        "programmer": ("topics:code", 12000),
-        "beginner": ("topics:code", 2500),
-        "novelist": ("topics:books", 8000),
-        "reader": ("topics:books", 2500),
+        "programmer": ("topics:code", 5000),
+        "beginner": ("topics:code", 2000),
+        "novelist": ("topics:books", 5000),
+        "reader": ("topics:books", 2000),
     },
 }
 TRADES = {  # words of news that one trade reads and the others do not

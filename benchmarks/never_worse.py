@@ -56,7 +56,9 @@ FEDERATIONS: Mapping[str, Mapping[str, Any]] = {
         "method.router_steps": 2,
         "training.routers.lr": 5.0e-3,
     },
-    **{name: {} for name in PEOPLE},
+    "own-languages": {},
+    "own-trades": {},
+    "own-code-prose": {"model.context": 128},
 }
 AGAIN = 100  # added to the seed for a second model of the same kind
 TRAINED: Mapping[str, Mapping[str, Any]] = {  # the method, and what of the recipe is multiplied
