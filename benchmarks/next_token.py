@@ -2,7 +2,7 @@
 against the base alone; one model, or many.
 
     python benchmarks/next_token.py [--shape embedded gpt2] [--threads 1] [--repeats 30] [--many 64]
-    [--json FILE]
+    [--parts] [--json FILE]
 
 The embedded base, and a GPT-2 of 124M parameters with random weights; adapters are random, only the
 shapes matter. The variants take turns within one process, and ratios are taken within each turn,
@@ -10,6 +10,8 @@ since the machine may be shared.
 
 Without --many, one personal model: `ratio` is to transformers' own model, `strict ratio` to the
 base within the backbone, whose activations are fused: on GPT-2 that one is the faster of the two.
+With --parts, two models of one client whose predictions are mixed, against one of them, also with
+the shape of SmolLM2-135M: the next token, and the first one after a prompt of 128.
 With --many N, N rows of N personal models: `throughput` is that of transformers' own model for as
 many rows.
 """
@@ -24,14 +26,23 @@ from typing import Any
 import torch
 from common import RESULTS, in_turns, ratios, report
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import coterie.personal
 from coterie.models.architecture import EMBEDDED, locate
+from coterie.models.artifact import AboutMixture
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import About, PersonalModel
+from coterie.personal.mixture import PersonalMixture
 
 ManyModels: Any = getattr(
     coterie.personal, "ManyModels", None
@@ -39,6 +50,16 @@ ManyModels: Any = getattr(
 LAYOUTS = {"1G1S": Layout(), "1G3S, top 2": Layout(specialists=3)}
 PLAIN, BARE = "the base alone", "the base within the backbone"
 PREFILL = {"embedded": (8, 128), "gpt2": (2, 128)}  # batch size, tokens
+PROMPT = 128  # tokens, for --parts
+SMOLLM2 = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
 CONTEXT, STEPS = 64, 8  # tokens in the cache, next tokens for each figure
 MANY_CONTEXT, MANY_STEPS = 32, 4  # likewise, and the tokens of a prefill
 Model = Any  # called as transformers' models are
@@ -46,11 +67,13 @@ Model = Any  # called as transformers' models are
 
 def base(shape: str) -> nn.Module:
     """The base model of one shape."""
-    made: nn.Module = (
-        GPT2LMHeadModel(GPT2Config())
-        if shape == "gpt2"
-        else AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32)
-    )
+    made: nn.Module
+    if shape == "gpt2":
+        made = GPT2LMHeadModel(GPT2Config())
+    elif shape == "smollm2":
+        made = LlamaForCausalLM(LlamaConfig(**SMOLLM2))
+    else:
+        made = AutoModelForCausalLM.from_pretrained(locate(EMBEDDED), dtype=torch.float32)
     return made.eval()
 
 
@@ -141,6 +164,31 @@ def one(shape: str, repeats: int) -> list[dict[str, Any]]:
 
 
 @torch.no_grad()
+def parts(shape: str, repeats: int) -> list[dict[str, Any]]:
+    """Rows for a mixture of two models of FedAvg's layout, and for one of them."""
+    backbone = Backbone(base(shape))
+    layout = Layout(generalists=2, specialists=0, routing="equal", balance="none")
+    each = {name: personal(backbone, "client", layout) for name in ("local", "fedavg")}
+    weights = {"local": 0.6, "fedavg": 0.4}
+    mixture = PersonalMixture(each, AboutMixture("client", weights, "interpolation", "", 0, 0))
+    models = {"one model": each["fedavg"], "two, mixed": mixture}
+    ids = torch.randint(int(backbone.config.vocab_size), (1, PROMPT))
+    rows = []
+    for what, calls, steps in (
+        (
+            "next token",
+            {n: next_tokens(m, ids[:, :CONTEXT], STEPS) for n, m in models.items()},
+            STEPS,
+        ),
+        ("first token", {n: prefill(m, ids) for n, m in models.items()}, 1),
+    ):
+        for name, taken in ratios(in_turns(calls, repeats, warm=2), "one model").items():
+            figures = {"ms": taken["seconds"] / steps * 1e3, "ratio": taken["ratio"]}
+            rows.append({"shape": shape, "work": what, "variant": name, **figures})
+    return rows
+
+
+@torch.no_grad()
 def many(shape: str, count: int, repeats: int) -> list[dict[str, Any]]:
     """Rows for as many personal models as there are rows in a batch."""
     plain, backbone = plain_and_backbone(shape)
@@ -200,7 +248,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=PREFILL, nargs="+", default=list(PREFILL))
+    parser.add_argument("--shape", choices=(*PREFILL, "smollm2"), nargs="+", default=list(PREFILL))
+    parser.add_argument("--parts", action="store_true", help="measure a mixture of two models")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument(
@@ -217,10 +266,15 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     found = [
-        many(shape, args.many, max(args.repeats // 5, 3)) if args.many else one(shape, args.repeats)
+        parts(shape, args.repeats)
+        if args.parts
+        else many(shape, args.many, max(args.repeats // 5, 3))
+        if args.many
+        else one(shape, args.repeats)
         for shape in args.shape
     ]
-    path = args.json or RESULTS / ("many_models.json" if args.many else "next_token.json")
+    name = "many_models" if args.many else "two_parts" if args.parts else "next_token"
+    path = args.json or RESULTS / f"{name}.json"
     report([row for rows in found for row in rows], path, repeats=args.repeats)
 
 

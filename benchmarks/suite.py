@@ -125,6 +125,11 @@ BENCHMARKS = (
     Benchmark("ddome", "ddome.py", "--repeats 1 --data digits"),
     Benchmark("ddome_gpu", f"ddome.py --device {DEVICE}", "--repeats 1 --data digits", gpu=True),
     Benchmark("next_token", "next_token.py", "--repeats 1 --shape embedded"),
+    Benchmark(
+        "two_parts",
+        "next_token.py --parts --shape embedded gpt2 smollm2",
+        "--repeats 1 --shape embedded",
+    ),
     Benchmark("many_models", "next_token.py --many 64", "--repeats 1 --shape embedded --many 4"),
     Benchmark("serving", "serving.py", "--requests 4 --rows 2 --repeats 1"),
 )
@@ -332,6 +337,16 @@ AIMS = (
         )
         for shape in ("embedded", "gpt2")
         for variant in ("1G1S", "1G1S, merged", "1G3S, top 2")
+    ),
+    *(
+        Aim(
+            f"{work} of two models, mixed / of one, {shape}",
+            "two_parts",
+            of("ratio", shape=shape, work=work, variant="two, mixed"),
+            most=most,
+        )
+        for shape in ("embedded", "gpt2", "smollm2")
+        for work, most in (("next token", 1.6), ("first token", 1.8))
     ),
     *(
         Aim(
