@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -23,6 +24,7 @@ from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load
 from coterie.export.pull import pull
 from coterie.export.push import push
+from coterie.models.artifact import FOLLOWED, Origin, save_mixture
 from coterie.personal import PersonalModel, read_about, save
 
 SECRETS = ("quibblefrost", "zephyrine")
@@ -270,3 +272,21 @@ def test_the_command_line_pushes_and_pulls(run: Path, hub: Hub, tmp_path: Path) 
     assert "(private)" in command(*words)
     assert "the model of bob" in command("pull", "ann/cli", "--out", "bob")
     assert "Check the name" in command("pull", "ann/absent", "--out", "none", code=1)
+
+
+def test_weights_that_follow_a_text_are_never_sent(run: Path, hub: Hub, tmp_path: Path) -> None:
+    """Neither with a mixture nor with a part of it, wherever they lie."""
+    mixture = tmp_path / "bob"
+    for part in ("local", "fedavg"):
+        shutil.copytree(run / "clients" / "bob", mixture / part)
+    save_mixture(mixture, "bob", {"local": 0.5, "fedavg": 0.5}, Origin("interpolation", "x", 1, 0))
+    coterie.load(mixture, follow=True).observe(f"{SECRETS[0]} walks by river 1.")
+    followed = (mixture / FOLLOWED).read_bytes()
+    shutil.copy(mixture / FOLLOWED, mixture / "local")
+    with suppress(CheckpointError):
+        push(mixture, "all", publish_personal=True)
+    push(mixture / "local", "river", publish_personal=True)
+    assert "adapter.safetensors" in hub.repositories["ann/river"].files
+    for repository in hub.repositories.values():
+        files = repository.files.items()
+        assert not any(FOLLOWED in name or followed in data for name, data in files)

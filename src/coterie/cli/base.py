@@ -119,6 +119,16 @@ def _trust(allowed: bool) -> bool:
     return allowed
 
 
+Follow = Annotated[
+    bool,
+    typer.Option(
+        "--follow",
+        help="Let the weights of a mixture of models follow what is written, from where they were.",
+    ),
+]
+Reset = Annotated[
+    bool, typer.Option("--reset-weights", help="The same, from the first weights on.")
+]
 Chat = Annotated[
     bool,
     typer.Option(

@@ -2,12 +2,11 @@
 
 import sys
 import threading
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.base import Base, Chat, Clients, Run, Trust, _stopping, app
+from coterie.cli.base import Base, Chat, Clients, Follow, Reset, Run, Trust, _stopping, app
 from coterie.cli.use import _personal
 from coterie.core.errors import Refused
 from coterie.core.extras import require
@@ -75,6 +74,8 @@ def serve(
         ),
     ] = None,
     chat: Chat = False,
+    follow: Follow = False,
+    reset_weights: Reset = False,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -88,7 +89,8 @@ def serve(
                 "--chat is for the page", "Leave it out: --api answers chats wherever it can."
             )
         if api:
-            _serve_api(run, client, base, port, {k: v for k, v in given.items() if v is not None})
+            which = (run, client, base, follow, reset_weights, sys.maxsize)
+            _serve_api(which, port, {k: v for k, v in given.items() if v is not None})
             return
         source = context_of_command.get_parameter_source("token")
         if source is not None and source.name == "ENVIRONMENT":
@@ -99,7 +101,7 @@ def serve(
             )
         from coterie.personal.ui import keyboard, sorter
 
-        models, classifiers = _personal(run, client, base)
+        models, classifiers = _personal(run, client, base, follow, reset_weights)
         if chat and not models:
             raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
         with (
@@ -111,18 +113,16 @@ def serve(
             threading.Event().wait()
 
 
-def _serve_api(
-    run: Path, clients: list[str] | None, base: str | None, port: int, given: dict[str, Any]
-) -> None:
-    """Serve OpenAI's protocol until a signal arrives."""
+def _serve_api(which: Any, port: int, given: dict[str, Any]) -> None:
+    """Serve OpenAI's protocol, with the models that `_personal` loads, until a signal arrives."""
     require("--api", "serve", "uvicorn", "starlette")
     from coterie.personal.api import server
 
     settings = server.Settings(port, **given)
-    models, classifiers = _personal(run, clients, base)
+    models, classifiers = _personal(*which)
     if classifiers:
         raise Refused(
-            f"{run} holds classifiers, which continue no text",
+            f"{which[0]} holds classifiers, which continue no text",
             "Leave out --api: their page classifies images and texts.",
         )
     with server.served(models, settings, _report) as address:

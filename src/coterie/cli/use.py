@@ -11,6 +11,8 @@ from coterie.cli.base import (
     Chat,
     Client,
     Clients,
+    Follow,
+    Reset,
     Run,
     Trust,
     _line,
@@ -181,6 +183,8 @@ def predict(
     client: Clients = None,
     top: Annotated[int, typer.Option(min=1, max=20, help="Number of words.")] = 3,
     chat: Chat = False,
+    follow: Follow = False,
+    reset_weights: Reset = False,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -200,7 +204,7 @@ def predict(
                 "predict needs either --text or --data",
                 "Use --text for a text, and --data for images or files of texts.",
             )
-        models, classifiers = _personal(run, client, base)
+        models, classifiers = _personal(run, client, base, follow, reset_weights)
         if models:
             if text is None:
                 raise Refused(
@@ -209,6 +213,8 @@ def predict(
                 )
             together = ManyModels(models)
             opened = together.chats.opened([user(text)]) if chat else text
+            for model in models.values():
+                model.observe(text, growing=not chat)
             terminal.show(Console(), models, together.next_words(opened, top), text)
             return
         if chat:
@@ -237,6 +243,8 @@ def generate(
         float, typer.Option(min=0, help="Sampling temperature. 0: always the most likely token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
+    follow: Follow = False,
+    reset_weights: Reset = False,
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -244,9 +252,14 @@ def generate(
     with _stopping():
         import torch
 
-        from coterie.personal import PersonalModel, folder_of
+        from coterie.personal import folder_of
 
-        model = PersonalModel.load(folder_of(run, client), base)
+        folder = folder_of(run, client)
+        models, _ = _personal(folder, None, base, follow, reset_weights)
+        if not models:
+            problem = f"{folder} holds a classifier, not a language model"
+            raise Refused(problem, "See `coterie predict --data`.")
+        (model,) = models.values()
         torch.manual_seed(seed)
         chosen = (
             {"do_sample": True, "temperature": temperature, "top_k": 0}
@@ -340,15 +353,30 @@ def export(
 
 
 def _personal(
-    run: Path, clients: list[str] | None, base: str | None
+    run: Path,
+    clients: list[str] | None,
+    base: str | None,
+    follow: bool = False,
+    reset: bool = False,
+    writers: int = 1,
 ) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
-    """Return the language models and the classifiers of a run; one of the two is empty."""
+    """Return the language models and the classifiers of a run; one of the two is empty. Raises
+    Refused if nobody's weights can follow what is written, or those of more than the `writers`.
+    """
     from coterie import personal
 
-    models = personal.load_all(run, clients, base=base)
+    models = personal.load_all(run, clients, base=base, follow=follow or reset)
     language = {
         i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)
     }
+    following = [model.following for model in language.values() if model.following]
+    if (follow or reset) and not 0 < len(following) <= writers:
+        raise Refused(
+            f"--follow: one writes, and {len(following)} models of {run} have weights to follow it",
+            "Name one that mixes several parts by --client, or leave it out.",
+        )
+    for weights in following if reset else ():
+        weights.reset()
     return language, {
         i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)
     }

@@ -182,14 +182,16 @@ class OfParts(Method):
                 tensors[PARTS] = torch.tensor(of)
 
         def reply_spec(sent: Named) -> Named:
-            specs = {k: asks[k].reply_spec(under(k, sent)) for k in self._asked(sent) if k in asks}
+            specs = {
+                k: asks[k].reply_spec(under(k, sent)) for k in self._addressed(sent) if k in asks
+            }
             return self._joined(specs)
 
         tasks = PARTS.join(asks[name].name if name in asks else "" for name in names)
         smaller = any(ask.smaller for ask in asks.values())
         return Ask(getattr(self, tasks), to, reply_spec, smaller)
 
-    def _asked(self, sent: Named) -> list[str]:
+    def _addressed(self, sent: Named) -> list[str]:
         """Return the parts that ask a client, by what it is sent."""
         names = list(self.methods)
         return [names[k] for k in sent[PARTS].tolist()] if PARTS in sent else names
@@ -203,7 +205,7 @@ class OfParts(Method):
 
         def all_parts(client: ClientOfParts, tensors: Tensors) -> Tensors:
             replies = Tensors()
-            for part in [part for part in self._asked(tensors) if part in tasks]:
+            for part in [part for part in self._addressed(tensors) if part in tasks]:
                 with client.part(part) as one:
                     replies |= prefixed(part, tasks[part](one, under(part, tensors)))
             return replies

@@ -27,6 +27,7 @@ FORMAT = 1
 WEIGHTS, CLASSIFIER_WEIGHTS, ABOUT = "adapter.safetensors", "classifier.safetensors", "client.json"
 CLASSIFIER = "classifier"  # the kind of a client's model that is a classifier
 MIXTURE = "mixture"  # the kind that is several models in folders below, predictions mixed
+FOLLOWED = ".weights.safetensors"  # of a mixture: hidden, as it changes and has no checksum
 CHECKSUMS = {"checksums": SUMS}  # in client.json: none of a model that an earlier coterie saved
 FOREIGN = "It was changed by hand, or written by another version of coterie."
 
@@ -98,6 +99,7 @@ def save_mixture(folder: Path, client: str, weights: Mapping[str, float], origin
     with replaced(folder) as new:
         about = AboutMixture(client, weights, **vars(origin))
         write_json(new / ABOUT, {"format": FORMAT, **CHECKSUMS, "kind": MIXTURE} | asdict(about))
+        (folder / FOLLOWED).unlink(missing_ok=True)  # it followed an earlier mixture
 
 
 def read_mixture(folder: Path) -> AboutMixture:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
@@ -25,6 +25,7 @@ def load(
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
     merged: bool = False,
+    follow: bool = False,
 ) -> Personal:
     """Load the personal model of a client.
 
@@ -45,6 +46,8 @@ def load(
         device: Device to load the model to.
         merged: For language models: whether to merge updates for faster generation with more
             memory, see `PersonalModel`.
+        follow: Whether the weights of a mixture of models follow what its owner writes, from where
+            they were the last time, see `PersonalModel.observe`; other models have none.
 
     Raises:
         CheckpointError: There is no such client, or its files are damaged or belong to another
@@ -55,9 +58,12 @@ def load(
     folder = folder_of(run, client)
     kind = read_about_json(folder).get("kind")
     if kind != CLASSIFIER:
-        return (PersonalMixture if kind == MIXTURE else PersonalModel).load(
+        model = (PersonalMixture if kind == MIXTURE else PersonalModel).load(
             folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged
         )
+        if follow and isinstance(model, PersonalMixture):
+            model.follow(folder)
+        return model
     if backbone is not None or merged:
         raise Refused(
             f"{folder} holds a classifier, which has no "
@@ -75,6 +81,7 @@ def load_all(
     backbone: Backbone | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
+    follow: bool = False,
 ) -> dict[str, Personal]:
     """Load the personal models of several clients. Language models share a backbone, so that each
     needs little more memory than its adapter.
@@ -91,9 +98,10 @@ def load_all(
     ids: list[str | None] = [*dict.fromkeys(map(names.normal, clients or ()))]
     if not ids:
         ids = [None] if (Path(run) / ABOUT).is_file() else [*clients_of(run)]
+    settings: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "follow": follow}
     models: dict[str, Personal] = {}
     for client in ids:
-        model = load(run, client, base=base, backbone=backbone, dtype=dtype, device=device)
+        model = load(run, client, backbone=backbone, **settings)
         models[client or model.about.client] = model
         backbone = model.backbone if isinstance(model, PersonalModel) else None
     return models
@@ -107,6 +115,7 @@ def load_many(
     backbone: Backbone | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
+    follow: bool = False,
 ) -> ManyModels:
     """Load the language models of several clients, to compute all of them in one batch.
 
@@ -128,7 +137,8 @@ def load_many(
     Raises:
         Refused: The run's models are classifiers.
     """
-    models = load_all(run, clients, base=base, backbone=backbone, dtype=dtype, device=device)
+    settings: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "follow": follow}
+    models = load_all(run, clients, backbone=backbone, **settings)
     if classifiers := [
         client for client, model in models.items() if not isinstance(model, PersonalModel)
     ]:

@@ -58,12 +58,8 @@ class ManyModels:
             [*model.adapters, *[model.adapters[0]] * (self.parts - len(model.adapters))]
             for model in self.models.values()
         ]
-        self._weights = torch.zeros(len(of_each), self.parts, dtype=torch.float64)
-        for row, model in zip(self._weights, self.models.values(), strict=True):
-            row[: len(model.weights)] = model.weights
         self._all = Stacks.of(list(chain.from_iterable(of_each)), self.backbone)
-        self._stacks = self._mixed(self._all, self._weights)
-        self._chosen: dict[tuple[str, ...], Attachable] = {}
+        self._chosen: dict[tuple[str, ...], Stacks] = {}
         self._inference = TextInference(
             self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
         )
@@ -87,16 +83,21 @@ class ManyModels:
         return self.chats.texts
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, clients: Sequence[str], **inputs: Any) -> Any:
+    def __call__(
+        self, input_ids: Tensor, clients: Sequence[str], weights: Any = (), **inputs: Any
+    ) -> Any:
         """Run one forward pass over (B, C) int64 ids, with the arguments and the result of the
         base's (attention_mask, past_key_values, use_cache, ...). Each row is computed by the model
-        of its client; one row of each client, in the order of `models`, is the fastest.
+        of its client, with `weights_of` it now or as they were; one row of each client, in the
+        order of `models`, is the fastest.
 
         Raises:
             ModelError: A client is unknown, or there is not one client for each row.
         """
         # caches of mixed models have a text's rows side by side, whatever texts are beside it
         adapter = self._of(clients, len(input_ids), apart=self.parts > 1)
+        if isinstance(adapter, Mixed) and weights:
+            adapter = Mixed(adapter.stacks, torch.stack(weights))
         return self._inference.forward(adapter, input_ids, inputs)
 
     @overload
@@ -135,15 +136,22 @@ class ManyModels:
         if isinstance(prompts, Tensor):
             adapter = self._of(clients or (), len(prompts))
             return self._inference.generate(adapter, {"input_ids": prompts} | settings)
+        self._observe(prompts)
         adapter = self._of(tuple(prompts), len(prompts))
         texts = self._inference.generate_texts(adapter, list(prompts.values()), settings)
-        return dict(zip(prompts, texts, strict=True))
+        by_client = dict(zip(prompts, texts, strict=True))
+        self._observe(by_client, generated=True)
+        return by_client
 
     def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
         """Return the k most likely next words of a text of each client, or of one text for all, by
-        client, best first; see `personal.words`. Raises ModelError for an unknown client.
+        client, best first; see `personal.words`. No weights follow a text for all. Raises
+        ModelError for an unknown client.
         """
-        texts = dict.fromkeys(self.models, texts) if isinstance(texts, str) else texts
+        if isinstance(texts, str):
+            texts = dict.fromkeys(self.models, texts)
+        else:
+            self._observe(texts, growing=True)
         adapter = self._of(tuple(texts), len(texts))
         suggestions = self._inference.next_words(adapter, list(texts.values()), k)
         return {
@@ -151,10 +159,15 @@ class ManyModels:
             for client, words in zip(texts, suggestions, strict=True)
         }
 
-    @staticmethod
-    def _mixed(stacks: Stacks, weights: Tensor) -> Attachable:
-        """Return adapters, which are mixed if each model has several."""
-        return stacks if weights.shape[1] == 1 else Mixed(stacks, weights)
+    def _observe(self, texts: Mapping[str, str], **how: bool) -> None:
+        """See `PersonalModel.observe`: a text of each client."""
+        for client in texts.keys() & self.models.keys():
+            self.models[client].observe(texts[client], **how)
+
+    def weights_of(self, client: str) -> Tensor:
+        """Return the weights of a client's parts, (P,) float64: a copy, 0 for parts it lacks."""
+        weights = self.models[client].weights
+        return torch.cat([weights, weights.new_zeros(self.parts - len(weights))])
 
     def _of(self, clients: Sequence[str], rows: int, apart: bool = False) -> Attachable:
         """Return the adapter that computes each row by its client's model. Consecutive rows of the
@@ -173,18 +186,18 @@ class ManyModels:
             groups = groups[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))]
         if len(groups) == 1 and self.parts == len(self.models[groups[0]].adapters):
             return self.models[groups[0]].fast
-        if groups == tuple(self.models):
-            return self._stacks
-        adapter = self._chosen.pop(groups, None)
-        if adapter is None:
+        stacks = self._all if groups == tuple(self.models) else self._chosen.pop(groups, None)
+        if stacks is None:
             places = torch.tensor([self._places[client] for client in groups])
             parts = places[:, None] * self.parts + torch.arange(self.parts)
             stacks = self._all.select(parts.flatten().to(self.backbone.device))
-            adapter = self._mixed(stacks, self._weights[places])
-        self._chosen[groups] = adapter
+        if stacks is not self._all:
+            self._chosen[groups] = stacks
         if len(self._chosen) > CHOICES:
             self._chosen.pop(next(iter(self._chosen)))
-        return adapter
+        if self.parts == 1:
+            return stacks
+        return Mixed(stacks, torch.stack([self.weights_of(client) for client in groups]))
 
 
 def _trimmed(model: PersonalModel, words: Sequence[Word]) -> list[Word]:

@@ -12,7 +12,7 @@ from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
 from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
-from coterie.data.chats.messages import user
+from coterie.data.chats.messages import of_user, user
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.adapter import Adapter
 from coterie.models.artifact import (
@@ -28,6 +28,7 @@ from coterie.models.artifact import (
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.slots import Attachable
+from coterie.personal.following import Following
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word
@@ -54,6 +55,7 @@ class PersonalModel:
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
         self.weights = torch.ones(1, dtype=torch.float64)  # of the predictions of `adapters`
+        self.following: Following | None = None  # of a mixture whose weights follow its owner
         self._inference = self._new_inference()
 
     def _new_inference(self) -> TextInference:
@@ -141,6 +143,22 @@ class PersonalModel:
         """The adapter prepared for inference: a copy of its values, created on first use."""
         return Stacks.of([self.adapter], self.backbone, self._merged)
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """The current weights of a mixture's parts, by method; {} of other models."""
+        return {}
+
+    def observe(self, *texts: str, growing: bool = False, generated: bool = False) -> None:
+        """Let the weights of a mixture that was loaded with `follow` follow what is new of texts
+        that its owner has written; those that were `generated` become known, but are not followed.
+        `generate`, `answer` and `next_words` do so with the texts that they get and return. The
+        last word of a `growing` text may be unfinished, and waits.
+        """
+        if self.following is not None:
+            encode = self._inference.words.finished if growing else self.texts.prompt
+            for text in texts:
+                self.following.observe(encode(text), generated)
+
     def speaker(self, word: Word) -> str:
         """Return the name of the expert with the largest weight for a word; "" without a router."""
         return (
@@ -188,12 +206,18 @@ class PersonalModel:
                 asked for each text of a list.
         """
         if isinstance(prompt, list):
-            return self._inference.generate_texts(self.fast, prompt, settings)
+            self.observe(*prompt)
+            texts = self._inference.generate_texts(self.fast, prompt, settings)
+            self.observe(*texts, generated=True)
+            return texts
         if isinstance(prompt, str):
+            self.observe(prompt)
             ids = torch.tensor([self.texts.prompt(prompt)])
             inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
             output = self._inference.generate(self.fast, inputs | settings)
-            return cast(str, self.tokenizer.decode(output[0], skip_special_tokens=True))
+            text = cast(str, self.tokenizer.decode(output[0], skip_special_tokens=True))
+            self.observe(text, generated=True)
+            return text
         inputs = settings if prompt is None else {"input_ids": prompt} | settings
         return self._inference.generate(self.fast, inputs)
 
@@ -233,6 +257,7 @@ class PersonalModel:
         """
         chat = [user(messages)] if isinstance(messages, str) else messages
         ids = self.chats.prompt(chat, tools)
+        self.observe(*of_user(chat))
         room = max(self.backbone.context_limit - len(ids), 1)
         output = self._inference.generate(
             self.fast,
@@ -253,6 +278,7 @@ class PersonalModel:
         texts; see `personal.words`. Only the end of a text that is too long for the base counts.
         """
         texts = [text] if isinstance(text, str) else text
+        self.observe(*texts, growing=True)
         words = self._inference.next_words(self.fast, texts, k)
         return words[0] if isinstance(text, str) else words
 

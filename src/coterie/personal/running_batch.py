@@ -39,8 +39,10 @@ class Continuation:
     choices: int = 1  # texts to generate, each with its own random numbers
     ends: frozenset[int] = frozenset()  # tokens that end a text
     scores_prompt: bool = False  # whether the prompt's own tokens get log-probabilities
+    text: str = ""  # the prompt, if the client has written it as text
     # the prompt's tokens with their log-probabilities, as far as they are computed
     scored: list[Token] = field(default_factory=list)
+    weights: Tensor | None = None  # of the model's parts, as they were when the text joined
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ class _Prompts:
         logits = models(
             self.ids[:, begin : self.done],
             [one.client for one in self.all_of],
+            [one.weights for one in self.all_of],
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=0 if self.scores else 1,
@@ -213,6 +216,7 @@ class RunningBatch:
             width = max(width, len(one.prompt))
             if chosen and width * (len(chosen) + 1) > PART:
                 break
+            one.weights = self.models.weights_of(one.client)
             chosen.append(self.waiting.popleft())
             free -= one.choices
         return _Prompts(chosen) if chosen else None
@@ -236,6 +240,7 @@ class RunningBatch:
         logits = self.models(
             torch.tensor([[row.last] for row in self._rows]),
             [row.of.client for row in self._rows],
+            [row.of.weights for row in self._rows],
             past_key_values=self._cache,
             position_ids=positions,
             use_cache=True,

@@ -29,7 +29,8 @@ class TextInference:
         self.backbone, self._encoder, self._whose = backbone, encoder, whose
 
     @cached_property
-    def _words(self) -> Words:
+    def words(self) -> Words:
+        """The search for words."""
         return Words(self.backbone, self._encoder(), self._whose)
 
     def forward(self, adapter: Attachable, ids: Tensor, inputs: Mapping[str, Any]) -> Any:
@@ -107,7 +108,7 @@ class TextInference:
 
     def next_words(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
         """Return the k most likely next words of each text, best first; see `personal.words`."""
-        return self._words.of(adapter, texts, k) if texts else []
+        return self.words.of(adapter, texts, k) if texts else []
 
     def _moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with their tensors on the base's device."""

@@ -130,6 +130,11 @@ class Words:
                     self._extend(search, p[of_search], experts[of_search])
         return [search.best() for search in searches]
 
+    def finished(self, text: str) -> list[int]:
+        """Return the ids of a text before its last word, which may go on."""
+        ids = self.texts.prompt(text if text.strip() else "")
+        return ids[: len(ids) - self._unfinished(ids)]
+
     def _begin(self, text: str, k: int) -> tuple[list[int], Search]:
         """Return the prompt of a text, and the search that begins after it. Raises ModelError for a
         token that the base lacks.

@@ -40,6 +40,11 @@ def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
+def of_user(messages: Any) -> list[str]:
+    """Return the texts of the messages of a chat's user. Raises Mistake."""
+    return [m["content"] for m in normal_messages(messages) if m["role"] == "user"]
+
+
 def is_answer(message: Message) -> bool:
     """Whether a message is an assistant's and not empty."""
     parts = (str(message.get("content") or "").strip(), message.get("tool_calls"))

@@ -86,24 +86,24 @@ class Answer:
 
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0) -> None:
         self._decoder, self._stops, self._begin = Decoder(vocabulary), stops, begin
-        self._text, self._out = "", 0
+        self.text, self._out = "", 0
         self._tokens: list[Spoken] = []  # not released yet
 
     def add(self, token: Token, finish: Finish | None) -> Piece:
         """Add a token and return the new piece; a token that ends the text is not part of it."""
-        before = len(self._text)
+        before = len(self.text)
         if finish != "stop":
             self._tokens.append(Spoken(token, self._begin + before))
-            self._text += self._decoder.add(token.id)
+            self.text += self._decoder.add(token.id)
         if finish is not None:
-            self._text += self._decoder.rest()
+            self.text += self._decoder.rest()
         # the first stop text, of those that end after the earlier text
-        places = [self._text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
+        places = [self.text.find(stop, max(before - len(stop) + 1, 0)) for stop in self._stops]
         if (end := min((place for place in places if place >= 0), default=None)) is not None:
-            self._text, finish = self._text[:end], "stop"
+            self.text, finish = self.text[:end], "stop"
             self._tokens = [one for one in self._tokens if one.offset < self._begin + end]
-        ready = len(self._text) if finish else len(self._text) - self._unsure()
-        text, self._out = self._text[self._out : ready], max(ready, self._out)
+        ready = len(self.text) if finish else len(self.text) - self._unsure()
+        text, self._out = self.text[self._out : ready], max(ready, self._out)
         given = [one for one in self._tokens if finish or one.offset < self._begin + ready]
         self._tokens = self._tokens[len(given) :]
         return Piece(text, tuple(given), finish)
@@ -112,8 +112,8 @@ class Answer:
         """Return the number of characters at the end that may begin a stop text."""
         longest = 0
         for stop in self._stops:
-            sizes = range(min(len(stop) - 1, len(self._text)), longest, -1)
-            longest = next((n for n in sizes if self._text.endswith(stop[:n])), longest)
+            sizes = range(min(len(stop) - 1, len(self.text)), longest, -1)
+            longest = next((n for n in sizes if self.text.endswith(stop[:n])), longest)
         return longest
 
 

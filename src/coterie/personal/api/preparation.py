@@ -8,7 +8,7 @@ from typing import Any
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.data.chats import jinja_process
-from coterie.data.chats.messages import Mistake
+from coterie.data.chats.messages import Mistake, of_user
 from coterie.data.chats.template import TooLong
 from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, shown
 from coterie.personal.many import ManyModels
@@ -85,10 +85,12 @@ class Preparation:
                 request.n,
                 self.ends,
                 request.echo and request.logprobs is not None,
+                text if isinstance(text, str) and request.max_tokens else "",
             )
-            for place, prompt in enumerate(prompts)
+            for place, (text, prompt) in enumerate(zip(request.prompts, prompts, strict=True))
         ]
         self._check_ids(list(request.sampling().bias), "logit_bias")
+        self.models.models[client].observe(*(one.text for one in continuations if one.text))
         return Prepared(client, continuations, request.stops, echoes)
 
     def chat(self, request: ChatRequest) -> Prepared:
@@ -102,6 +104,7 @@ class Preparation:
         continuation = Continuation(
             client, prompt, most, request.sampling(), _seed(request.seed), request.n, self.chat_ends
         )
+        self.models.models[client].observe(*of_user(request.messages))
         return Prepared(client, [continuation], request.stops, [""])
 
     def _template(self, request: ChatRequest) -> list[int]:

@@ -209,6 +209,9 @@ class Job:
             prompt = spoken(self.vocabulary, progress.of.scored)
             piece = Piece(place.echo + piece.text, prompt + piece.tokens, piece.finish)
         place.begun, place.over = True, piece.finish is not None
+        if place.over and (text := progress.of.text):
+            model = self.scheduler.models.models[progress.of.client]
+            model.observe(text + place.answer.text, generated=True)
         self._put(Update(place.index, piece, int(progress.token is not None)))
         return place.over
 

@@ -157,7 +157,9 @@ class Api:
         return await self._answer(request, parameters, prepared, ChatAnswers)
 
     def _about(self, client: str) -> dict[str, Any]:
-        return {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
+        about = {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
+        shares = self.preparation.models.models[client].shares
+        return about | ({"weights": shares} if shares else {})
 
     async def _parsed(self, request: Request, kind: type[_R]) -> _R:
         """Return the parsed body of a request. Raises ApiError."""

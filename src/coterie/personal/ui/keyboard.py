@@ -13,7 +13,7 @@ from coterie.models.layout import Layout
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.ui import page
-from coterie.reports.parts import COLOURS
+from coterie.reports.parts import COLOURS, shares
 
 SHOWN = 3  # suggestions for each client
 OFFERED = 4  # examples that are shown
@@ -38,6 +38,7 @@ MESSAGES = (
 BASE = "(the base, untrained)"  # no client's name contains brackets
 TITLE, CHAT_TITLE = "What would each client write next?", "What would each client answer?"
 HINT = "Type, choose a word, or start with an example."
+RESTART = "Begin again with the first weights"
 FOCUS = """() => setTimeout(() => {
   const box = document.querySelector("#text textarea");
   box.focus(); box.setSelectionRange(box.value.length, box.value.length) }, 0)"""
@@ -58,6 +59,7 @@ STYLE = """
   .word::first-line { font-size: .9rem }
   .example { flex: 1 1 45% !important; min-width: 45% !important }
 }
+.client p + p { font-weight: 400; font-size: .8rem }
 .legend span { display: inline-block; margin-right: 1.4rem }
 .legend i { display: inline-block; width: .9rem; height: .9rem; border-radius: 2px;
   margin-right: .45rem; vertical-align: -.12rem }
@@ -77,20 +79,29 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
     examples = most_disputed(ManyModels(models), offers, chat)
     models = with_base(models)
     together = ManyModels(models)
+    followed: list[Any] = [model for model in models.values() if model.following]
 
-    def suggest(text: str, message: str = "") -> list[Any]:
+    def suggest(text: str, message: str = "", reset: bool = False) -> list[Any]:
+        for model in followed:
+            if reset:
+                model.following.reset()
+            model.observe(message, text, growing=True)
         suggestions = together.next_words(
             _opening(together, message, text) if chat else text, SHOWN
         )
         inserts = [[word.insert for word in words] for words in suggestions.values()]
         return [
             (text, inserts),
+            *map(described, models),
             *(
                 button
                 for client, words in suggestions.items()
                 for button in buttons(models[client], words)
             ),
         ]
+
+    def described(client: str) -> str:
+        return f"{page.plain(client)}\n\n{page.plain(shares(models[client].shares))}"
 
     def buttons(model: PersonalModel, words: list[Any]) -> list[Any]:
         shown = [
@@ -121,16 +132,19 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
             ]
         state = gradio.State(("", []))
         rows: list[list[Any]] = []
+        titles = []
         for client in models:
             with gradio.Row():
-                gradio.Markdown(page.plain(client), elem_classes="client")
+                titles.append(gradio.Markdown(described(client), elem_classes="client"))
                 rows.append(
                     [gradio.Button("…", elem_classes="word", visible=True) for _ in range(SHOWN)]
                 )
         gradio.HTML(legend(models))
-        everything = [state, *(button for row in rows for button in row)]
+        restart = gradio.Button(RESTART, size="sm", visible=bool(followed))
+        everything = [state, *titles, *(button for row in rows for button in row)]
         written = [text, message] if chat else [text]
         blocks.load(suggest, written, everything, **page.QUIET)
+        restart.click(partial(suggest, reset=True), written, everything, **page.QUIET)
         for box in written:
             box.change(suggest, written, everything, trigger_mode="always_last", **page.QUIET)
         for i, row in enumerate(rows):
