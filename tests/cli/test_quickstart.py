@@ -25,8 +25,12 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
         ],
     )
     results = as_json(run(recipe, tmp_path))
-    pretrained, local, fedavg, ours = results
-    assert [r["method"] for r in results] == ["pretrained", "local", "fedavg", "comigs-1g1s"]
+    pretrained, local, fedavg, mixed, ours = results
+    methods = ["pretrained", "local", "fedavg", "interpolation", "comigs-1g1s"]
+    assert [r["method"] for r in results] == methods
+    # trained once, with the mixture
+    assert [r.get("part_of") for r in results] == [None, *["interpolation"] * 2, None, None]
+    assert mixed["mean"] < min(local["mean"], fedavg["mean"])
     assert list(ours["clients"]) == ["reference", "network", "numbers", "introspection"]
     assert all(
         c["test"] < 1500 for c in pretrained["clients"].values()

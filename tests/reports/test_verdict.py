@@ -91,8 +91,8 @@ def test_a_loss_is_called_one_and_something_is_advised() -> None:
     assert said.startswith(
         "On these data Local is better than CoMiGS-1G1S for all 3 clients (21.00 against 31.00)"
     )
-    assert "share less, or keep the local models. Or let each client choose" in said
-    assert "--set method.name=comigs-elastic" in said
+    assert "share less, or keep the local models. Or mix the predictions of Local and" in said
+    assert "--set method.name=interpolation" in said
     assert "One seed" in said
 
 
@@ -110,19 +110,15 @@ def test_a_win_on_average_says_for_how_many() -> None:
     for own in (OURS, "comigs"):
         said = verdict(typed([line("local", 20, 21, 22), line(own, 10, 11, 23)]), own)
         assert "on average, for 2 of 3 clients" in said
-        assert "--set method.name=comigs-elastic" in said
+        assert "--set method.name=interpolation" in said
 
 
-@pytest.mark.parametrize(
-    ("own", "scores"),
-    [(OURS, (10, 11, 12)), ("comigs-elastic", (10, 11, 23)), ("fedavg", (10, 11, 23))],
-)
-def test_what_lets_each_client_choose_is_named_where_it_is_new_and_needed(
-    own: str, scores: tuple[float, ...]
-) -> None:
-    said = verdict(typed([line("local", 20, 21, 22), line(own, *scores)]), own)
-    assert "is better than Local" in said
-    assert "method.name=comigs-elastic" not in said
+def test_to_mix_predictions_is_advised_where_it_is_new_and_needed() -> None:
+    rows = [line("local", 20, 21, 22), line(OURS, 10, 11, 12)]
+    assert "method.name=interpolation" not in verdict(typed(rows), OURS)  # best for all
+    rows = [line("local", 20, 21, 22), line("interpolation", 9, 12, 23), line(OURS, 10, 11, 23)]
+    assert "Or mix" not in verdict(typed(rows), OURS)
+    assert "Or mix" not in verdict(typed(rows), "interpolation")
 
 
 def test_training_that_did_not_help() -> None:

@@ -88,7 +88,7 @@ def run(
         from rich.console import Console
 
         from coterie.core.profiling import Profile
-        from coterie.reports.tables import profiled
+        from coterie.reports.tables import mixture_tables, profiled
 
         with uncollected():
             from coterie import api
@@ -105,6 +105,8 @@ def run(
             progress=True,
             profile=trace,
         )
+        for table in mixture_tables([*done.baselines.values(), done.result]):
+            console.print(table)
         _show(console, done.rows, loaded.name, loaded.method["name"])
         if profile:
             profiled(console, trace, elsewhere=loaded.engine == "flower")

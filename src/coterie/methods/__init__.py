@@ -26,8 +26,6 @@ class Entry:
     title: str  # in tables and figures
     paper: str  # its source
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the name fixes
-    # The method in which each client chooses how much of this one it shares.
-    of_own_shares: str | None = None
 
     @cached_property
     def method(self) -> "type[Method]":
@@ -47,10 +45,10 @@ _ALTERNATING = "CoMiGS, Table 5, routers on fresh training batches"
 
 
 def _comigs(
-    title: str, paper: str, fixed: Mapping[str, Any] | None = None, home: str = "comigs.CoMiGS"
+    title: str, paper: str, fixed: Mapping[str, Any] = {}, home: str = "comigs.CoMiGS"
 ) -> Entry:
     """Return an entry of a form of CoMiGS."""
-    return Entry(home, title, paper, fixed or {}, "comigs-elastic")
+    return Entry(home, title, paper, fixed)
 
 
 _SHIPPED: Mapping[str, Entry] = {

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import ConfigDict, Field
@@ -179,10 +179,10 @@ class Method(ABC):
         """Return the form of a score's reply, from that of one model's."""
         return scores
 
-    def score_part(self, client: Any, tensors: Tensors, rows: int) -> Tensor:
-        """Return the score of so many rows of test data, with `tensors` on loan."""
+    def score_part(self, client: Any, tensors: Tensors, rows: int) -> Tensors:
+        """Return `score_test` of so many rows of test data."""
         with client.borrowing(self.loadable(client, tensors)):
-            return cast(Tensor, client.score_part(client.test, rows))
+            return {"test": client.score_part(client.test, rows)}
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:

@@ -6,20 +6,21 @@ interpolation" (Mansour et al., "Three Approaches for Personalization with Appli
 Learning", 2020).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
+from coterie.client.client import Client
 from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.client.state import improves, recall, remember
 from coterie.core.protocol import Sends, task
 from coterie.core.tensors import Tensors, under
 from coterie.methods.parts import OfParts
 from coterie.models.interpolation import PRIOR, fit_weights, interpolate, settled
-from coterie.models.predictions import Prediction, joined, score_of
+from coterie.models.predictions import joined, score_of
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,21 @@ class Interpolation(OfParts):
         """Return `score`; of each part, keep the model that is the best on validation."""
         return self._scored(client, tensors, keep=True)
 
-    def _scored(self, client: ClientOfParts, tensors: Tensors, keep: bool) -> Tensors:
-        """Fit the weights on validation data; return the scores of the mixture and of each part."""
-        by_part: list[tuple[list[Prediction], ...]] = []
-        scores = []
+    def _each(self, client: ClientOfParts, tensors: Tensors) -> Iterator[Client]:
+        """Yield the client of each part, with that part's tensors on loan."""
         for name, part in self.methods.items():
             with client.part(name) as one, one.borrowing(part.loadable(one, under(name, tensors))):
-                by_part.append((one.predictions(one.valid), one.predictions(one.test)))
-                its = dict(zip(("valid", "test"), map(score_of, by_part[-1]), strict=True))
-                if keep and improves(one, its["valid"]):
-                    remember(one, its, one.round)
-                scores.append(torch.stack(list(its.values())))
+                yield one
+
+    def _scored(self, client: ClientOfParts, tensors: Tensors, keep: bool) -> Tensors:
+        """Fit the weights on validation data; return the scores of the mixture and of each part."""
+        by_part, scores = [], []
+        for one in self._each(client, tensors):
+            by_part.append((one.predictions(one.valid), one.predictions(one.test)))
+            its = dict(zip(("valid", "test"), map(score_of, by_part[-1]), strict=True))
+            if keep and improves(one, its["valid"]):
+                remember(one, its, one.round)
+            scores.append(torch.stack(list(its.values())))
         valid, test = map(joined, zip(*by_part, strict=True))
         likelihoods = valid[0].gather(2, valid[1].expand(len(by_part), -1)[..., None])[..., 0]
         weights = settled(likelihoods, fit_weights(likelihoods, self.prior))
@@ -74,20 +79,20 @@ class Interpolation(OfParts):
 
     @task(Sends.SCORES)
     def score_test(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
-        return {"test": self._mixed(client, tensors, None)}
+        return {"test": self.score_part(client, tensors, None)["test"]}
 
-    def score_part(self, client: ClientOfParts, tensors: Tensors, rows: int) -> Tensor:  # type: ignore[override]
-        return self._mixed(client, tensors, rows)
-
-    def _mixed(self, client: ClientOfParts, tensors: Tensors, rows: int | None) -> Tensor:
-        """Return the mixture's score on the test set, or on so many of its rows."""
-        by_part = []
-        for name, part in self.methods.items():
-            with client.part(name) as one, one.borrowing(part.loadable(one, under(name, tensors))):
-                by_part.append(one.predictions(one.test, rows))
+    def score_part(self, client: ClientOfParts, tensors: Tensors, rows: int | None) -> Tensors:
+        """Return the scores on so many rows of test data, None for all: the mixture's, and each
+        part's with its weight.
+        """
+        by_part = [one.predictions(one.test, rows) for one in self._each(client, tensors)]
         log_probs, right = joined(by_part)
         weights = torch.tensor(list(client.weights.values()), dtype=torch.float64)
-        return score_of([(interpolate(log_probs, weights), right)])
+        return {
+            "test": score_of([(interpolate(log_probs, weights), right)]),
+            "parts": torch.stack([score_of(predictions)[None] for predictions in by_part]),
+            WEIGHTS: weights,
+        }
 
     @task(Sends.SCORES)
     def recall(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]

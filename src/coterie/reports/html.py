@@ -16,15 +16,18 @@ from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import experts
+from coterie.reports.mixtures import mixtures
 from coterie.reports.parts import (
     BESIDE,
     computed_with,
+    escape,
     introduction,
     notes,
     page,
     prose,
     section,
     size,
+    table,
 )
 from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
 from coterie.reports.verdict import verdict
@@ -139,6 +142,7 @@ def _parts(
             _scores(rows),
             _kept(rows),
             f'<p class="verdict">{prose(text)}</p>' if text else "",
+            *(f"<p>{escape(says)}</p>{table(*lines)}" for says, lines in mixtures(results).items()),
             notes(remarks),
         ),
         **{id: (note, *drawn) for id, drawn in pictures.items() if drawn},

@@ -15,12 +15,14 @@ from rich.text import Text
 from coterie.core.metrics import best, prediction, worst
 from coterie.core.printing import printable
 from coterie.core.profiling import Profile
-from coterie.core.result import MetricInfo, Row
+from coterie.core.result import MetricInfo, Result, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
+from coterie.reports.mixtures import mixtures
 from coterie.reports.parts import BESIDE, VERDICTS, rounded, size, unseen
 
 W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
+ROWS = 16  # clients that a table has a line for
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
@@ -119,6 +121,16 @@ def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> l
     """
     scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
     return [_costs(rows, titles), _beside(rows, titles), scores]
+
+
+def mixture_tables(results: Sequence[Result]) -> list[Table]:
+    """Return a table for each result with parts, see `mixtures`; of many clients its title."""
+    tables = []
+    for title, (header, lines) in mixtures(results).items():
+        tables.append(shown := _plain(title, header))
+        for cells in lines if len(lines) <= ROWS else ():
+            shown.add_row(*(Text(printable(cell.text), "bold" * cell.best) for cell in cells))
+    return tables
 
 
 def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:

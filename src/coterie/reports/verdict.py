@@ -10,7 +10,8 @@ from coterie.core.result.rows import ALONE, BOUNDS
 from coterie.methods import METHODS
 from coterie.reports.parts import figure, unseen
 
-BASE = "pretrained"
+BASE, MIXTURE = "pretrained", "interpolation"
+MIX = f" Or mix the predictions of Local and FedAvg: `--set method.name={MIXTURE}`."
 SEEDS = "One seed: differences may be chance; use `coterie compare METHOD ... --seeds 3`."
 
 
@@ -34,11 +35,14 @@ def verdict(rows: Sequence[Row], own_method: str) -> str:
             f"--recipe RECIPE` says whether sharing helps."
         )
     rival = others[0]
-    return f"{_compared(mine, rival)} {_certainty(mine, rival)}"
+    mixes = mine.groups or any(row.method == MIXTURE for row in rows)
+    return f"{_compared(mine, rival, '' if mixes else MIX)} {_certainty(mine, rival)}"
 
 
-def _compared(mine: Row, rival: Row) -> str:
-    """Return the two sentences on a method and the best of the others."""
+def _compared(mine: Row, rival: Row, mix: str) -> str:
+    """Return two sentences on a method and the best of the others; `mix` is advice where the
+    method is not best for all.
+    """
     metric, ours, theirs = mine.metric, _title(mine), _title(rival)
     figures = f"{_value(mine.mean, metric)} against {_value(rival.mean, metric)}"
     if _tied(mine, rival):
@@ -63,11 +67,10 @@ def _compared(mine: Row, rival: Row) -> str:
     if won:
         return (
             f"On these data {ours} is better than {theirs}, the best other row, {whom}. "
-            f"{_advice_won(ahead, pairs)}{'' if len(ahead) == len(pairs) else _either(mine)}"
+            f"{_advice_won(ahead, pairs)}{mix * (len(ahead) < len(pairs))}"
         )
-    return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}" + (
-        "" if rival.method == BASE else _either(mine)
-    )
+    mix *= rival.method != BASE
+    return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}{mix}"
 
 
 def _which(
@@ -106,17 +109,6 @@ def _advice_lost(rival: Row) -> str:
             "base as it is."
         )
     return f"use it: `--set method.name={rival.method}`."
-
-
-def _either(mine: Row) -> str:
-    """Return advice to let clients choose on validation data how much to share, or ""."""
-    entry = METHODS.get(mine.method)
-    if entry is None or entry.of_own_shares is None:
-        return ""
-    return (
-        " Or let each client choose how much to share, in 1.5 times the time: "
-        f"`--set method.name={entry.of_own_shares}`."
-    )
 
 
 def _tied(mine: Row, rival: Row) -> bool:

@@ -44,7 +44,7 @@ class Estimate:
         (['fedavg', 'cobo'], True, True)
 
     Args:
-        seconds: Of all rounds and evaluations.
+        seconds: Of all rounds and evaluations; 0 of a part that another row trains.
         up: Bytes that a client sends in a round.
         down: Bytes that a client receives in a round.
         memory: Bytes: the peak of the process so far, and the states of all clients.
@@ -107,11 +107,13 @@ def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
     """Yield the cost of each method of a recipe here, its own last. Raises Refused."""
     backend = LocalBackend()
     threads = CommonThreads((), backend, Callback())
-    for row in (*map(recipe.with_method, recipe.compare_with), recipe):
+    rows = [*map(recipe.with_method, recipe.compare_with), recipe]
+    for row in rows:
         prepared = threads.assign(backend.prepare(row))
         with computing(computing_threads(prepared)):
             cost = estimate(prepared)
-        yield prepared, cost
+        alone = not any(whole.trains(row) for whole in rows)
+        yield prepared, cost if alone else replace(cost, seconds=0.0)
 
 
 class RunEstimator:

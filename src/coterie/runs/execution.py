@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,23 +10,23 @@ import torch
 
 from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
-from coterie.core.files import write_json
+from coterie.core.files import write_atomically, write_json
 from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import RESULT, Evaluation, Result
-from coterie.core.tensors import nbytes
+from coterie.core.tensors import under
 from coterie.core.threads import computing
 from coterie.methods import Method
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
-from coterie.runs.folder.inputs import RecordedInputs
+from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.metrics import MetricsFile, check_metrics
-from coterie.runs.folder.names import AUDIT, CANARIES
+from coterie.runs.folder.names import AUDIT, CANARIES, RECIPE
 from coterie.runs.folder.observations import Observations
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
 from coterie.runs.problems.prepare import Prepared
-from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe, dump
 from coterie.runs.requests import Requests
 from coterie.runs.results import ResultWriter
 from coterie.runs.scoring import Scorer
@@ -46,6 +46,7 @@ class Execution:
         title: The name of the run for the reporter.
         backend: Where the clients are; default: on this machine.
         profile: Records one round, see `execute`; default: none.
+        parts: Recipes and folders of rows that are one part of this method each, see `leave`.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class Execution:
         title: str = "",
         backend: Backend | None = None,
         profile: Profile | None = None,
+        parts: Sequence[tuple[Recipe, Path]] = (),
     ) -> None:
-        self.folder, self.title = folder, title
+        self.folder, self.title, self.parts = folder, title, parts
         self.reporter, self.profile = reporter or Callback(), profile or Profile()
         backend = backend or LocalBackend()
         recipe = prepared.recipe
@@ -109,12 +111,14 @@ class Execution:
             while state.round < rounds and not self.scorer.turned():
                 self.profile.begin(state.round == profiled)
                 self.one_round()
-            if state.round < rounds:
+            if state.round < rounds and "part_of" not in state.progress:  # it has ended, as a part
                 self._end_early()
             if not state.evaluations or state.evaluations[-1].round != state.round:
                 self.profile.begin(True)
                 self._evaluate()
                 self.profile.end()
+            for row, folder in self.parts:
+                self.leave(row, folder)
             result = self.results.result(time.monotonic() - self.started)
             self.results.keep_personal_models()
             self.results.write_routing()
@@ -188,7 +192,7 @@ class Execution:
             self.reporter.spent(state.round, spent["epsilon"], spent["delta"])
         for direction, messages in (("down", ask.to), ("up", replies)):
             for i in state.clients & messages.keys():
-                state.count(direction, i, nbytes(messages[i]))
+                state.count(direction, i, messages[i])
         return replies
 
     def _active(self) -> tuple[ClientId, ...]:
@@ -286,6 +290,32 @@ class Execution:
         }
         checkpoint = Checkpoint(state.round, state.server, self.engine.states(), progress)
         self.reporter.checkpoint(state.round, self.checkpoints.save(checkpoint))
+
+    def leave(self, row: Recipe, folder: Path) -> None:
+        """Write the end of one part's training as a checkpoint of that method alone, whose row then
+        only has to be scored; not if its run has begun. Raises SaveError.
+        """
+        state, method, name = self.state, self.state.method, row.method["name"]
+        server, progress = under(name, state.server), state.progress
+        # evaluations have the collaboration weights of one part alone
+        collaborates = method.methods[name].collaboration(server, state.clients) is not None
+        if RecordedInputs(folder).begun() or collaborates or not state.keeps_models:
+            return
+        progress = progress | {key: progress.get(f"{key}/{name}", {}) for key in ("up", "down")}
+        progress |= {
+            "evaluations": [evaluation.of_part(name).to_json() for evaluation in state.evaluations],
+            "curve": [point.of_part(name).to_json() for point in state.points],
+            "seconds": (time.monotonic() - self.started) / len(method.methods),
+            "threads": self.requests.threads,
+            "part_of": self.recipe.method["name"],
+        }
+        progress |= {"position": 0, "metrics": None}  # these are in this run's folder
+        states = {i: under(name, of) for i, of in self.engine.states().items()}
+        RecordedInputs(folder).begin(Inputs.of(state.prepared))
+        write_atomically(folder / RECIPE, dump(row).encode())
+        decisive = self.checkpoints.recipe | row.model_dump(mode="json", include={"method"})
+        checkpoint = Checkpoint(state.round, server, states, progress)
+        Checkpoints(folder / "checkpoints", decisive).save(checkpoint)
 
     def restore(self) -> bool:
         """Restore the newest checkpoint; return whether there was one. Raises CheckpointError if it

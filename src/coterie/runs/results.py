@@ -90,6 +90,7 @@ class ResultWriter:
             never_took_part=list(state.absent()),
             privacy=None if self.spending is None else self.spending.accountant.summary(),
             wall_s=seconds,
+            part_of=progress.get("part_of"),
             peak_memory_bytes=devices.peak_memory(),
             versions=Versions(__version__, torch.__version__, platform.python_version()),
             machine=self._machine(),

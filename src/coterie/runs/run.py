@@ -130,6 +130,14 @@ def execute_all(
     if not backend.devices:
         for recipe, folder in rows:
             check_beside_data(recipe, within or folder)
+    given, called = rows, {folder: title for (_, folder), title in zip(rows, titles, strict=False)}
+    # the rows that each row trains as parts, except in a search, which keeps each for later ones
+    parts = {
+        at: [row for row in rows if recipe.trains(row[0])] if within and not unfit else []
+        for recipe, at in rows
+    }
+    trained = {folder for of in parts.values() for _, folder in of}
+    rows = sorted(rows, key=lambda row: not parts[row[1]])
     reporter.preparing()
     threads, foresight, data = CommonThreads(rows, backend, reporter), RunEstimator(), SharedData()
     first: list[Prepared] = []
@@ -149,35 +157,37 @@ def execute_all(
             # what is estimated computes as what is run: as many clients at once
             planned = threads.assign(prepared, folder)
             with computing(computing_threads(planned)):
-                foresight.add(planned, (folder / RESULT).exists())
+                foresight.add(planned, folder in trained or (folder / RESULT).exists())
         del prepared
     if not first:
         return []  # all are refused
     reporter.noted(first[0].problem.federation.notes)
     reporter.expects(foresight.seconds())
     data.keep(*first)
-    results = []
+    results: dict[Path, Result] = {}
     with ExitStack() as stack:
         if within is not None:
             stack.enter_context(alone(within))
         _check_free(rows)
-        for k, (recipe, folder) in enumerate(rows):
+        for recipe, folder in rows:
             if folder in refused:
                 continue
-            title = titles[k] if titles else METHODS[recipe.method["name"]].title
-            recorder = profile if profile is not None and k == len(rows) - 1 else Profile()
+            title = called.get(folder) or METHODS[recipe.method["name"]].title
+            recorder = profile if profile is not None and folder == given[-1][1] else Profile()
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
-                execution = Execution(prepared, folder, reporter, title, backend, recorder)
+                execution = Execution(
+                    prepared, folder, reporter, title, backend, recorder, parts[folder]
+                )
                 try:
-                    results.append(_executed(execution, changed))
+                    results[folder] = _executed(execution, changed)
                 except Divergence as error:
                     _report_unfit(unfit, folder, error)
                 del prepared, execution
                 if ended is not None:
                     ended(folder)
-    return results
+    return [results[folder] for _, folder in given if folder in results]
 
 
 def _report_unfit(

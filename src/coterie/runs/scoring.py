@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from coterie.core import metrics
 from coterie.core.errors import ClientError, Divergence
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec, State, drive
-from coterie.core.result import Choices, Evaluation, PartScores, Scores
+from coterie.core.result import Choices, Evaluation, Scores
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.runs.folder.metrics import METRICS
@@ -113,16 +114,18 @@ class Scorer:
             for g, of in members.items()
         }
 
-    def _parts(self, reply: Tensors) -> dict[str, PartScores] | None:
+    def _parts(self, reply: Tensors) -> dict[str, Scores] | None:
         """Return the scores and weights of the parts of a client's model, if it has any."""
         if "parts" not in reply:
             return None
-        of = self.state.prepared.problem.metric.of
+        metric, splits = self.state.prepared.problem.metric, ("valid", "test")
+        by_part = zip(self.state.method.methods, reply["weights"], reply["parts"], strict=True)
         return {
-            name: PartScores(weight=float(weight), valid=of(valid), test=of(test))
-            for name, weight, (valid, test) in zip(
-                self.state.method.methods, reply["weights"], reply["parts"], strict=True
+            name: Scores.from_json(
+                {"weight": float(weight)}
+                | metric.scores(dict(zip(splits[-len(sums) :], sums, strict=True)))
             )
+            for name, weight, sums in by_part
         }
 
     def _choices(self, replies: Replies, clients: Iterable[ClientId]) -> Choices:
@@ -222,7 +225,7 @@ class Scorer:
             if i in received
         }
         means = {
-            group: metrics.mean(scores[i] for i in of if i in scores)
+            group: metrics.mean(scores[i].test for i in of if i in scores)
             for group, of in state.evaluated.items()
         }
         test = next(iter(means.values()))
@@ -231,21 +234,22 @@ class Scorer:
                 round=state.round,
                 iteration=state.iteration,
                 test=test,
-                clients={i: Scores(test=score) for i, score in scores.items()},
+                clients=scores,
                 groups=means if state.groups else None,
             )
         )
         for i, score in scores.items():
-            self.requests.write("curve", i, {"test": score})
+            self.requests.write("curve", i, {"test": score.test})
         self.requests.reporter.point(state.round, test, CURVE_ROWS)
 
-    def _score_part(self, id: ClientId, memory: State, received: Tensors) -> float:
-        """Return a client's metric on a part of its test set, without side effects on it."""
+    def _score_part(self, id: ClientId, memory: State, received: Tensors) -> Scores:
+        """Return a client's scores on a part of its test set, without side effects on it."""
         prepared = self.state.prepared
         client = prepared.site.clients(id, dict(memory))
         with torch.random.fork_rng(devices=[]):
-            scores = prepared.method.score_part(client, received, CURVE_ROWS)
-            return prepared.problem.metric.of(scores)
+            reply = prepared.method.score_part(client, received, CURVE_ROWS)
+            scores = Scores.from_json(prepared.problem.metric.scores(reply))
+            return replace(scores, parts=self._parts(reply))
 
     def _spec(self, *names: str) -> ReplySpec:
         """Return the form of the replies of a scoring task, restricted to these scores."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from coterie.core.protocol import ClientId
 from coterie.core.result import Evaluation
-from coterie.core.tensors import Tensors
+from coterie.core.tensors import Named, Tensors, nbytes, under
 from coterie.methods import Method
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
@@ -59,10 +59,12 @@ class RunState:
         """Whether scored clients keep models of their own between rounds."""
         return not (self.groups or self.recipe.training.stateless or self.method.stateless)
 
-    def count(self, direction: str, client: ClientId, size: int) -> None:
-        """Add bytes that a client sent (`up`) or received (`down`)."""
-        counts = self.progress[direction]
-        counts[client] = counts.get(client, 0) + size
+    def count(self, direction: str, client: ClientId, message: Named) -> None:
+        """Add the bytes that a client sent (`up`) or received (`down`), and those of each part."""
+        of_parts = {f"{direction}/{part}": under(part, message) for part in self.method.methods}
+        for key, named in {direction: message, **of_parts}.items():
+            counts = self.progress.setdefault(key, {})
+            counts[client] = counts.get(client, 0) + nbytes(named)
 
     def absent(self) -> Sequence[ClientId]:
         """Return clients that have not taken part yet and have no model of their own."""

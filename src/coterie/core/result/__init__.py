@@ -10,7 +10,6 @@ from coterie.core.result.evaluation import (
     Curve,
     Evaluation,
     Mixture,
-    PartScores,
     Routing,
     Scores,
 )
@@ -34,7 +33,6 @@ __all__ = [
     "Machine",
     "MetricInfo",
     "Mixture",
-    "PartScores",
     "PrivacySpent",
     "Result",
     "Routing",

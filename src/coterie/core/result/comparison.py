@@ -53,6 +53,7 @@ class Row(Record):
         once_bytes: Bytes that every client receives once.
         peak_memory_bytes: Of the process.
         wall_s: Seconds of a run.
+        part_of: See `Result`.
         lost: Number of replies of each client that were dropped or never arrived.
         never_took_part: Number of clients that took part in no round.
         drawn_of: Number of clients of whom those that are scored were drawn; None if all are
@@ -60,7 +61,7 @@ class Row(Record):
         privacy: The privacy budget spent; None without differential privacy.
     """
 
-    rare: ClassVar[Collection[str]] = ("kept_rounds",)
+    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of")
 
     method: str
     metric: MetricInfo
@@ -89,6 +90,7 @@ class Row(Record):
     once_bytes: int | None = None
     peak_memory_bytes: int | None = None
     wall_s: float
+    part_of: str | None = None
     lost: Mapping[str, int] | None = None
     never_took_part: int | None = None
     drawn_of: int | None = None

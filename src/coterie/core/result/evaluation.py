@@ -1,7 +1,8 @@
 """One evaluation of a run, the curve of several, and token-wise decisions of routers on texts."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import ClassVar
 
 from coterie.core.result.parsing import Json, Record
@@ -10,21 +11,14 @@ ROUTING = "routing.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartScores(Record):
-    """The scores of one part of a client's model, and the weight of its predictions."""
-
-    weight: float
-    valid: float
-    test: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,
     and `test` is of a part of the test set.
     """
 
-    rare: ClassVar[Collection[str]] = ("valid", "valid_loss", "test_loss", "experts", "parts")
+    rare: ClassVar[Collection[str]] = (
+        *("valid", "valid_loss", "test_loss", "experts", "parts", "weight"),
+    )
 
     valid: float | None = None
     test: float
@@ -32,7 +26,8 @@ class Scores(Record):
     test_loss: float | None = None
     gate_accuracy: float | None = None
     experts: Sequence[int] | None = None
-    parts: Mapping[str, PartScores] | None = None
+    parts: Mapping[str, "Scores"] | None = None
+    weight: float | None = None
 
     def to_json(self) -> Json:
         """Return the JSON object; with a gate, `gate_accuracy` is in it even if it is unknown."""
@@ -71,6 +66,18 @@ class Evaluation(Record):
     def mean_of(self, group: str) -> float:
         """Return the mean test metric of a group of unseen clients, or `test` for ""."""
         return (self.groups or {})[group] if group else self.test
+
+    def of_part(self, name: str) -> "Evaluation":
+        """Return the evaluation of one part's models by themselves."""
+        parts = {i: scores.parts[name] for i, scores in self.clients.items() if scores.parts}
+        valids = [part.valid for part in parts.values() if part.valid is not None]
+        return replace(
+            self,
+            valid=fmean(valids) if valids else None,
+            test=fmean(part.test for part in parts.values()),
+            clients={i: replace(part, weight=None) for i, part in parts.items()},
+            weights=None,
+        )
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         once_bytes=_known([r.once_bytes for r in results]),
         peak_memory_bytes=_known([r.peak_memory_bytes for r in results]),
         wall_s=mean(r.wall_s for r in results),
+        part_of=first.part_of,
         lost=_lost(results),
         never_took_part=_known(
             [None if r.never_took_part is None else len(r.never_took_part) for r in results]
@@ -147,8 +148,12 @@ def comparability(
     sentences += [
         f"{called[r.method]}: {absent(r.never_took_part)}" for r in rows if r.never_took_part
     ]
-    spent: dict[str, list[str]] = {}  # rows that spend alike share a sentence
+    spent: dict[str, list[str]] = {}  # rows alike share a sentence
     for r in rows:
+        if r.part_of:
+            whole = called.get(r.part_of, r.part_of)
+            text = f"trained as a part of {whole}, once; seconds are an equal share of its own."
+            spent.setdefault(text, []).append(called[r.method])
         if r.privacy:
             spent.setdefault(protected(r.privacy), []).append(called[r.method])
     return sentences + [f"{', '.join(names)}: {sentence}" for sentence, names in spent.items()]

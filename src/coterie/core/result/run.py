@@ -47,6 +47,7 @@ class ClientResult(Costs, Scores):
         experts: The numbers of a pool's experts that the client has; None without a pool.
         parts: Of a method that mixes the predictions of several models: each one's weight and
             scores.
+        weight: Of the predictions of a part.
         test_synced: As `test`, after one more synchronisation; None if the client could not be
             reached. A model kept by `keep: best` is not synchronised again: the value is `test`.
         kept_round: With `keep: best`, the number of rounds after which the kept model was scored;
@@ -62,7 +63,7 @@ class ClientResult(Costs, Scores):
         group: The group of a client that never trained; None for a client that trains.
     """
 
-    rare: ClassVar[Collection[str]] = ("experts", "parts", "group", "kept_round")
+    rare: ClassVar[Collection[str]] = ("experts", "parts", "weight", "group", "kept_round")
 
     valid: float
     test_synced: float | None = None
@@ -125,12 +126,14 @@ class Result(Record):
         privacy: The privacy budget spent, and how it was computed; None without differential
             privacy.
         wall_s: Seconds that the run took.
+        part_of: The method that trained this one as a part, `wall_s` an equal share; None: itself.
         peak_memory_bytes: Of this process.
         versions: Of coterie, torch and Python.
         machine: What it was computed on.
     """
 
     file: ClassVar[str] = RESULT
+    rare: ClassVar[Collection[str]] = ("part_of",)
 
     method: str
     recipe: str
@@ -160,6 +163,7 @@ class Result(Record):
     never_took_part: Sequence[str] | None = None
     privacy: PrivacySpent | None = None
     wall_s: float
+    part_of: str | None = None
     peak_memory_bytes: int | None = None
     versions: Versions | None = None
     machine: Machine | None = None

@@ -316,6 +316,18 @@ class Recipe(BaseModel):
     def build_method(self) -> Method:
         return build_method(self.method)
 
+    def trains(self, row: "Recipe") -> bool:
+        """Return whether this recipe's method trains exactly what another recipe does, as one of
+        its parts; never where protection, canaries or attacks are of a method as a whole.
+        """
+        beside = {"method": self.method, "compare_with": self.compare_with}
+        return (
+            row.build_method() == self.build_method().methods.get(row.method["name"])
+            and row.model_copy(update=beside) == self
+            and self.engine == "inprocess"
+            and not (self.privacy or self.audit or self.attack)
+        )
+
     def with_method(self, name: str) -> "Recipe":
         """Return the recipe for another method: same data, base, training and, as far as it has
         such fields, settings. Raises RecipeError for an unknown method.
