@@ -39,7 +39,7 @@ COSTS = (
 PEAK = (
     "<p class=note>Peak memory is the largest resident size of the whole process up to the end "
     "of the row: Python, its libraries, the base model and all clients. Rows run one after the "
-    "other in one process, so a row's figure is never below that of the row before it.</p>"
+    "other in one process, so a row's figure is never below that of one that ran before it.</p>"
 )
 
 

@@ -112,8 +112,8 @@ def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
         prepared = threads.assign(backend.prepare(row))
         with computing(computing_threads(prepared)):
             cost = estimate(prepared)
-        alone = not any(whole.trains(row) for whole in rows)
-        yield prepared, cost if alone else replace(cost, seconds=0.0)
+        part = any(whole.trains(row) for whole in rows)
+        yield prepared, replace(cost, seconds=0.0) if part else cost
 
 
 class RunEstimator:
