@@ -82,9 +82,7 @@ class Interpolation(OfParts):
         return {"test": self.score_part(client, tensors, None)["test"]}
 
     def score_part(self, client: ClientOfParts, tensors: Tensors, rows: int | None) -> Tensors:
-        """Return the scores on so many rows of test data, None for all: the mixture's, and each
-        part's with its weight.
-        """
+        """Return the scores on so many rows of test data, and each part's with its weight."""
         by_part = [one.predictions(one.test, rows) for one in self._each(client, tensors)]
         log_probs, right = joined(by_part)
         weights = torch.tensor(list(client.weights.values()), dtype=torch.float64)

@@ -308,8 +308,7 @@ class Execution:
             "seconds": (time.monotonic() - self.started) / len(method.methods),
             "threads": self.requests.threads,
             "part_of": self.recipe.method["name"],
-        }
-        progress |= {"position": 0, "metrics": None}  # these are in this run's folder
+        } | {"position": 0, "metrics": None}  # which are in this run's folder
         states = {i: under(name, of) for i, of in self.engine.states().items()}
         RecordedInputs(folder).begin(Inputs.of(state.prepared))
         write_atomically(folder / RECIPE, dump(row).encode())

@@ -71,13 +71,9 @@ class Evaluation(Record):
         """Return the evaluation of one part's models by themselves."""
         parts = {i: scores.parts[name] for i, scores in self.clients.items() if scores.parts}
         valids = [part.valid for part in parts.values() if part.valid is not None]
-        return replace(
-            self,
-            valid=fmean(valids) if valids else None,
-            test=fmean(part.test for part in parts.values()),
-            clients={i: replace(part, weight=None) for i, part in parts.items()},
-            weights=None,
-        )
+        valid, test = fmean(valids) if valids else None, fmean(p.test for p in parts.values())
+        clients = {i: replace(part, weight=None) for i, part in parts.items()}
+        return replace(self, valid=valid, test=test, clients=clients, weights=None)
 
 
 @dataclass(frozen=True)

@@ -320,13 +320,10 @@ class Recipe(BaseModel):
         """Return whether this recipe's method trains exactly what another recipe does, as one of
         its parts; never where protection, canaries or attacks are of a method as a whole.
         """
-        beside = {"method": self.method, "compare_with": self.compare_with}
-        return (
-            row.build_method() == self.build_method().methods.get(row.method["name"])
-            and row.model_copy(update=beside) == self
-            and self.engine == "inprocess"
-            and not (self.privacy or self.audit or self.attack)
-        )
+        part = self.build_method().methods.get(row.method["name"])
+        other = row.model_copy(update={"method": self.method, "compare_with": self.compare_with})
+        whole = self.privacy or self.audit or self.attack or self.engine != "inprocess"
+        return not whole and other == self and row.build_method() == part
 
     def with_method(self, name: str) -> "Recipe":
         """Return the recipe for another method: same data, base, training and, as far as it has
