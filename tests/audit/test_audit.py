@@ -386,3 +386,32 @@ def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
         _loaded(recipe.model_dump_json(), str(texts), None, True)
     with pytest.raises(Refused, match="clients are on separate devices"):
         prepare_remote(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])
+
+
+def test_of_several_parts_the_one_that_sends_is_audited(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """Observers of Local and FedAvg, mixed, can tell what those of FedAvg alone can."""
+    together = trained(
+        texts, tiny_base, tmp_path / "together", CANARIES, "method.name=interpolation"
+    )
+    alone = trained(texts, tiny_base, tmp_path / "alone", CANARIES)
+    for secure in (False, True):
+        few = Settings(windows=6, words=3, secure=secure)
+        result, expected = audit(together, few), audit(alone, few)
+        assert result.observers == expected.observers
+        assert result.shift == expected.shift
+        assert result.method == "interpolation"
+        assert result.words is not None
+        assert expected.words is not None
+        assert result.words.shared == expected.words.shared
+    assert invoked(str(together), "--words", "3")[0] == 0
+
+
+def test_a_run_of_which_two_parts_send_is_refused(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    parts = "method={name: interpolation, parts: [fedavg, ditto], rounds: 1, local_steps: 1}"
+    run = trained(texts, tiny_base, tmp_path / "run", parts, "method.rounds=1")
+    with pytest.raises(Refused, match=r"fedavg and ditto send both.*\n.*each method alone"):
+        audit(run, Settings(windows=6, words=3))

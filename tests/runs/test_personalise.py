@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,21 @@ from typer.testing import CliRunner
 import coterie
 from coterie.adapt import personalisation as personalise
 from coterie.adapt.new_client import Adapted, Training, adapt
+from coterie.adapt.shared_part import write_shared
 from coterie.cli.base import app
 from coterie.client.client import Client
 from coterie.client.settings import AdamW
+from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CoterieError, DataError, Refused
 from coterie.core.files import load
 from coterie.data.folders import Folders
+from coterie.models.interpolation import fit_weights
+from coterie.models.predictions import joined
 from coterie.personal import PersonalModel
+from coterie.personal.mixture import PersonalMixture
 from coterie.runs import run as runs
+from coterie.runs.problems.own_text import text_of
+from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe as recipes
 
 WORDS = {
@@ -446,3 +454,77 @@ def test_without_training_those_who_need_it_are_told_so(tiny_base: Path, tmp_pat
     )
     with pytest.raises(CoterieError, match=r"With --train it trains further"):
         adapt(tmp_path, tmp_path)
+
+
+def test_a_newcomer_mixes_a_model_of_its_own_with_the_one_that_everybody_has(
+    tmp_path: Path, tiny_base: Path, you: Path
+) -> None:
+    """Of a run of Local and FedAvg. What is its own begins from the base, as Local's does."""
+    run = trained(tmp_path, tiny_base, "interpolation", prior=4.0)
+    mean = {n.removeprefix("fedavg/"): t for n, t in server(run).items() if "fedavg/" in n}
+    alone = adapt(run, you, "alone")
+    assert (alone.model.about.method, alone.up) == ("fedavg", 0)
+    assert all(torch.equal(tensors(alone)[name], t) for name, t in mean.items())
+    said: list[str] = []
+    found = adapt(run, you, training=Training(40, said.append))
+    model, about = found.model, found.personalised
+    assert isinstance(model, PersonalMixture)
+    assert about is not None
+    assert about.helped
+    assert about.weights == model.mixture.weights == pytest.approx(model.shares)
+    assert list(model.parts) == ["local", "fedavg"]
+    assert said[0].startswith("the base alone")
+    kept = dict(model.parts["fedavg"].adapter.named_parameters())
+    assert all(torch.equal(kept[name], t) for name, t in mean.items())
+    own = local_as_it_begins(run, you)
+    method = recipes.resolve(run).build_method().methods["local"]
+    by_itself, _ = personalise.train(own, method, 40, lambda line: None)
+    local = dict(model.parts["local"].adapter.named_parameters())
+    assert all(torch.equal(local[name], t) for name, t in by_itself.tensors.items())
+    nll, count = model.score(own.data.test.scoring(8))
+    assert math.exp(nll / count) == pytest.approx(about.after, rel=1e-5)
+    nll, count = model.score(own.data.valid.scoring(8))
+    assert math.exp(nll / count) == pytest.approx(about.valid_after, rel=1e-5)
+    parts = [list(m.language.predictions(own.data.valid.scoring(8))) for m in model.parts.values()]
+    assert model.weights.tolist() == fit_weights(joined(parts)[0][..., 0], 4.0).tolist()
+    sentences = " ".join(personalise.sentences("you", about))
+    assert "a model of its own from the base; mixed: " in sentences
+    assert "everybody's" in sentences
+    follows = coterie.load(run, "you", follow=True)
+    follows.observe("le chat noir dort sur la table")
+    assert coterie.load(run, "you", follow=True).shares == follows.shares != model.shares
+
+
+def local_as_it_begins(run: Path, you: Path) -> Client:
+    """A client of the run's recipe with Local alone, without any training."""
+    recipe = recipes.resolve(run)
+    section = {"name": "local", "rounds": 2, "local_steps": 4}
+    recipe = recipe.model_copy(update={"method": section})
+    prepared = prepare(recipe)
+    data = text_of(recipe, prepared.problem.backbone, "you", you, True)
+    site = replace(prepared.site, data={"you": data}, layouts={"you": prepared.site.layouts["ann"]})
+    return site.client("you", {})
+
+
+def test_a_run_none_of_whose_parts_serves_newcomers_is_refused(
+    tmp_path: Path, tiny_base: Path, you: Path
+) -> None:
+    run = trained(tmp_path, tiny_base, "interpolation", parts=["local", "finetuned-fedavg"])
+    for training in (None, Training(4)):
+        with pytest.raises(Refused, match=r"interpolation has no .*\n.*ethods that have: .*fedavg"):
+            adapt(run, you, training=training)
+
+
+def test_a_shared_part_of_several_goes_on_elsewhere(
+    tmp_path: Path, tiny_base: Path, you: Path
+) -> None:
+    run = trained(tmp_path, tiny_base, "interpolation")
+    part = write_shared(run, tmp_path / "shared", str(tiny_base))
+    assert part.clients == 2
+    write_all_sums(tmp_path / "shared")
+    assert coterie.load(tmp_path / "shared").about.method == "fedavg"
+    here = adapt(run, you, training=Training(12))
+    there = adapt(tmp_path / "shared", you, out=tmp_path / "there", training=Training(12))
+    assert isinstance(there.model, PersonalMixture) == isinstance(here.model, PersonalMixture)
+    ids = torch.arange(8)[None]
+    assert torch.equal(there.model(ids).logits, here.model(ids).logits)

@@ -4,15 +4,15 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from coterie import personal
 from coterie.adapt.personalisation import Personalised, shared_part, train
-from coterie.adapt.shared_part import holds_shared, opened, owner_of, started
+from coterie.adapt.shared_part import holds_shared, opened, owner_of, serving, started
 from coterie.client.client import Client
 from coterie.core import names
-from coterie.core.checksums import write_all_sums
+from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
@@ -22,6 +22,8 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
+from coterie.models.artifact import save_mixture
+from coterie.models.interpolation import PRIOR
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.personal import PersonalClassifier, PersonalModel, load
@@ -123,7 +125,7 @@ def adapt(
         if isinstance(model, PoolClassifier | LanguageModel) and model.embed is not None:
             affinity = model.affinity(owner.embeddings(owner.data.train))
             scores = tuple((affinity / affinity.sum()).tolist())
-        personalised = _write_model(execution, owner, received, folder, training)
+        personalised = _write_model(execution, recipe, owner, received, folder, training)
         return Adapted(
             model=load(folder),
             folder=folder,
@@ -154,30 +156,48 @@ def _exchange(
 
 
 def _write_model(
-    execution: Execution, owner: Client, tensors: Tensors, folder: Path, training: Training | None
+    execution: Execution,
+    whole: Recipe,
+    owner: Client,
+    tensors: Tensors,
+    folder: Path,
+    training: Training | None,
 ) -> Personalised | None:
-    """Write the client's personal model, after training if any, whole or not. Raises SaveError."""
-    state = execution.state
+    """Write the client's personal model, after training if any, whole or not. Of a run of several
+    parts, `execution` is the one that serves it, and `whole` the recipe of all. Raises SaveError.
+    """
+    state, about = execution.state, (whole.name, execution.state.round, whole.seed)
     problem, personalised = state.prepared.problem, None
     make_folder(folder.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
             new = Path(beside) / "model"
             if isinstance(problem, Language):
-                snapshot = shared_part(owner, state.method)
+                name, method, shared = execution.recipe.method["name"], state.method, None
+                models = {name: shared_part(owner, method)}
                 if training is not None:
-                    most = training.iterations or state.method.rounds * state.method.steps(owner)
-                    snapshot, personalised = train(owner, state.method, most, training.say)
-                recipe = execution.recipe
-                origin = personal.Origin(
-                    recipe.method["name"], recipe.name, state.round, recipe.seed
-                )
-                problem.write(new, owner.id, snapshot.layout, snapshot.tensors, origin)
+                    most = training.iterations or method.rounds * method.steps(owner)
+                    if (mixing := whole.build_method()).methods:
+                        shared = name, models[name], getattr(mixing, "prior", PRIOR)
+                        steps = method.rounds, method.local_steps, method.local_epochs
+                        method = METHODS["local"].method(*steps)
+                        layouts = {owner.id: method.layout(0, problem.base)}
+                        owner = replace(state.prepared.site, layouts=layouts).client(owner.id, {})
+                    kept, personalised = train(owner, method, most, training.say, shared)
+                    several = shared is not None and personalised.helped
+                    models = {"local": kept, **models} if several else {name: kept}
+                for part, model in models.items():
+                    below = new / names.encoded(part) if len(models) > 1 else new
+                    origin = personal.Origin(part, *about)
+                    problem.write(below, owner.id, model.layout, model.tensors, origin)
+                if personalised is not None and personalised.weights and len(models) > 1:
+                    origin = personal.Origin(whole.method["name"], *about)
+                    save_mixture(new, owner.id, personalised.weights, origin)
             else:
                 state.prepared.keep(owner, tensors, state.round, new)
             if personalised is not None:
-                write_json(new / TRAINED, personalised.summary)
-                write_all_sums(new)
+                with replaced(new) as staged:
+                    write_json(staged / TRAINED, personalised.summary)
             os.rename(new, folder)
     except OSError as error:
         raise SaveError(
@@ -195,7 +215,7 @@ def _recipe(run: Path, trains: bool) -> Recipe:
             "Give the folder that `coterie run` wrote (--out).",
         )
     recipe = recipes.resolve(run)
-    name, method = recipe.method["name"], recipe.build_method()
+    name, method = recipe.method["name"], serving(recipe.build_method())
     if trains and recipe.model.kind != "language":
         raise Refused(
             f"--train is for language models, and {run} holds classifiers",

@@ -1,7 +1,7 @@
 """Training of a new client from a run's shared part, on its own text. Nothing is sent."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -16,8 +16,11 @@ from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
 from coterie.methods import Method
 from coterie.models.adapter import Adapter
+from coterie.models.interpolation import fit_weights, interpolate
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
+from coterie.models.predictions import Prediction, joined, score_of
+from coterie.reports.mixtures import made_of
 from coterie.reports.parts import figure
 
 PATIENCE = 5  # evaluations without an improvement, after which training stops
@@ -47,6 +50,8 @@ class Personalised:
     iteration: int  # with the best validation perplexity; 0 if none beat the shared part alone
     iterations: int  # number done
     most: int  # number allowed
+    # of a model of its own, from the base, and the shared part, if `after` mixes their predictions
+    weights: Mapping[str, float] | None = None
 
     @property
     def summary(self) -> dict[str, object]:
@@ -90,7 +95,11 @@ def shared_part(client: Client, method: Method) -> Snapshot:
 
 
 def train(
-    client: Client, method: Method, most: int, say: Callable[[str], None]
+    client: Client,
+    method: Method,
+    most: int,
+    say: Callable[[str], None],
+    shared: tuple[str, Snapshot, float] | None = None,
 ) -> tuple[Snapshot, Personalised]:
     """Train a client alone, by the local iterations of its method. Raises ModelError if nothing can
     be trained.
@@ -105,11 +114,13 @@ def train(
         method: The method of the run.
         most: The most local iterations, over which the learning rate is scheduled.
         say: Called with a line after every evaluation on validation text.
+        shared: The shared part, by the name of its method, that the predictions of the trained
+            model are mixed with, and the prior of their weights from validation text; None: the
+            client has loaded it.
 
     Returns:
-        The model to keep (the shared part alone, unless the trained model is better), and the
-        effect of
-        the training.
+        The model to keep (the shared part alone, unless the trained model, or the mixture with it,
+        is better), and the effect of the training.
     """
     before, model = shared_part(client, method), client.model
     assert isinstance(model, LanguageModel)
@@ -117,7 +128,7 @@ def train(
     client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
     valid_before = best = perplexity(score(client, before, client.data.valid))
-    say(f"the shared part alone: validation perplexity {best:.2f}")
+    say(f"{'the base' if shared else 'the shared part'} alone: validation perplexity {best:.2f}")
     best_snapshot, best_iteration, looks_in_vain = before, 0, 0
     interval = min(method.steps(client), most)
     device = client.model.device
@@ -141,21 +152,29 @@ def train(
             if now < best:
                 best, best_iteration, looks_in_vain = now, client.iteration, 0
                 best_snapshot = Snapshot(*model.settled())
-    base, untouched, trained = (
-        perplexity(score(client, snapshot, client.data.test))
-        for snapshot in (untrained(before), before, best_snapshot)
-    )
+    models, weights, base = [best_snapshot], None, untrained(before)
+    fitted = torch.ones(1, dtype=torch.float64)
+    if shared is not None:
+        name, before, prior = shared
+        valid_before = perplexity(score(client, before, client.data.valid))
+        models = [best_snapshot, before]
+        by_part = joined([predictions(client, part, client.data.valid) for part in models])
+        fitted = fit_weights(by_part[0][..., 0], prior)
+        best = mixed(client, models, fitted, client.data.valid)
+        weights = dict(zip(("local", name), fitted.tolist(), strict=True))
+    test = client.data.test
     about = Personalised(
         own=has_specialists,
         tokens={split.name: len(split) for split in client.data.splits},
-        base=base,
-        before=untouched,
-        after=trained,
+        base=perplexity(score(client, base, test)),
+        before=perplexity(score(client, before, test)),
+        after=mixed(client, models, fitted, test),
         valid_before=valid_before,
         valid_after=best,
         iteration=best_iteration,
         iterations=client.iteration,
         most=most,
+        weights=weights,
     )
     return best_snapshot if about.helped else before, about
 
@@ -169,12 +188,24 @@ def untrained(like: Snapshot) -> Snapshot:
 
 def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
     """Return the score of a snapshot on a split, see `LanguageModel.score`: (2,) float64."""
+    return score_of(predictions(client, snapshot, split))
+
+
+def mixed(
+    client: Client, snapshots: Sequence[Snapshot], weights: torch.Tensor, split: Split
+) -> float:
+    """Return the perplexity of a split by the mixture of snapshots' predictions."""
+    log_probs, right = joined([predictions(client, part, split) for part in snapshots])
+    return perplexity(score_of([(interpolate(log_probs, weights), right)]))
+
+
+def predictions(client: Client, snapshot: Snapshot, split: Split) -> list[Prediction]:
+    """Return the predictions of a snapshot on a split, see `LanguageModel.predictions`."""
     assert isinstance(client.model, LanguageModel)
     model = LanguageModel(client.model.backbone, snapshot.layout)
     model.adapter.load_state_dict(snapshot.tensors)
-    return model.score(
-        split.scoring(client.training.micro_batch or min(client.training.batch_size, _ROWS))
-    )
+    rows = client.training.micro_batch or min(client.training.batch_size, _ROWS)
+    return list(model.predictions(split.scoring(rows)))
 
 
 def sentences(client: str, result: Personalised | None) -> list[str]:
@@ -187,6 +218,8 @@ def sentences(client: str, result: Personalised | None) -> list[str]:
     tokens, what, stopped = result.tokens, "a copy of the shared part", ""
     if result.own:
         what = "specialists and router; the shared part is unchanged"
+    if result.weights is not None:
+        what = f"a model of its own from the base; mixed: {made_of(result.weights)}"
     if result.iterations < result.most:
         stopped = f", stopped after {result.iterations} of at most {result.most}"
     test = f"Perplexity on {tokens['test']:,} tokens of test text"

@@ -14,8 +14,9 @@ from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
 from coterie.core.metrics import mean, perplexity
 from coterie.core.protocol import ClientId
-from coterie.core.tensors import Tensors, check_alike
+from coterie.core.tensors import Tensors, check_alike, under
 from coterie.data.federation import ClientData, Federation
+from coterie.methods import Method
 from coterie.models.artifact import verify
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
@@ -48,7 +49,7 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
     checkpoint. Raises Refused if the run has no shared part that is the same for all clients.
     """
     recipe = resolve(run)
-    name, method = recipe.method["name"], recipe.build_method()
+    name, method = recipe.method["name"], serving(recipe.build_method())
     if recipe.model.kind != "language" or not (
         method.total_iterations and (method.serves_unseen_clients or method.joinable)
     ):
@@ -64,8 +65,9 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         if up[NAME]:
             raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
         owner, problem = owner_of(execution, tensors[NAME], NAME), prepared.problem
-        snapshot = shared_part(owner, prepared.method)
+        snapshot = shared_part(owner, method)
         assert isinstance(problem, Language)
+        name = execution.recipe.method["name"]
         origin = personal.Origin(name, recipe.name, execution.state.round, recipe.seed)
         named = replace(problem, section=recipe.model.model_copy(update={"base": base}))
         named.write(folder, NAME, snapshot.layout, snapshot.tensors, origin)
@@ -97,7 +99,29 @@ def opened(prepared: Prepared, run: Path, data: ClientData) -> Execution:
             f"{run} has no checkpoint yet",
             "Wait for the first one (checkpoint_every), or resume the run: coterie run --resume.",
         )
-    return execution
+    return _serving(execution)
+
+
+def part_for(method: Method) -> str:
+    """Return the name of the part that serves unseen clients; "" if the method has no such part."""
+    return next((name for name, m in method.methods.items() if m.serves_unseen_clients), "")
+
+
+def serving(method: Method) -> Method:
+    """Return the method that serves unseen clients: a part, or else the method itself."""
+    return method.methods.get(part_for(method), method)
+
+
+def _serving(execution: Execution) -> Execution:
+    """Return a run, or of a run of several parts that which serves unseen clients."""
+    state = execution.state
+    if not (name := part_for(state.method)):
+        return execution
+    execution.engine.close()
+    part = state.prepared.part(name)
+    alone = Execution(part, execution.folder, backend=LocalBackend("inprocess"))
+    alone.state.round, alone.state.server = state.round, under(name, state.server)
+    return alone
 
 
 def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client:
@@ -135,7 +159,7 @@ def started(
     federation = Federation({id: client_data}, "one client's own text")
     problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)
-    execution = Execution(prepared, folder, backend=LocalBackend("inprocess"))
+    execution = _serving(Execution(prepared, folder, backend=LocalBackend("inprocess")))
     expected = execution.scorer.adapt((id,))[0][id]
     tensors, _ = load(folder / SHARED)
     try:

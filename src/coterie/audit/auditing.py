@@ -28,7 +28,7 @@ from coterie.core.result.audit import (
     WordsResult,
 )
 from coterie.core.roles import GENERALIST
-from coterie.core.tensors import Tensors, weighted_sum
+from coterie.core.tensors import Tensors, under, weighted_sum
 from coterie.data.canaries import PlantedCanaries
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
@@ -95,6 +95,9 @@ class _Auditor:
                 f"{run} has no checkpoint yet",
                 "Wait for the first one (checkpoint_every), or resume: coterie run --resume.",
             )
+        self.part = self._sending()
+        if self.part:
+            self.prepared = self.prepared.part(self.part)
         self.clients = tuple(settings.clients) or self.prepared.clients
         self.planted = self._planted()
         self.secure = settings.secure or self.recipe.secure
@@ -113,6 +116,20 @@ class _Auditor:
         if method.centralized or not method.rounds or not method.shared:
             raise self._nothing_shared()
 
+    def _sending(self) -> str:
+        """Return the part that sends, if the method has several; else "". Raises Refused."""
+        sending = [name for name, part in self.prepared.method.methods.items() if part.shared]
+        if len(sending) > 1:
+            raise Refused(
+                f"audit: {' and '.join(sending)} send both, and an audit measures one",
+                "Audit a run of each method alone, which sends the same.",
+            )
+        return "".join(sending)
+
+    def _of_part(self, tensors: Tensors) -> Tensors:
+        """Return the tensors of the part that sends."""
+        return under(self.part, tensors) if self.part else tensors
+
     def _nothing_shared(self) -> Refused:
         name = self.recipe.method["name"]
         return Refused(f"audit: {name} shares nothing that clients train", ABLE)
@@ -126,7 +143,7 @@ class _Auditor:
     def _views(self) -> dict[str, dict[ClientId, View]]:
         """Return each observer's views, by target client."""
         execution, everyone = self.execution, self.prepared.clients
-        down = execution.state.method.download(execution.state.server, everyone)
+        down = self.prepared.method.download(self._of_part(execution.state.server), everyone)
         if not all(down.get(i) for i in everyone):
             raise self._nothing_shared()
         next_one = dict(zip(everyone, (*everyone[1:], everyone[0]), strict=True))
@@ -151,7 +168,8 @@ class _Auditor:
         alone the mean of all.
         """
         if not self.secure:
-            return (exchange.sent(client), exchange.to(client)) if exchange.sent(client) else None
+            pair = self._of_part(exchange.sent(client)), self._of_part(exchange.to(client))
+            return pair if pair[0] else None
         if not exchange.to(client):
             return None
         received = [sent for i in self.prepared.clients if (sent := exchange.sent(i))]
@@ -159,14 +177,14 @@ class _Auditor:
             {name: t for name, t in sent.items() if t.is_floating_point()} for sent in received
         ]
         mean = weighted_sum([(1 / len(floating), sent) for sent in floating])
-        return mean, exchange.to(client)
+        return self._of_part(mean), self._of_part(exchange.to(client))
 
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
         """Return rows that a client was trained on, and as many of its test split."""
         data = self.prepared.site.data[client]
         rng = np.random.default_rng(derive_seed(self.settings.seed, "audit", "rows", client))
         steps = self.execution.state.round * self.prepared.method.local_steps
-        state = self.execution.engine.states().get(client, {})
+        state = self._of_part(self.execution.engine.states().get(client, {}))
         known = state.get(f"cursor/{data.train.name}")
         cursor = steps * self.recipe.training.batch_size if known is None else int(known)
         without = np.empty(0, dtype=np.int64)

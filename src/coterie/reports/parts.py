@@ -11,7 +11,6 @@ from typing import TypeVar
 from coterie.core.metrics import best
 from coterie.core.printing import printable
 from coterie.core.result import Machine, MetricInfo, Row, Versions
-from coterie.methods import METHODS
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and two more; they hold on a light
 # and on a dark ground.
@@ -66,13 +65,6 @@ def table(
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
         "</div>"
     )
-
-
-def shares(weights: Mapping[str, float]) -> str:
-    """Return in words what a mixture is made of, by its parts' methods."""
-    names = {"local": "your own", "fedavg": "everybody's"}
-    known = {name: names.get(name) or METHODS[name].title for name in weights}
-    return ", ".join(f"{100 * weight:.0f} % {known[name]}" for name, weight in weights.items())
 
 
 def by_columns(columns: Mapping[str, Sequence[Cell | str]], best: int | None = None) -> str:

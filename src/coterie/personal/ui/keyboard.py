@@ -13,7 +13,8 @@ from coterie.models.layout import Layout
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.ui import page
-from coterie.reports.parts import COLOURS, shares
+from coterie.reports.mixtures import made_of
+from coterie.reports.parts import COLOURS
 
 SHOWN = 3  # suggestions for each client
 OFFERED = 4  # examples that are shown
@@ -101,7 +102,8 @@ def keyboard(models: Mapping[str, PersonalModel], chat: bool = False) -> Any:
         ]
 
     def described(client: str) -> str:
-        return f"{page.plain(client)}\n\n{page.plain(shares(models[client].shares))}"
+        shares = models[client].shares
+        return page.plain(client) + (f"\n\n{page.plain(made_of(shares))}" if shares else "")
 
     def buttons(model: PersonalModel, words: list[Any]) -> list[Any]:
         shown = [
@@ -212,7 +214,7 @@ def _style(model: PersonalModel, word: Any) -> str:
 
 def legend(models: Mapping[str, PersonalModel]) -> str:
     """Return the HTML legend of letters and colours, for the client with the most experts."""
-    routed = [model for model in models.values() if model.layout.routed]
+    routed = [model for model in models.values() if model.layout.routed and model.experts]
     if not routed:
         return "<p>Below each word: its probability. These models have no router.</p>"
     model = max(routed, key=lambda model: model.layout.experts)

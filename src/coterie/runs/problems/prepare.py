@@ -91,13 +91,13 @@ class Prepared:
             if name in weights:
                 with client.part(name) as one:
                     to = below if len(weights) > 1 else folder
-                    self._part(name).keep(one, under(name, tensors), round, to)
+                    self.part(name).keep(one, under(name, tensors), round, to)
         if len(weights) > 1:
             recipe = self.recipe
             origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
             artifact.save_mixture(folder, client.id, weights, origin)
 
-    def _part(self, name: str) -> "Prepared":
+    def part(self, name: str) -> "Prepared":
         """Return the same with one part of the method alone."""
         recipe = self.recipe.model_copy(update={"method": {"name": name}})
         return replace(
