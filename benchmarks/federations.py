@@ -46,7 +46,7 @@ FOLDERS: Mapping[str, Writer] = {
         "news": ("news:2", 4000),
         "templates": ("templates", 4000),
     },
-    # From here on: written after `comigs-elastic` was, and not looked at before its table.
+    # From here on: not looked at before the table of regret was made.
     "strangers": {
         "novels": ("topics:books", 4000),
         "dutch": ("multilingual:nl", 4000),

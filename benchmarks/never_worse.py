@@ -66,7 +66,6 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {  # the method, and what of the reci
     "fedavg": {"method": "fedavg"},
     "comigs-1g1s": {"method": "comigs-1g1s"},
     "finetuned-fedavg": {"method": "finetuned-fedavg"},
-    "comigs-elastic": {"method": "comigs-elastic"},
     "comigs-2g": {"method": "comigs-2g"},
     "mapper": {"method": "rivals:Mapper"},
     "local-again": {"method": "local", "seed": AGAIN},
@@ -90,7 +89,7 @@ MIXTURES: Mapping[str, Sequence[str]] = {
     "two 1G1S": ("comigs-1g1s", "comigs-1g1s-again"),
 }
 FOLLOWING, STARTED = "weights follow the text", "weights follow, from validation's"
-SINGLE = ("local", "fedavg", "finetuned-fedavg", "comigs-1g1s", "comigs-2g", "comigs-elastic")
+SINGLE = ("local", "fedavg", "finetuned-fedavg", "comigs-1g1s", "comigs-2g")
 REFERENCES = (*SINGLE, "mapper")
 OURS = ("mixture of two", "mixture of three", FOLLOWING, STARTED, ONE_PASS, "with memory")
 ROWS = tuple(dict.fromkeys((*REFERENCES, KNN, ALONE, *OURS, *TRAINED, *MIXTURES)))

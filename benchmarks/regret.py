@@ -42,7 +42,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "comigs-2s": {"name": "comigs-2s", **ROUTERS},
     "comigs-1g1s": {"name": "comigs-1g1s", **ROUTERS},
     "comigs-1g2s": {"name": "comigs", "specialists": 2, "top_k": 3, **ROUTERS},
-    "comigs-elastic": {"name": "comigs-elastic"},
+    "interpolation": {"name": "interpolation"},
 }
 Run = dict[str, Any]
 

@@ -38,7 +38,6 @@ CASES: dict[str, dict[str, object]] = {
         "router_steps": 2,
         "gamma": 3,
     },
-    "comigs-elastic": {"rounds": 2, "local_steps": 2},
     "interpolation": {"rounds": 2, "local_steps": 2, "parts": ["local", "fedavg"]},
     "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},

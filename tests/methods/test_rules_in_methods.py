@@ -298,7 +298,6 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
             "comigs-1gxs",
             "comigs-tr",
             "comigs-published",
-            "comigs-elastic",
         ),
     }
     for name in sums:

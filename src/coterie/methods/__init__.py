@@ -98,12 +98,6 @@ _SHIPPED: Mapping[str, Entry] = {
         "beyond the papers: CoMiGS whose generalists are averaged with weights that gradients find",
         home="comigs_cobo.CoMiGSCoBo",
     ),
-    "comigs-elastic": Entry(
-        "comigs_elastic.CoMiGSElastic",
-        "CoMiGS-elastic",
-        "beyond the papers: FedAvg, and beside it a mixture of one's own that is pulled to its "
-        "mean as far as validation says",
-    ),
     "interpolation": Entry(
         "interpolation.Interpolation",
         "Interpolation",

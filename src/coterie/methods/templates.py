@@ -1,6 +1,5 @@
 """Base classes for families of methods: those that average, train alone, compare, or route."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
-from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.roles import GENERALIST, ROUTER, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method
 from coterie.models.layout import Balance, Layout
@@ -219,44 +218,6 @@ class Routed(Method):
             balance=self.balance,
             balance_weight=self.balance_weight,
         )
-
-
-OFF = 1000.0  # a logit that leaves the other experts a weight of exp(-1000), which is 0
-
-
-@dataclass(frozen=True)
-class WeightedMixture(Method):
-    """A method whose mixtures have the same weights for all tokens: constants that each router adds
-    to its logits. No router is trained.
-    """
-
-    generalists: Annotated[int, Field(ge=1, description="g, shared experts per MLP block")] = 2
-    specialists: Annotated[int, Field(ge=1, description="s, local experts per MLP block")] = 2
-
-    def layout(self, position: int, base: Layout) -> Layout:
-        return replace(
-            base,
-            generalists=self.generalists,
-            specialists=self.specialists,
-            top_k=self.generalists + self.specialists,
-            biased=True,
-            balance="none",
-        )
-
-    def mixing(self, client: Client, weight: float) -> Tensors:
-        """Return routers that give g generalists (1 - a) / g each and s specialists a / s each."""
-        g, s = self.generalists, self.specialists
-        logit = OFF if weight == 1 else math.log(weight * g / (1 - weight) / s) if weight else -OFF
-        bias = torch.tensor([0.0] * g + [logit] * s)
-        return {
-            name: bias if name.endswith("bias") else torch.zeros_like(t)
-            for name, t in client.read(ROUTER).items()
-        }
-
-    def halved(self, client: Client) -> Tensors:
-        """Return the experts half-way to the base: with every B of their LoRAs halved."""
-        learned = client.read(GENERALIST) | client.read(SPECIALIST)
-        return {name: t / 2 for name, t in learned.items() if name.endswith(".B")}
 
 
 @dataclass(frozen=True)
