@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from coterie import personal
 from coterie.core.callback import Callback, Callbacks
@@ -15,7 +15,7 @@ from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
 from coterie.methods import Method, name_of
-from coterie.personal.loading import Personal
+from coterie.personal.loading import Personal, Settings
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
 from coterie.reports.tuning import write_tuning
@@ -87,25 +87,23 @@ class Run:
         """The clients that have a personal model. Raises CheckpointError if there are none."""
         return tuple(personal.clients_of(self.folder))
 
-    def load(
-        self, client: str | None = None, *, base: str | None = None, device: str = "cpu"
-    ) -> Personal:
+    def load(self, client: str | None = None, **settings: Unpack[Settings]) -> Personal:
         """Load the personal model of a client, see `coterie.load`."""
-        return personal.load(self.folder, client, base=base, device=device)
+        return personal.load(self.folder, client, **settings)
 
     def load_all(
-        self, clients: Sequence[str] | None = None, *, base: str | None = None, device: str = "cpu"
+        self, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
     ) -> dict[str, Personal]:
         """Load the personal models of several clients, by default all, see `coterie.load_all`."""
-        return personal.load_all(self.folder, clients, base=base, device=device)
+        return personal.load_all(self.folder, clients, **settings)
 
     def load_many(
-        self, clients: Sequence[str] | None = None, *, base: str | None = None, device: str = "cpu"
+        self, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
     ) -> personal.ManyModels:
         """Load language models of several clients for batched inference, see
         `coterie.load_many`.
         """
-        return personal.load_many(self.folder, clients, base=base, device=device)
+        return personal.load_many(self.folder, clients, **settings)
 
 
 def run(

@@ -24,6 +24,7 @@ from coterie.reports.mixtures import made_of
 from coterie.reports.parts import figure
 
 PATIENCE = 5  # evaluations without an improvement, after which training stops
+ONE = torch.ones(1, dtype=torch.float64)  # the weight of a model that is not mixed
 _ROWS = 32  # windows that are scored at once
 
 
@@ -127,7 +128,7 @@ def train(
     has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
     client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
-    valid_before = best = perplexity(score(client, before, client.data.valid))
+    valid_before = best = perplexity_of(client, client.data.valid, [before])
     say(f"{'the base' if shared else 'the shared part'} alone: validation perplexity {best:.2f}")
     best_snapshot, best_iteration, looks_in_vain = before, 0, 0
     interval = min(method.steps(client), most)
@@ -152,23 +153,22 @@ def train(
             if now < best:
                 best, best_iteration, looks_in_vain = now, client.iteration, 0
                 best_snapshot = Snapshot(*model.settled())
-    models, weights, base = [best_snapshot], None, untrained(before)
-    fitted = torch.ones(1, dtype=torch.float64)
+    models, weights, fitted, base = [best_snapshot], None, ONE, untrained(before)
     if shared is not None:
         name, before, prior = shared
-        valid_before = perplexity(score(client, before, client.data.valid))
+        valid_before = perplexity_of(client, client.data.valid, [before])
         models = [best_snapshot, before]
-        by_part = joined([predictions(client, part, client.data.valid) for part in models])
-        fitted = fit_weights(by_part[0][..., 0], prior)
-        best = mixed(client, models, fitted, client.data.valid)
+        by_part, _ = _predictions(client, client.data.valid, models)
+        fitted = fit_weights(by_part[..., 0], prior)
+        best = perplexity_of(client, client.data.valid, models, fitted)
         weights = dict(zip(("local", name), fitted.tolist(), strict=True))
     test = client.data.test
     about = Personalised(
         own=has_specialists,
         tokens={split.name: len(split) for split in client.data.splits},
-        base=perplexity(score(client, base, test)),
-        before=perplexity(score(client, before, test)),
-        after=mixed(client, models, fitted, test),
+        base=perplexity_of(client, test, [base]),
+        before=perplexity_of(client, test, [before]),
+        after=perplexity_of(client, test, models, fitted),
         valid_before=valid_before,
         valid_after=best,
         iteration=best_iteration,
@@ -186,26 +186,24 @@ def untrained(like: Snapshot) -> Snapshot:
     )
 
 
-def score(client: Client, snapshot: Snapshot, split: Split) -> torch.Tensor:
-    """Return the score of a snapshot on a split, see `LanguageModel.score`: (2,) float64."""
-    return score_of(predictions(client, snapshot, split))
-
-
-def mixed(
-    client: Client, snapshots: Sequence[Snapshot], weights: torch.Tensor, split: Split
+def perplexity_of(
+    client: Client, split: Split, snapshots: Sequence[Snapshot], weights: torch.Tensor = ONE
 ) -> float:
-    """Return the perplexity of a split by the mixture of snapshots' predictions."""
-    log_probs, right = joined([predictions(client, part, split) for part in snapshots])
+    """Return the perplexity of a split by a snapshot, or by several, (P,), that are mixed."""
+    log_probs, right = _predictions(client, split, snapshots)
     return perplexity(score_of([(interpolate(log_probs, weights), right)]))
 
 
-def predictions(client: Client, snapshot: Snapshot, split: Split) -> list[Prediction]:
-    """Return the predictions of a snapshot on a split, see `LanguageModel.predictions`."""
+def _predictions(client: Client, split: Split, snapshots: Sequence[Snapshot]) -> Prediction:
+    """Return the log-probabilities of a split's tokens by snapshots, (P, T, 1), and zeros."""
     assert isinstance(client.model, LanguageModel)
-    model = LanguageModel(client.model.backbone, snapshot.layout)
-    model.adapter.load_state_dict(snapshot.tensors)
     rows = client.training.micro_batch or min(client.training.batch_size, _ROWS)
-    return list(model.predictions(split.scoring(rows)))
+    by_part = []
+    for snapshot in snapshots:
+        model = LanguageModel(client.model.backbone, snapshot.layout)
+        model.adapter.load_state_dict(snapshot.tensors)
+        by_part.append(list(model.predictions(split.scoring(rows))))
+    return joined(by_part)
 
 
 def sentences(client: str, result: Personalised | None) -> list[str]:

@@ -8,11 +8,11 @@ from typing import Any
 import yaml
 
 from coterie import personal
-from coterie.adapt.personalisation import score, shared_part, untrained
+from coterie.adapt.personalisation import perplexity_of, shared_part, untrained
 from coterie.client.client import Client
 from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
-from coterie.core.metrics import mean, perplexity
+from coterie.core.metrics import mean
 from coterie.core.protocol import ClientId
 from coterie.core.tensors import Tensors, check_alike, under
 from coterie.data.federation import ClientData, Federation
@@ -75,7 +75,7 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
         clients = prepared.problem.federation.clients.values()
         perplexities = [
-            mean(perplexity(score(owner, model, data.test)) for data in clients)
+            mean(perplexity_of(owner, data.test, [model]) for data in clients)
             for model in (untrained(snapshot), snapshot)
         ]
         return SharedPart(len(clients), sum(len(data.train) for data in clients), *perplexities)

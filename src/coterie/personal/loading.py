@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, TypedDict, Unpack, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
@@ -14,6 +14,16 @@ from coterie.personal.mixture import PersonalMixture
 from coterie.personal.model import PersonalModel
 
 Personal = PersonalModel | PersonalClassifier
+
+
+class Settings(TypedDict, total=False):
+    """The settings of `load` for several models."""
+
+    base: str | None
+    backbone: Backbone | None
+    dtype: Literal["fp32", "bf16"]
+    device: str
+    follow: bool
 
 
 def load(
@@ -74,14 +84,7 @@ def load(
 
 
 def load_all(
-    run: Path | str,
-    clients: Sequence[str] | None = None,
-    *,
-    base: str | None = None,
-    backbone: Backbone | None = None,
-    dtype: Literal["fp32", "bf16"] = "fp32",
-    device: str = "cpu",
-    follow: bool = False,
+    run: Path | str, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
 ) -> dict[str, Personal]:
     """Load the personal models of several clients. Language models share a backbone, so that each
     needs little more memory than its adapter.
@@ -98,24 +101,16 @@ def load_all(
     ids: list[str | None] = [*dict.fromkeys(map(names.normal, clients or ()))]
     if not ids:
         ids = [None] if (Path(run) / ABOUT).is_file() else [*clients_of(run)]
-    settings: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "follow": follow}
     models: dict[str, Personal] = {}
     for client in ids:
-        model = load(run, client, backbone=backbone, **settings)
+        model = load(run, client, **settings)
         models[client or model.about.client] = model
-        backbone = model.backbone if isinstance(model, PersonalModel) else None
+        settings["backbone"] = model.backbone if isinstance(model, PersonalModel) else None
     return models
 
 
 def load_many(
-    run: Path | str,
-    clients: Sequence[str] | None = None,
-    *,
-    base: str | None = None,
-    backbone: Backbone | None = None,
-    dtype: Literal["fp32", "bf16"] = "fp32",
-    device: str = "cpu",
-    follow: bool = False,
+    run: Path | str, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
 ) -> ManyModels:
     """Load the language models of several clients, to compute all of them in one batch.
 
@@ -137,8 +132,7 @@ def load_many(
     Raises:
         Refused: The run's models are classifiers.
     """
-    settings: dict[str, Any] = {"base": base, "dtype": dtype, "device": device, "follow": follow}
-    models = load_all(run, clients, backbone=backbone, **settings)
+    models = load_all(run, clients, **settings)
     if classifiers := [
         client for client, model in models.items() if not isinstance(model, PersonalModel)
     ]:
