@@ -15,6 +15,7 @@ from coterie.models.artifact import FOLLOWED, Origin, save_mixture
 from coterie.models.interpolation import grid, interpolate
 from coterie.models.layout import Layout
 from coterie.personal import ManyModels, PersonalModel
+from coterie.personal.api import server
 from coterie.personal.api.preparation import Preparation
 from coterie.personal.api.requests import CompletionRequest, parsed
 from coterie.personal.mixture import PersonalMixture
@@ -240,3 +241,22 @@ def test_commands_follow_one_writer(folder: Path) -> None:
     alone = command("predict", folder, "--client", "ben", "--text", "ab a", "--follow")
     assert alone.returncode == 2
     assert "0 models" in alone.stderr
+
+
+def test_the_interface_has_the_weights_and_knows_what_it_has_generated(folder: Path) -> None:
+    openai = pytest.importorskip("openai")
+    models, problems = coterie.load_all(folder, follow=True), list[str]()
+    settings = server.Settings(0, token="a-token-of-the-tests")
+    with server.served(models, settings, problems.append) as address:
+        client = openai.OpenAI(base_url=address, api_key=settings.token, max_retries=0)
+        assert client.models.retrieve("ann").weights == FIRST
+        assert not hasattr(client.models.retrieve("ben"), "weights")
+        few = {"model": "ann", "max_tokens": 6, "temperature": 0}
+        text = "ab a" + client.completions.create(prompt="ab a", **few).choices[0].text
+        followed = client.models.retrieve("ann").weights
+        assert followed == models["ann"].shares != FIRST
+        client.completions.create(prompt=f"{text} cab", **few)
+        known = len(models["ann"].texts.prompt(text))
+        new = len(models["ann"].texts.prompt(f"{text} cab")) - known
+        assert tokens(models["ann"]) == tokens_of("ab a", models["ann"]) + new
+    assert problems == []
