@@ -10,6 +10,7 @@ from torch import nn
 from coterie import personal
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import Architecture
+from coterie.models.artifact import save_mixture
 from coterie.models.layout import Layout
 
 
@@ -28,12 +29,28 @@ def write_base(folder: Path, config: Any, tokenizer: Any) -> Path:
 
 def write_models(folder: Path, base: Path, layouts: Mapping[str, Layout]) -> Path:
     """Write a run's folder with one random adapter for each client, and no more."""
-    architecture = Architecture.from_base(base)
     for seed, (client, layout) in enumerate(layouts.items()):
-        adapter = Adapter(architecture, layout)
-        torch.manual_seed(seed)
-        for parameter in adapter.parameters():
-            nn.init.normal_(parameter, std=0.3)
         about = personal.About(client, str(base), layout, 8, "comigs-1g1s", "folders", 3, 0)
-        personal.save(folder / "clients" / client, about, dict(adapter.named_parameters()))
+        _write(folder / "clients" / client, about, seed)
     return folder
+
+
+def write_mixture(
+    folder: Path, base: Path | str, client: str, parts: Mapping[str, tuple[float, Layout]]
+) -> Path:
+    """Write a run's folder with a client's mixture: its parts' weights and layouts by method."""
+    for seed, (name, (_, layout)) in enumerate(parts.items()):
+        about = personal.About(client, str(base), layout, 8, name, "folders", 3, 0)
+        _write(folder / "clients" / client / name, about, seed)
+    weights = {name: weight for name, (weight, _) in parts.items()}
+    origin = personal.Origin("interpolation", "folders", 3, 0)
+    save_mixture(folder / "clients" / client, client, weights, origin)
+    return folder
+
+
+def _write(folder: Path, about: personal.About, seed: int) -> None:
+    adapter = Adapter(Architecture.from_base(about.base), about.layout)
+    torch.manual_seed(seed)
+    for parameter in adapter.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    personal.save(folder, about, dict(adapter.named_parameters()))

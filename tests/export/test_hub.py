@@ -8,14 +8,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
 from chat_bases import CHATML
 from hub_stand_in import TOKEN, Hub, Repository, served
+from random_models import write_mixture
 
 import coterie
 from coterie.adapt.new_client import Training, adapt
@@ -25,7 +26,9 @@ from coterie.core.files import load
 from coterie.export.pull import pull
 from coterie.export.push import push
 from coterie.models.artifact import FOLLOWED, Origin, save_mixture
+from coterie.models.layout import Layout
 from coterie.personal import PersonalModel, read_about, save
+from coterie.personal.mixture import PersonalMixture
 
 SECRETS = ("quibblefrost", "zephyrine")
 
@@ -146,6 +149,42 @@ def test_what_was_trained_on_chats_says_how_it_is_asked(
     pull("ann/chat", tmp_path / "chat")
     pulled = coterie.load(tmp_path / "chat")
     assert (pulled.about.content, pulled.chats.template) == ("chats", CHATML)
+
+
+def test_a_mixture_goes_there_and_back_with_all_parts_and_weights(
+    run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    layouts = {"local": (0.25, Layout(rank=2)), "fedavg": (0.75, Layout(2, 0, routing="equal"))}
+    mixed = write_mixture(tmp_path / "run", "embedded", "eve", layouts)
+    pushed = push(mixed, "ann/eve", client="eve", publish_personal=True)
+    there = hub.repositories["ann/eve"]
+    own = {"client.json", "SHA256SUMS", "adapter.safetensors"}
+    parts = {f"{part}/{name}" for part in layouts for name in own}
+    assert set(pushed.files) == {"README.md", "client.json", "SHA256SUMS"} | parts
+    assert "| base | `embedded` |" in there.files["README.md"].decode()
+    pulled = pull("ann/eve", tmp_path / "eve")
+    assert (pulled.client, pulled.base, pulled.method) == ("eve", "embedded", "interpolation")
+    back, ours = coterie.load(tmp_path / "eve"), coterie.load(mixed, "eve")
+    assert isinstance(back, PersonalMixture)
+    assert isinstance(ours, PersonalMixture)
+    assert back.mixture == ours.mixture
+    for name, model in ours.parts.items():
+        theirs = dict(back.parts[name].adapter.named_parameters())
+        for key, tensor in model.adapter.named_parameters():
+            assert torch.equal(tensor, theirs[key])
+    good = dict(there.files)
+    for name, message in (
+        ("local/adapter.safetensors", r"local/adapter\.safetensors is damaged"),
+        ("local/client.json", r"local/client\.json is damaged"),
+        ("fedavg/SHA256SUMS", r"fedavg/SHA256SUMS"),
+    ):
+        there.files = good | {name: good[name][:-2] + b"xx"}
+        with pytest.raises(CheckpointError, match=message):
+            pull("ann/eve", tmp_path / "never")
+        there.files = {path: file for path, file in good.items() if path != name}
+        with pytest.raises(CheckpointError):
+            pull("ann/eve", tmp_path / "never")
+        assert not (tmp_path / "never").exists()
 
 
 def test_a_public_repository_is_not_written_to_by_chance(run: Path, hub: Hub) -> None:
@@ -283,10 +322,10 @@ def test_weights_that_follow_a_text_are_never_sent(run: Path, hub: Hub, tmp_path
     coterie.load(mixture, follow=True).observe(f"{SECRETS[0]} walks by river 1.")
     followed = (mixture / FOLLOWED).read_bytes()
     shutil.copy(mixture / FOLLOWED, mixture / "local")
-    with suppress(CheckpointError):
-        push(mixture, "all", publish_personal=True)
+    push(mixture, "all", publish_personal=True)
     push(mixture / "local", "river", publish_personal=True)
     assert "adapter.safetensors" in hub.repositories["ann/river"].files
+    assert "local/adapter.safetensors" in hub.repositories["ann/all"].files
     for repository in hub.repositories.values():
         files = repository.files.items()
         assert not any(FOLLOWED in name or followed in data for name, data in files)

@@ -137,13 +137,13 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
     part of it that the program can take.
     """
     exported_nll = sum(map(runtime.nll, _limited(test, runtime)))
-    model_nll, tokens = client.model.language.score(_limited(test, runtime)).tolist()
+    model_nll, tokens = (client.mixture or client.model).score(_limited(test, runtime))
     # no answer begins within the tokens that the program can take
     if not tokens:
         return check
     return replace(
         check,
-        tokens=int(tokens),
+        tokens=tokens,
         perplexity=math.exp(exported_nll / tokens),
         original=math.exp(model_nll / tokens),
     )

@@ -17,6 +17,7 @@ from coterie.data.splits import Split
 from coterie.export.serving import Serving, ids_of
 from coterie.models.windows import TextBatch
 from coterie.personal import PersonalModel
+from coterie.personal.mixture import PersonalMixture
 
 Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
 
@@ -25,10 +26,13 @@ Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
 class ClientModel:
     """The model of one client, and its text."""
 
-    model: PersonalModel
+    model: PersonalModel  # that is written
     valid: Split | None = None
     test: Split | None = None
     absent: str = ""  # the reason why there is no text
+    train: Split | None = None
+    mixture: PersonalMixture | None = None  # in whose place `model` is
+    note: str = ""  # a sentence on that
 
     @property
     def client(self) -> str:
@@ -46,7 +50,7 @@ class ClientModel:
 
     @torch.no_grad()
     def logits(self, ids: Tensor) -> Tensor:
-        """Return the personal model's logits: (B, C) int64 -> (B, C, V)."""
+        """Return the written model's logits: (B, C) int64 -> (B, C, V)."""
         return self.model.language.forward(ids)
 
 

@@ -23,6 +23,7 @@ from coterie.export.check import Check, checked
 from coterie.export.executorch import ExecuTorch
 from coterie.export.format import ClientModel, Format, Options, Written
 from coterie.export.gguf import Gguf
+from coterie.export.layers import single
 from coterie.export.mixtral import Mixtral
 from coterie.export.onnx import Onnx
 from coterie.export.peft import Peft, portable
@@ -108,6 +109,7 @@ def export(
     make_folder(out.parent)
     for client in clients:
         kind.check(client, options)
+    clients = [single(client, say) for client in clients]
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
         new = Path(beside) / "export"
         make_folder(new)
@@ -192,6 +194,10 @@ def _write_all(
         if several and not format.shares_base:
             make_folder(client_folder := folder / names.encoded(client.client))
         written = format.write(client, client_folder, options)
+        if client.mixture is not None:
+            notes, details = (client.note, *written.notes), written.details
+            details |= {"mixture": client.note}
+            written = replace(written, likeness="that adapter", notes=notes)
         check = checked(format, options, client, written)
         entries[client.client] = _entry(client, folder, written, check)
         parts = written.files, written.shared, written.notes

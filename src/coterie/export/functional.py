@@ -13,14 +13,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from coterie.export.layers import gate_of, pair
+from coterie.export.layers import gate_of
 from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
 from coterie.models.families import BlockShape
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.personal import PersonalModel
-from coterie.personal.inference.packing import experts_of
 
 # the name of k among a client's tensors
 ACTIVE = "active"
@@ -40,19 +39,13 @@ def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     n = model.layout.experts
+    for path, (A, B) in model.adapter.updates().items():
+        alone = ".attention." in path
+        tensors[f"{path}.A"], tensors[f"{path}.B"] = (A[0], B[0].mT) if alone else (A, B.mT)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
-        path = f"blocks.{i}"
-        for name, lora in block.attention.items():
-            A, B = pair(lora)
-            tensors[f"{path}.attention.{name}.A"], tensors[f"{path}.attention.{name}.B"] = A, B.mT
-        mixture = block.mlp
-        for name in (*mixture.first, "down"):
-            A, B = experts_of(mixture, name)
-            tensors[f"{path}.mlp.{name}.A"] = A
-            tensors[f"{path}.mlp.{name}.B"] = mixture.gamma * B.mT
-        bias = None if mixture.router is None else mixture.router.bias
-        tensors[f"{path}.mlp.router"] = gate_of(block, n)
-        tensors[f"{path}.mlp.bias"] = torch.zeros(n) if bias is None else bias.detach()
+        bias = None if block.mlp.router is None else block.mlp.router.bias
+        tensors[f"blocks.{i}.mlp.router"] = gate_of(block, n)
+        tensors[f"blocks.{i}.mlp.bias"] = torch.zeros(n) if bias is None else bias.detach()
     tensors = {name: tensor.float().cpu().contiguous() for name, tensor in tensors.items()}
     return tensors | {ACTIVE: torch.tensor([model.layout.active])}
 

@@ -4,13 +4,14 @@ routing. As the experts' hidden layers are not linear, the fold only approximate
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from coterie.adapt.distillation import distil
 from coterie.core.errors import Refused
 from coterie.export.format import ClientModel, rows_of
 from coterie.models.adapter import AdapterBlock
@@ -19,6 +20,7 @@ from coterie.models.language import LanguageModel
 from coterie.models.lora import LoRA
 from coterie.personal import PersonalModel
 from coterie.personal.inference.packing import experts_of
+from coterie.personal.mixture import PersonalMixture, mixed_parameters
 
 FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
 # windows in a batch
@@ -79,6 +81,7 @@ def mean_weights(client: ClientModel) -> Tensor:
     blocks, experts = len(model.adapter.blocks), model.layout.experts
     if not model.layout.routed:
         return torch.full((blocks, experts), 1 / experts)
+    check_text(client)
     assert client.valid is not None
     total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
     for rows in map(rows_of, client.valid.scoring(ROWS)):
@@ -108,22 +111,37 @@ def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> Lan
         alpha=math.sqrt(rank),
         balance="none",
     )
-    fold = LanguageModel(model.backbone, layout)
-    for parameter in fold.adapter.parameters():
-        parameter.requires_grad_(False).zero_()
-    old_blocks = cast(Iterable[AdapterBlock], model.adapter.blocks)
-    new_blocks = cast(Iterable[AdapterBlock], fold.adapter.blocks)
-    for old, new, w in zip(old_blocks, new_blocks, weights, strict=True):
-        for name, lora in new.attention.items():
-            old_lora = cast(LoRA, old.attention[name])
-            _place(cast(LoRA, lora), old_lora.A[0], old_lora.gamma * old_lora.B[0])
-        for name, lora in cast(nn.ModuleDict, new.mlp.generalist).items():
-            A, B = experts_of(old.mlp, name)  # (n, r, in), (n, out, r)
-            scaled = torch.cat([w[j] * old.mlp.gamma * B[j] for j in experts], dim=1)
-            _place(cast(LoRA, lora), A[list(experts)].flatten(0, 1), scaled)
+    fold, updates = LanguageModel(model.backbone, layout), model.adapter.updates()
+    for path, lora in fold.adapter.requires_grad_(False).loras().items():
+        A, B = updates[path.replace(".generalist", "")]
+        if ".mlp." in path:
+            w = weights[int(path.split(".")[1]), [*experts], None, None]
+            A, B = A[[*experts]], w * B[[*experts]]
+        A, B = A.flatten(0, 1), torch.cat([*B], dim=1)
+        lora.A.zero_()[0, : len(A)], lora.B.zero_()[0, :, : len(A)] = A, B
     return fold
 
 
-def _place(lora: LoRA, A: Tensor, B: Tensor) -> None:
-    """Write (r, in) and (out, r) into an update of at least this rank; the rest stays 0."""
-    lora.A[0, : len(A)], lora.B[0, :, : len(A)] = A, B
+def single(client: ClientModel, say: Callable[[str], None]) -> ClientModel:
+    """Return a client with one adapter in place of a mixture, if it has one: the fold of the parts'
+    parameters, mixed, and distilled from the mixture if the client's own text is here. Raises
+    Refused if a part has a router and that text is absent.
+    """
+    mixture = client.model
+    if not isinstance(mixture, PersonalMixture):
+        return client
+    parts = [replace(client, model=part) for part in mixture.parts.values()]
+    constants = [w * mean_weights(part) for w, part in zip(mixture.weights, parts, strict=True)]
+    mixed = mixed_parameters(mixture, constants)
+    fold = folded(mixed, torch.cat(constants, dim=1), range(mixed.layout.experts))
+    model = PersonalModel(fold, replace(mixture.about, layout=fold.layout))
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in mixture.shares.items())
+    note = f"{client.client}: one adapter in place of a mixture of predictions ({shares}), "
+    if client.train is None or client.valid is None:
+        note += f"their parameters mixed; what that costs is unknown: {client.absent}."
+    else:
+        say(f"{client.client}: distilled from its mixture ...")
+        whole, before, after = distil(mixture, model, client.train, client.valid)
+        note += f"distilled on the client's own text: validation perplexity {after:.2f}, of the "
+        note += f"mixture {whole:.2f} ({after / whole - 1:+.1%}), of parameters mixed {before:.2f}."
+    return replace(client, model=model, mixture=mixture, note=note)

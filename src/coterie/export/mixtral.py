@@ -203,5 +203,5 @@ tokenizer = AutoTokenizer.from_pretrained("this folder")
 
 {serving.usage}
 
-`export.json` says how far it is from the personal model. Weights are {precision}.
+`export.json` says how far it is from the personal model. Weights are {precision}. {client.note}
 """

@@ -68,7 +68,8 @@ class Peft(Format):
         rank = whole.layout.rank * ranks
         save(folder / WEIGHTS, tensors_of(whole, rank, options.precision), {"format": "pt"})
         config(model, family, rank).save_pretrained(str(folder))
-        write_atomically(folder / README, _readme(client, kept, left_out).encode())
+        missing = [*filter(None, [client.note]), *left_out]
+        write_atomically(folder / README, _readme(client, kept, missing).encode())
         if client.chats:
             client.serving.save(folder)
         return Written(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.adapt.shared_part import SHARED
-from coterie.core.checksums import SUMS, check_sums, read_sums, write_all_sums
+from coterie.core.checksums import SUMS, check_sums, read_sums, replaced
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
 from coterie.core.files import load, make_folder
 from coterie.core.tensors import all_finite
@@ -21,6 +21,7 @@ from coterie.models.artifact import (
     CLASSIFIER,
     CLASSIFIER_WEIGHTS,
     WEIGHTS,
+    model_folders,
     read_about,
     read_about_json,
 )
@@ -89,12 +90,13 @@ def pull(
             new = Path(beside) / "model"
             new.mkdir()
             for name, size in sizes.items():
+                (new / name).parent.mkdir(exist_ok=True)
                 api.hf_hub_download(repo, name, revision=info.sha, local_dir=Path(beside) / "hub")
                 fetched = Path(beside) / "hub" / name
                 if fetched.is_symlink() or not fetched.is_file() or fetched.stat().st_size != size:
                     raise CheckpointError(f"{repo}: {name} is not what the repository lists")
                 os.rename(fetched, new / name)
-            large = [file for file in siblings if file.lfs and file.rfilename in TENSORS]
+            large = [file for file in siblings if file.lfs and file.rfilename in sizes]
             _verify(repo, new, {file.rfilename: file.lfs.sha256 for file in large})
             os.rename(new, out)
     except HFValidationError as error:
@@ -107,7 +109,7 @@ def pull(
         if error.filename is not None and str(out.parent) in str(error.filename):
             raise SaveError(f"cannot write {out}: {error.strerror}", "Free some space.") from error
         raise hub_error(f"the Hub does not give {repo}", error) from error
-    about = read_about_json(out)
+    about = read_about_json(model_folders(out)[0]) | read_about_json(out)
     return Pulled(out, str(about["client"]), base_of(about), str(about["method"]), info.sha)
 
 
@@ -120,19 +122,21 @@ def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int
             raise _unsafe(repo, f"a file with the path {name!r}, which leads outside")
         if name.lower().endswith(_CODE):
             raise _unsafe(repo, f"{name!r}, which could run code when it is loaded")
-        if name not in TENSORS and name not in TEXTS:
+        part, kind = Path(name).parent.as_posix(), Path(name).name
+        if part not in (".", *METHODS) or kind not in TENSORS + TEXTS:
             continue
-        most = most_bytes if name in TENSORS else MOST_TEXT
+        most = most_bytes if kind in TENSORS else MOST_TEXT
         if file.size is None or not 0 < file.size <= most:
             raise Refused(
                 f"{repo}: {name} has {'no known size' if file.size is None else file.size} bytes, "
                 f"at most {most:,} are taken",
                 "If its owner is known to you: --most-gb."
-                if name in TENSORS
+                if kind in TENSORS
                 else "`coterie push` writes no such file.",
             )
         sizes[name] = file.size
-    if missing := {ABOUT, SUMS} - sizes.keys() or not sizes.keys() & {WEIGHTS, CLASSIFIER_WEIGHTS}:
+    kinds = {Path(name).name for name in sizes}
+    if missing := {ABOUT, SUMS} - sizes.keys() or not kinds & {WEIGHTS, CLASSIFIER_WEIGHTS}:
         what = ", ".join(sorted(missing)) if isinstance(missing, set) else "tensors"
         raise Refused(
             f"{repo} holds no model of coterie: it has no {what}",
@@ -153,16 +157,19 @@ def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
     ones, and make up a model. Raises Refused and CheckpointError.
     """
     try:
-        sums = read_sums(folder)
-        check_sums(folder, sorted({p.name for p in folder.iterdir()} - {SUMS}), sums)
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for one in {path.parent for path in files}:
+            names = {path.name for path in files if path.parent == one} - {SUMS}
+            check_sums(one, sorted(names), read_sums(one))
         check_sums(folder, stated, stated)
-        kind = read_about_json(folder).get("kind")
-        (read_classifier if kind == CLASSIFIER else read_about)(folder)
-        for name in TENSORS:
-            if (folder / name).is_file() and not all_finite(load(folder / name)[0]):
-                raise CheckpointError(f"{name} holds values that are not finite")
-        if not (folder / (CLASSIFIER_WEIGHTS if kind == CLASSIFIER else WEIGHTS)).is_file():
-            raise CheckpointError(f"{ABOUT} and the files of tensors are of different kinds")
+        for one in model_folders(folder):
+            kind = read_about_json(one).get("kind")
+            (read_classifier if kind == CLASSIFIER else read_about)(one)
+            for name in TENSORS:
+                if (one / name).is_file() and not all_finite(load(one / name)[0]):
+                    raise CheckpointError(f"{name} holds values that are not finite")
+            if not (one / (CLASSIFIER_WEIGHTS if kind == CLASSIFIER else WEIGHTS)).is_file():
+                raise CheckpointError(f"{ABOUT} and the files of tensors are of different kinds")
         _verify_recipe(folder)
     except CoterieError as error:
         problem = error.problem.replace(f"{folder}/", "")
@@ -175,8 +182,8 @@ def _verify_recipe(folder: Path) -> None:
     """Check that the recipe of a shared part is valid and cannot import code of its choosing."""
     if not (folder / SHARED).is_file():
         # without a shared part nothing reads the recipe
-        (folder / RECIPE).unlink(missing_ok=True)
-        write_all_sums(folder)
+        with replaced(folder):
+            (folder / RECIPE).unlink(missing_ok=True)
         return
     section = recipes.read(folder / RECIPE)
     method = section.get("method")

@@ -8,7 +8,7 @@ from typing import Any
 
 from coterie.adapt.new_client import TRAINED
 from coterie.adapt.shared_part import SharedPart, write_shared
-from coterie.core.checksums import write_all_sums
+from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load, read_json, write_json
 from coterie.core.foreign import opened
@@ -18,8 +18,9 @@ from coterie.core.version import __version__
 from coterie.data.section import Section
 from coterie.export.peft import portable
 from coterie.methods import METHODS
+from coterie.models import artifact
 from coterie.models.architecture import EMBEDDED, tokenizer
-from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS, verify
+from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS
 from coterie.personal import folder_of
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import Recipe, resolve
@@ -113,12 +114,12 @@ def push(
     with tempfile.TemporaryDirectory(prefix="coterie-push-") as beside:
         folder = Path(beside)
         facts = _shared(run, folder) if shared else _personal(run, client, folder)
-        (folder / CARD).write_text(card(facts, repo), encoding="utf-8")
-        names = sorted(path.name for path in folder.iterdir())
-        write_all_sums(folder)
-        size = sum((folder / name).stat().st_size for name in names)
-        say(f"{', '.join(names)}: {size:,} bytes ...")
-        return _upload(folder, repo, public)
+        with replaced(folder) as new:
+            (new / CARD).write_text(card(facts, repo), encoding="utf-8")
+        paths = sorted(path for path in folder.rglob("*") if path.is_file())
+        sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+        say(f"{', '.join(sizes)}: {sum(sizes.values()):,} bytes ...")
+        return _upload(folder, sizes, repo, public)
 
 
 def _shared(run: Path, folder: Path) -> Facts:
@@ -144,14 +145,17 @@ def _shared(run: Path, folder: Path) -> Facts:
 def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     """Copy a personal model, and return the facts for its card."""
     source = folder_of(run, client)
-    verify(source)
-    about = read_json(source / ABOUT)
-    weights = CLASSIFIER_WEIGHTS if about.get("kind") == CLASSIFIER else WEIGHTS
-    # refuses damaged weights
-    load(source / weights)
-    write_json(folder / ABOUT, _with_portable_bases(about))
-    with opened(source / weights) as file:
-        (folder / weights).write_bytes(file.read())
+    parts, about = artifact.model_folders(source), dict[str, Any]()
+    for one in dict.fromkeys([*parts, source]):
+        artifact.verify(one)
+        with replaced(folder / one.relative_to(source)) as new:
+            about |= (own := read_json(one / ABOUT))
+            write_json(new / ABOUT, _with_portable_bases(own))
+            if one in parts:
+                weights = CLASSIFIER_WEIGHTS if own.get("kind") == CLASSIFIER else WEIGHTS
+                load(one / weights)  # refuses damaged weights
+                with opened(one / weights) as file:
+                    (new / weights).write_bytes(file.read())
     whole = run if (run / RECIPE).is_file() else source.parent.parent
     result = Result.read(whole) if (whole / RESULT).is_file() else None
     before, after = _scores(whole, result, about["client"]) if result else (None, None)
@@ -215,13 +219,12 @@ def _with_portable_bases(value: Any) -> Any:
     return [_with_portable_bases(entry) for entry in value] if isinstance(value, list) else value
 
 
-def _upload(folder: Path, repo: str, public: bool) -> Pushed:
-    """Upload all files of a folder as one commit. Raises Refused and CoterieError."""
+def _upload(folder: Path, sizes: Mapping[str, int], repo: str, public: bool) -> Pushed:
+    """Upload files of a folder as one commit. Raises Refused and CoterieError."""
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api = HfApi(library_name="coterie")
-    files = sorted(folder.iterdir())
     try:
         created = api.create_repo(repo, private=not public, exist_ok=True)
         private = bool(api.model_info(created.repo_id).private)
@@ -230,13 +233,13 @@ def _upload(folder: Path, repo: str, public: bool) -> Pushed:
                 f"everybody can read {created.repo_id}",
                 "Choose another --repo, make that one private, or say --public.",
             )
-        operations = [CommitOperationAdd(path.name, path) for path in files]
+        operations = [CommitOperationAdd(name, folder / name) for name in sizes]
         api.create_commit(created.repo_id, operations, commit_message="A model of coterie")
     except HFValidationError as error:
         raise Refused(f"--repo {repo}: {error}", "Names are like me/my-model.") from None
     except (HfHubHTTPError, OSError) as error:
         raise hub_error(f"the Hub does not take {repo}", error) from error
-    return Pushed(str(created), {path.name: path.stat().st_size for path in files}, private)
+    return Pushed(str(created), sizes, private)
 
 
 def hub_error(problem: str, error: Exception) -> CoterieError:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from coterie.core import names
 from coterie.core.errors import CoterieError, Refused
@@ -13,8 +14,9 @@ from coterie.data.folders import Folders
 from coterie.data.section import Section
 from coterie.data.splits import Split
 from coterie.export.format import ClientModel
+from coterie.models.artifact import model_folders
 from coterie.models.backbone import Backbone
-from coterie.personal import PersonalModel, clients_of, folder_of, read_about
+from coterie.personal import PersonalModel, clients_of, folder_of, load_all, read_about
 from coterie.runs.folder import names as files
 from coterie.runs.problems.own_text import own_text, section_of
 from coterie.runs.recipes import recipe as recipes
@@ -43,7 +45,7 @@ class Source:
             raise Refused("--data is the text of one client", "Give --client instead of --all.")
         ids: list[ClientId | None] = [*clients_of(self.run)] if self.everyone else [self.client]
         folders = [folder_of(self.run, id) for id in ids]
-        abouts = [read_about(folder) for folder in folders]
+        abouts = [read_about(model_folders(folder)[0]) for folder in folders]
         bases = {self.base or about.base for about in abouts}
         bits = {about.quantise for about in abouts}
         problem = ""
@@ -56,7 +58,9 @@ class Source:
                 f"--all: the clients have {problem}", "Export them one by one, with --client."
             )
         backbone = Backbone.load(bases.pop(), quantised=bits.pop(), plain=True)
-        models = [PersonalModel.load(folder, backbone=backbone) for folder in folders]
+        clients = None if self.client is None else [self.client]
+        loaded = load_all(self.run, clients, backbone=backbone)
+        models = cast(list[PersonalModel], [*loaded.values()])
         for model in models:
             model.about = replace(model.about, base=self.base or model.about.base)
         recipe, absent = self._recipe(folders[0])
@@ -112,7 +116,8 @@ def _with_text(
     client_data = data.get(names.normal(model.about.client))
     if client_data is None:
         return ClientModel(model, absent=absent or "it is no client of the recipe")
-    return ClientModel(model, _apart(client_data.valid), _apart(client_data.test))
+    valid, test = _apart(client_data.valid), _apart(client_data.test)
+    return ClientModel(model, valid, test, train=client_data.train)
 
 
 def _apart(split: Split) -> Split:

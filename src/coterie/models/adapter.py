@@ -57,6 +57,19 @@ class Adapter(nn.Module):
         """All low-rank updates by module name."""
         return {name: module for name, module in self.named_modules() if isinstance(module, LoRA)}
 
+    def updates(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return A (n, r, in) and gamma B (n, out, r) of each layer, such as `blocks.0.mlp.up`: of
+        all experts, generalists first; in the attention n is 1.
+        """
+        updates: dict[str, tuple[Tensor, Tensor]] = {}
+        for path, lora in self.loras().items():
+            layer = path.replace(".generalist", "").replace(".specialist", "")
+            A, B = lora.A.detach(), lora.gamma * lora.B.detach()
+            if layer in updates:
+                A, B = (torch.cat(two) for two in zip(updates[layer], (A, B), strict=True))
+            updates[layer] = A, B
+        return updates
+
     def routers(self) -> list[Router]:
         """Return the routers of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]

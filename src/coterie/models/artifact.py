@@ -14,6 +14,7 @@ from coterie.core.checksums import SUMS, check_all_sums, replaced
 from coterie.core.errors import CheckpointError, ModelError, TensorError
 from coterie.core.files import read_json, write_json
 from coterie.core.files import save as save_tensors
+from coterie.core.names import encoded
 from coterie.core.tensors import Named, all_finite, check_alike
 from coterie.data.text_encoding import ControlTokens, TokenizerDigest
 from coterie.models.adapter import Adapter
@@ -106,6 +107,13 @@ def read_mixture(folder: Path) -> AboutMixture:
     """Return `client.json` of models whose predictions are mixed. Raises CheckpointError."""
     content = {k: v for k, v in read_about_json(folder).items() if k != "kind"}
     return checked(AboutMixture, content, folder)
+
+
+def model_folders(folder: Path) -> list[Path]:
+    """Return the folders of a client's tensors: its own, or its parts'. Raises CheckpointError."""
+    if read_about_json(folder).get("kind") != MIXTURE:
+        return [folder]
+    return [folder / encoded(part) for part in read_mixture(folder).weights]
 
 
 def verify(folder: Path) -> None:

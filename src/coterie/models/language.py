@@ -161,7 +161,6 @@ class LanguageModel:
 
     __call__ = forward
 
-    @torch.no_grad()
     def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch's counted targets, (T, V), and these targets, (T,)."""
         windows = Windows.of(self.backbone, batch)

@@ -1,6 +1,7 @@
 """Personal models of one client whose predictions are mixed, used like one."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +16,14 @@ from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter
 from coterie.models.artifact import AboutMixture, Origin, read_mixture, save_mixture, verify
 from coterie.models.interpolation import interpolate
+from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
 from coterie.models.predictions import Prediction, joined, score_of
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch
 from coterie.personal.following import Following
 from coterie.personal.inference.mixed import Mixed
+from coterie.personal.inference.packing import padded
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.model import PersonalModel
 
@@ -91,7 +95,7 @@ class PersonalMixture(PersonalModel):
         save_mixture(Path(folder), about.client, about.weights, origin)
 
     @torch.no_grad()
-    def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
+    def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         log_probs, right = self._predictions(batches)
         nll, tokens = score_of([(interpolate(log_probs, self.weights), right)]).tolist()
         return nll, int(tokens)
@@ -111,3 +115,36 @@ class PersonalMixture(PersonalModel):
             parts[name] = PersonalModel.load(below, *args, **settings)
             settings["backbone"] = parts[name].backbone
         return cls(parts, about)
+
+
+@torch.no_grad()
+def mixed_parameters(mixture: PersonalMixture, experts: Sequence[Tensor]) -> PersonalModel:
+    """Return one model that has the parameters of all parts, mixed, and takes one pass.
+
+    Its experts are those of all parts, and each token uses all, by constants c: an MLP is sum_j c_j
+    MLP_j(x). A layer of the attention is W + sum_k w_k gamma_k B_k A_k, with the parts' weights w.
+
+    Args:
+        mixture: The parts, and w.
+        experts: c of each part's experts by block, (blocks, n_k), over all parts 1 in all. A part's
+            router is left out: give the means of its weights.
+    """
+    layouts = [model.layout for model in mixture.parts.values()]
+    count, rank = sum(each.experts for each in layouts), sum(each.rank for each in layouts)
+    wide, alpha = max(each.expert_rank for each in layouts), math.sqrt(rank)  # attention's gamma: 1
+    layout = Layout(count, 0, 0, True, rank, alpha, mlp_rank=wide, top_k=count, balance="none")
+    model = LanguageModel(mixture.backbone, layout)
+    parts = [adapter.updates() for adapter in mixture.adapters]
+    for path, lora in model.adapter.loras().items():
+        updates = [part[path.replace(".generalist", "")] for part in parts]
+        if ".attention." in path:
+            lora.A.copy_(torch.cat([A for A, _ in updates], dim=1))
+            scaled = [w * B for w, (_, B) in zip(mixture.weights, updates, strict=True)]
+            lora.B.copy_(torch.cat(scaled, dim=2))
+        else:
+            lora.A.copy_(padded([one for A, _ in updates for one in A]))
+            lora.B.copy_(padded([one / lora.gamma for _, B in updates for one in B]))
+    for router, c in zip(model.adapter.routers(), torch.cat([*experts], dim=1), strict=True):
+        bias = c.clamp_min(torch.finfo(c.dtype).tiny).log()
+        router.load_state_dict({"weight": torch.zeros_like(router.weight), "bias": bias})
+    return PersonalModel(model, replace(mixture.about, layout=layout))

@@ -28,6 +28,7 @@ from coterie.models.artifact import (
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.slots import Attachable
+from coterie.models.windows import TextBatch
 from coterie.personal.following import Following
 from coterie.personal.inference.stacks import Stacks
 from coterie.personal.text_inference import TextInference
@@ -288,7 +289,7 @@ class PersonalModel:
         """
         return self.language.routing(ids)
 
-    def score(self, batches: Iterable[Tensor]) -> tuple[float, int]:
+    def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         """Return summed negative log-likelihood and number of predicted tokens."""
         nll, tokens = self.language.score(batches).tolist()
         return nll, int(tokens)
