@@ -19,7 +19,7 @@ from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
 
 STEPS, LOOKS = 100, 5  # looks at the validation text
-LEARNING_RATE = 1e-3  # falls to a tenth by a cosine
+LEARNING_RATE = 2e-3  # falls to a tenth by a cosine
 NOISE = 0.4  # of the tokens are replaced
 _TOKENS, _ROWS = 512, 16  # of a step, about; and windows that are scored at once
 

@@ -149,10 +149,10 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     for one in dict.fromkeys([*parts, source]):
         artifact.verify(one)
         with replaced(folder / one.relative_to(source)) as new:
-            about |= (own := read_json(one / ABOUT))
-            write_json(new / ABOUT, _with_portable_bases(own))
+            about |= (content := read_json(one / ABOUT))
+            write_json(new / ABOUT, _with_portable_bases(content))
             if one in parts:
-                weights = CLASSIFIER_WEIGHTS if own.get("kind") == CLASSIFIER else WEIGHTS
+                weights = CLASSIFIER_WEIGHTS if content.get("kind") == CLASSIFIER else WEIGHTS
                 load(one / weights)  # refuses damaged weights
                 with opened(one / weights) as file:
                     (new / weights).write_bytes(file.read())
