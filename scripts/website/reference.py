@@ -41,7 +41,6 @@ METHOD = {
             "Ranked",
             "Routed",
             "TwoExperts",
-            "WeightedMixture",
         )
     ),
     "Aggregation": (

@@ -276,6 +276,8 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "audit/auditing.py": "which rows an audit looks at",
     "audit/statistics.py": "resampling for intervals",
     "client/outbound.py": "lies of simulated clients",
+    "adapt/distillation.py": "which tokens are replaced in the text of one client, on it",
+    "methods/parts.py": "the server's draws, the same for each part",
     "data/canaries.py": "canaries of an experiment, whose coins follow from its seed",
     "data/schemes.py": "how data are dealt out to simulated clients",
     "data/splits.py": "the order of a client's own batches",

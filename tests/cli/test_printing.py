@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -256,6 +256,8 @@ class Speaker:
     """What the pages need of a model."""
 
     experts = ("G",)
+    following = None
+    shares: ClassVar[dict[str, float]] = {}
 
     class layout:  # noqa: N801
         routed = False

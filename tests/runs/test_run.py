@@ -54,6 +54,7 @@ def options(texts: Path, tiny_base: Path) -> list[str]:
         "method.router_every": 2,
         "method.router_steps": 1,
         "evaluate_every": 2,
+        "compare_with": "[pretrained,local,fedavg]",  # each trained by itself
     }
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 

@@ -226,7 +226,7 @@ class Classifier:
         """Return (3,) float64 on the CPU: the summed negative log-likelihood of labels in nats, the
         number of examples, and the number classified correctly.
         """
-        return score_of(self.predictions(batches))
+        return score_of(self.predictions(batches), 3)
 
     def flops(self) -> int:
         """Return the floating-point operations of one example's forward pass."""

@@ -204,7 +204,7 @@ class LanguageModel:
         """Return (2,) float64: the summed negative log-likelihood in nats, and the number of
         predicted tokens, see `predictions`.
         """
-        return score_of(self.predictions(batches))
+        return score_of(self.predictions(batches), 2)
 
     def gradient(
         self, batch: TextBatch, wrt: Sequence[nn.Parameter], micro_batch: int | None = None

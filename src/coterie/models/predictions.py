@@ -12,17 +12,22 @@ from coterie.core import devices
 Prediction = tuple[Tensor, Tensor]
 
 
-def score_of(predictions: Iterable[Prediction]) -> Tensor:
+def score_of(predictions: Iterable[Prediction], sums: int = 0) -> Tensor:
     """Return a score, (2,) or with several classes (3,) float64 on the CPU: the summed negative
-    log-likelihood in nats, the number of predictions, and that of correct ones.
+    log-likelihood in nats, the number of predictions, and that of correct ones; as many `sums` of
+    no predictions.
     """
-    sums = []
+    of_batches = []
     for log_probs, right in predictions:
         likelihood = devices.exact(log_probs.gather(1, right[:, None])).sum()
         correct = devices.exact(log_probs.argmax(dim=1) == right).sum()
-        sums.append(torch.stack([-likelihood, torch.full_like(likelihood, len(right)), correct]))
-    total = torch.zeros_like(sums[0])
-    for of_batch in sums:
+        of_batches.append(
+            torch.stack([-likelihood, torch.full_like(likelihood, len(right)), correct])
+        )
+    if not of_batches:
+        return torch.zeros(sums, dtype=torch.float64)
+    total = torch.zeros_like(of_batches[0])
+    for of_batch in of_batches:
         total += of_batch
     return total.cpu().double()[: 3 if log_probs.shape[1] > 1 else 2]
 
