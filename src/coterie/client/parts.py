@@ -81,15 +81,6 @@ class ClientOfParts:
                 read |= prefixed(name, client.read(*roles))
         return read
 
-    def bind(self) -> None:
-        """Do nothing: the models of parts are bound in their turn."""
-
     def metrics(self) -> Metrics:
         """Return the measurements of all parts, see `Client.metrics`, as `<name>/<part>`."""
         return self._metrics
-
-    def load(self, tensors: Tensors) -> None:
-        """Load tensors of parts, `<part>/<name>`."""
-        for name in self.clients:
-            with self.part(name) as client:
-                client.load(under(name, tensors))
