@@ -13,14 +13,17 @@ import pytest
 import reported
 import torch
 from folders import WORDS, written
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from coterie import personal
 from coterie.audit import Settings, audit
+from coterie.audit.auditing import _Auditor
 from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.files import load
 from coterie.core.result.audit import AuditResult
+from coterie.personal.mixture import PersonalMixture
 from coterie.reports import audit as told
 from coterie.runs import run as runs
 from coterie.runs.folder.observations import Observations
@@ -399,13 +402,55 @@ def test_of_several_parts_the_one_that_sends_is_audited(
     for secure in (False, True):
         few = Settings(windows=6, words=3, secure=secure)
         result, expected = audit(together, few), audit(alone, few)
+        mixed = result.observers.pop("user")
         assert result.observers == expected.observers
+        assert mixed.exchanges == 1
+        assert mixed.canaries is not None
         assert result.shift == expected.shift
         assert result.method == "interpolation"
         assert result.words is not None
         assert expected.words is not None
         assert result.words.shared == expected.words.shared
     assert invoked(str(together), "--words", "3")[0] == 0
+
+
+def test_the_user_of_a_mixture_has_its_mixed_probabilities(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """Both scores by the probabilities of each part, mixed naively, and those of the base."""
+    changes = "method.name=interpolation", "training.experts={lr: 1.0e-9}"
+    run = trained(texts, tiny_base, tmp_path / "run", *changes)
+    auditor = _Auditor(run, Settings(windows=5, words=3), print)
+    mixture, view = auditor.in_use["cook"], auditor.views["user"]["cook"]
+    assert isinstance(mixture, PersonalMixture)
+    mixture.weights = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    random = torch.Generator().manual_seed(0)
+    for value in (p for part in mixture.parts.values() for p in part.adapter.parameters()):
+        value.copy_(torch.randn(value.shape, generator=random) / 4)
+    base = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    ratios, lowest = [], []
+    for row in auditor.rows["cook"][0]:
+        ids, right = row[None, :-1], row[1:, None]
+        with torch.no_grad():
+            before = base(ids).logits[0].double().softmax(dim=-1).gather(1, right)
+            p = sum(
+                weight * part(ids).logits[0].double().softmax(dim=-1)
+                for weight, part in zip((0.3, 0.7), mixture.parts.values(), strict=True)
+            )
+        after = p.gather(1, right)
+        ratios.append((after.log() - before.log()).mean().item())
+        mean = (p * p.log()).sum(dim=1)
+        deviation = ((p * p.log() ** 2).sum(dim=1) - mean**2).sqrt()
+        standardised = ((after[:, 0].log() - mean) / deviation).sort().values
+        lowest.append(standardised[: len(row[1:]) // 5].mean().item())
+    model = auditor.models["cook"]
+    np.testing.assert_allclose(auditor._membership("cook", view).members, ratios, atol=1e-5)
+    found = auditor._min_k(model, view, auditor.rows["cook"]).members
+    np.testing.assert_allclose(found, lowest, rtol=5e-3)  # a difference of squares, fp32
+    # the shared part is asked again afterwards, at its initial values
+    shift = auditor._membership("cook").members
+    assert model.personal is None
+    assert np.abs(shift).min() > 1.0
 
 
 def test_a_run_of_which_two_parts_send_is_refused(

@@ -24,6 +24,25 @@ def test_the_longest_figures_fit_a_terminal_of_80_characters() -> None:
     assert "chance" in lines[0]
 
 
+def test_three_observers_of_a_mixture_fit_too() -> None:
+    found = audited() | {"secure": True, "data": "examples"}
+    found["observers"]["user"] = found["observers"]["server"]
+    for own in found["observers"].values():
+        own["membership"]["tpr"] |= {"value": 1.0, "low": 1.0, "high": 1.0}
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(told.terminal(AuditResult.from_json(found))[0])
+    lines = captured.get().splitlines()
+    assert "…" not in captured.get()
+    assert max(map(len, lines)) <= 80
+    place = next(k for k, line in enumerate(lines) if line.startswith("TPR"))
+    assert lines[place].split()[-4:] == ["100.0", "100.0", "100.0", "1"]
+    assert lines[place + 1].count("(100.0 to 100.0)") == 3
+    assert all(name in lines[0] for name in ("a server of sums", "client", "the model's user"))
+    sentences = told.sentences(AuditResult.from_json(found))
+    assert any(line.startswith("The model's user can tell which examples") for line in sentences)
+
+
 def test_sentences_say_who_can_tell_what() -> None:
     server, members, *_, words = told.sentences(AuditResult.from_json(audited()))
     assert server == (

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from coterie.core.metrics import perplexity
 from coterie.core.tensors import copy
 from coterie.data.splits import Split
-from coterie.models.interpolation import interpolate
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
 
@@ -48,10 +47,7 @@ def distil(
         others = ids.flatten()[torch.randint(ids.numel(), ids.shape, generator=random)]
         ids = torch.where(torch.rand(ids.shape, generator=random) < NOISE, others, ids)
         batch = ids if isinstance(batch, Tensor) else replace(batch, ids=ids)
-        with torch.no_grad():
-            logits = [part.language.predicted(batch)[0] for part in mixture.parts.values()]
-            log_probs = torch.stack([each.float().log_softmax(dim=-1) for each in logits])
-            taught = interpolate(log_probs, mixture.weights).exp()
+        taught = mixture.predicted(batch)[0].exp()
         loss = cross_entropy(student.language.predicted(batch)[0].float(), taught)
         optimiser.zero_grad()
         torch.autograd.backward(loss)

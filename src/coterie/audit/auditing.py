@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,12 @@ from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe as recipes
 
 DELTA = 1e-5  # delta of the bound on epsilon, if the recipe has none
-SERVER, OTHERS = "server", "others"
+SERVER, OTHERS, USER = "server", "others", "user"
+PROGRESS = {
+    SERVER: "what the server can tell",
+    OTHERS: "what another client can tell",
+    USER: "what the user of a mixture can tell",
+}
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,18 @@ class _Auditor:
                 f"exchanges",
                 "Choose other clients with --client.",
             )
-        return {name: views[name] for name in (SERVER, OTHERS) if name in views}
+        if self.part and self.in_use:
+            views[USER] = {i: View([(self.in_use[i], None)]) for i in self.clients}
+        return {name: views[name] for name in PROGRESS if name in views}
+
+    @cached_property
+    def in_use(self) -> Mapping[ClientId, PersonalModel]:
+        """The clients' language models as they are used; none before the run has ended."""
+        problem, clients = self.prepared.problem, self.prepared.clients
+        if not isinstance(problem, Language) or not (self.run / "clients").is_dir():
+            return {}
+        models = personal.load_all(self.run, clients, backbone=problem.backbone)
+        return {i: model for i, model in models.items() if isinstance(model, PersonalModel)}
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
         """Return what the server received of a client in an exchange, and what it had sent; of sums
@@ -245,7 +262,7 @@ class _Auditor:
 
     def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
         """Return what one observer can infer."""
-        self.say({SERVER: "what the server can tell", OTHERS: "what another client can tell"}[name])
+        self.say(PROGRESS[name])
         details = {i: self._membership(i, views[i]) for i in self.rows}
         texts = {
             i: model
@@ -301,7 +318,7 @@ class _Auditor:
     def _words(self) -> WordsResult | None:
         """Measure rare words in others' suggestions; None without models or other clients."""
         problem, alone = self.prepared.problem, len(self.prepared.clients) < 2
-        if not isinstance(problem, Language) or alone or not (self.run / "clients").is_dir():
+        if not isinstance(problem, Language) or alone or not self.in_use:
             return None
         self.say("rare words in others' suggestions")
         backbone = problem.backbone
@@ -318,32 +335,28 @@ class _Auditor:
             [case for case in some if case.owner in self.clients]
             for some in words.rare(texts, self.settings.words, rng)
         )
-        models = personal.load_all(self.run, list(self.prepared.clients), backbone=backbone)
         first = self.models[self.prepared.clients[0]]
         assert isinstance(first, SharedText)
-        base = _personal(first, models)
+        base = self._usable(first)
         first.load(self.views[OTHERS][self.clients[0]].pairs[0][0])
-        shared_part = _personal(first, models)
+        shared_part = self._usable(first)
 
         def suggest(model: PersonalModel) -> words.Suggest:
             return lambda prompts: [
                 [w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)
             ]
 
-        suggests = {
-            i: suggest(model) for i, model in models.items() if isinstance(model, PersonalModel)
-        }
+        suggests = {i: suggest(model) for i, model in self.in_use.items()}
         return words.measured(
             cases, control, suggest(base), suggest(shared_part), suggests, self.settings.seed
         )
 
-
-def _personal(model: SharedText, like: Mapping[ClientId, Any]) -> PersonalModel:
-    """Return a model for inference, with its current values."""
-    about = next(m.about for m in like.values() if isinstance(m, PersonalModel))
-    personal_model = PersonalModel(model.language, replace(about, layout=model.language.layout))
-    personal_model.fast  # noqa: B018 - a copy of the values is made when it is asked for first
-    return personal_model
+    def _usable(self, model: SharedText) -> PersonalModel:
+        """Return a shared part for inference, with its current values."""
+        about = next(iter(self.in_use.values())).about
+        usable = PersonalModel(model.language, replace(about, layout=model.language.layout))
+        usable.fast  # noqa: B018 - a copy of the values is made when it is asked for first
+        return usable
 
 
 def _recipe(run: Path) -> recipes.Recipe:

@@ -75,7 +75,7 @@ def scored(
     start = tokens.new_tensor([*begin, *canaries.prefix.tolist()]).expand(len(tokens), -1)
     rows = torch.cat([start, tokens], dim=1)
     length = min(length, rows.shape[1] - 1)
-    scores = calibrated(model, view, lambda shared: model.likelihoods(rows, length))
+    scores = calibrated(model, view, lambda _: model.likelihoods(rows, length))
     return CanaryScores(scores[:count], canaries.planted, scores[count:])
 
 

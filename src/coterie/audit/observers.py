@@ -22,6 +22,7 @@ from coterie.data.examples import Examples as Batch
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.windows import TextBatch
+from coterie.personal import PersonalModel
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import Prepared
 
@@ -40,11 +41,17 @@ class Shared(ABC):
         site = prepared.site
         data, total = site.data[client], site.total_iterations
         self.client = Client(client, model, data, site.training, {}, site.seed, total)
+        self.personal: PersonalModel | None = None  # in place of `model`
 
-    def load(self, tensors: Named) -> None:
-        """Load the model's tensors in a message. Raises Refused if the model is incomplete."""
+    def load(self, shown: Named | PersonalModel) -> None:
+        """Load the model's tensors in a message, or take a personal model in its place. Raises
+        Refused if the model is incomplete.
+        """
+        self.personal = shown if isinstance(shown, PersonalModel) else None
+        if isinstance(shown, PersonalModel):
+            return
         names, problem = self.client.read(GENERALIST).keys(), "is not a complete model"
-        parts = {name: t for name, t in tensors.items() if name in names or name == GENERALIST}
+        parts = {name: t for name, t in shown.items() if name in names or name == GENERALIST}
         if not parts or (GENERALIST not in parts and parts.keys() != names):
             raise Refused(f"audit: what this method sends {problem}", ABLE)
         try:
@@ -102,8 +109,9 @@ class SharedText(Shared):
         chats = isinstance(rows, ChatBatch)
         width = rows.ids.shape[1] if isinstance(rows, ChatBatch) else rows.shape[1]
         size = max(LOGITS // (width * self.language.backbone.architecture.vocabulary), 1)
+        predicted = (self.personal or self.language).predicted
         for part in rows.split(1 if chats else size):
-            logits, targets = self.language.predicted(part)
+            logits, targets = predicted(part)
             nll = cross_entropy(logits.float(), targets, reduction="none")
             yield nll.view(len(part), -1), logits.float().view(len(part), -1, logits.shape[-1])
 
@@ -142,10 +150,11 @@ class View:
     was trained; None: the initial values.
 
     For the server, a pair is what it received of the client in an exchange and what it had sent it;
-    for another client, the final model that everybody gets and the initial one.
+    for another client, the final model that everybody gets and the initial one; for the user of a
+    personal model, that and the initial one.
     """
 
-    pairs: Sequence[tuple[Tensors, Tensors | None]]
+    pairs: Sequence[tuple[Tensors | PersonalModel, Tensors | None]]
 
 
 def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> Values:

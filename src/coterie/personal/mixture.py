@@ -95,6 +95,14 @@ class PersonalMixture(PersonalModel):
         save_mixture(Path(folder), about.client, about.weights, origin)
 
     @torch.no_grad()
+    def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        logits, targets = zip(
+            *(part.language.predicted(batch) for part in self.parts.values()), strict=True
+        )
+        log_probs = torch.stack([each.float().log_softmax(dim=-1) for each in logits])
+        return interpolate(log_probs, self.weights), targets[0]
+
+    @torch.no_grad()
     def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         log_probs, right = self._predictions(batches)
         nll, tokens = score_of([(interpolate(log_probs, self.weights), right)]).tolist()

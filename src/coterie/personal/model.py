@@ -289,6 +289,13 @@ class PersonalModel:
         """
         return self.language.routing(ids)
 
+    @torch.no_grad()
+    def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
+        """Return logits or log-probabilities of a batch's counted targets, (T, V), and these
+        targets, (T,).
+        """
+        return self.language.predicted(batch)
+
     def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         """Return summed negative log-likelihood and number of predicted tokens."""
         nll, tokens = self.language.score(batches).tolist()

@@ -11,14 +11,15 @@ from coterie.reports import chart, marks
 from coterie.reports.marks import Interval
 from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, notes, table
 
-OBSERVERS = {"server": "the server", "others": "another client"}
-COLOURS = {"server": VERMILION, "others": BLUE}
+OBSERVERS = {"server": "the server", "others": "another client", "user": "the model's user"}
+COLOURS = {"server": VERMILION, "others": BLUE, "user": GREEN}
 WIDTH = 80  # characters of a terminal in which every table fits
 
 ABOUT = (
     "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The "
     "server</em> sees what each client sent. <em>Another client</em> sees the model that every "
-    "client receives. Dots are measured values, whiskers are their intervals, and the broken line "
+    "client receives. <em>The model's user</em> asks a client's own model, whose predictions are "
+    "mixed. Dots are measured values, whiskers are their intervals, and the broken line "
     "is the value of guessing.</p>"
 )
 EXAMPLES = (
@@ -146,10 +147,12 @@ def _words_suggested(words: WordsResult, others: Estimate) -> str:
 def terminal(audit: AuditResult) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
     first = _table()
-    for k, name in enumerate(["", *(_of(name, audit) for name in audit.observers), "chance"]):
-        first.add_column(name, justify="left" if k == 0 else "right", no_wrap=True)
+    three = len(audit.observers) > 2  # and their intervals have no room beside the values
+    first.add_column("", no_wrap=not three)
+    for name in [*(_of(name, audit) for name in audit.observers), "chance"]:
+        first.add_column(name, justify="right", no_wrap=True)
     for line in rows(audit):
-        first.add_row(*line)
+        first.add_row(*(cell.replace(" (", "\n(") if three else cell for cell in line))
     tables = [first]
     if lines := word_rows(audit):
         second = _table()

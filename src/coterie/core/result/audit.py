@@ -141,7 +141,7 @@ class AuditResult(Record):
     canaries: CanarySetup | None
     secure: bool  # whether the audit assumes that the server sees only sums
     privacy: PrivacySpent | None
-    observers: Mapping[str, ObserverResult]  # `server` and `others`
+    observers: Mapping[str, ObserverResult]  # `server`, `others`, of mixtures `user`
     shift: MembershipResult  # how well rows are told apart without any trained model
     words: WordsResult | None  # None if no model suggests words
     settings: AuditSettings
