@@ -12,6 +12,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from chat_bases import CHATML
@@ -23,11 +24,14 @@ from coterie.adapt.new_client import Training, adapt
 from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
 from coterie.core.files import load
+from coterie.data.examples import ExampleSplit
 from coterie.export.pull import pull
 from coterie.export.push import push
 from coterie.models.artifact import FOLLOWED, Origin, save_mixture
+from coterie.models.classifier import Classifier
 from coterie.models.layout import Layout
-from coterie.personal import PersonalModel, read_about, save
+from coterie.models.networks import NetworkShape
+from coterie.personal import PersonalModel, read_about, save, save_classifier
 from coterie.personal.mixture import PersonalMixture
 
 SECRETS = ("quibblefrost", "zephyrine")
@@ -185,6 +189,28 @@ def test_a_mixture_goes_there_and_back_with_all_parts_and_weights(
         with pytest.raises(CheckpointError):
             pull("ann/eve", tmp_path / "never")
         assert not (tmp_path / "never").exists()
+
+
+def test_a_mixture_of_classifiers_goes_there_and_back(hub: Hub, tmp_path: Path) -> None:
+    ours, origin = tmp_path / "ours", Origin("fedavg", "digits", 7, 0)
+    weights = {"local": 0.25, "fedavg": 0.75}
+    labels, pixels = np.zeros(1, np.int64), np.zeros((1, 1, 4, 4), np.uint8)
+    data = ExampleSplit("test", pixels, labels, np.arange(1), 0, (0.5,), (1.0,), 3)
+    for seed, name in enumerate(weights):
+        torch.manual_seed(seed)
+        model = Classifier(NetworkShape("mlp", (1, 4, 4), 3, (5,)))
+        for tensor in model.network.parameters():
+            tensor.data = torch.randn(tensor.shape)
+        save_classifier(ours / name, "eve", model, data, (), origin)
+    save_mixture(ours, "eve", weights, Origin("interpolation", "digits", 7, 0))
+    push(ours, "ann/eve", publish_personal=True)
+    card = hub.repositories["ann/eve"].files["README.md"].decode()
+    assert "coterie predict eve --data FILES" in card
+    assert "text-generation" not in card
+    pulled = pull("ann/eve", tmp_path / "eve")
+    assert (pulled.client, pulled.base, pulled.method) == ("eve", None, "interpolation")
+    x = torch.rand(6, 1, 4, 4)
+    assert torch.equal(coterie.load(tmp_path / "eve")(x), coterie.load(ours)(x))
 
 
 def test_a_public_repository_is_not_written_to_by_chance(run: Path, hub: Hub) -> None:

@@ -69,6 +69,11 @@ class Facts:
     privacy: PrivacySpent | None  # None if no noise was added
 
     @property
+    def classifies(self) -> bool:
+        """Whether the model, or each part of it, is a classifier."""
+        return "network" in self.about
+
+    @property
     def chats(self) -> bool:
         """Whether the model was trained on conversations."""
         return self.about.get("content") == "chats"
@@ -295,14 +300,14 @@ def _front_matter(facts: Facts) -> str:
     lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
     if facts.base and facts.base != EMBEDDED and "/" in facts.base:
         lines += [f"base_model: {facts.base}"]
-    if facts.about.get("kind") != CLASSIFIER:
+    if not facts.classifies:
         lines += ["pipeline_tag: text-generation"]
     return "\n".join(["---", *lines, "---"])
 
 
 def _commands(facts: Facts, name: str) -> str:
     """Return the commands that use the model."""
-    if facts.about.get("kind") == CLASSIFIER:
+    if facts.classifies:
         return f"coterie predict {name} --data FILES"
     options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
     lines = [f"coterie generate {name} {options}"]

@@ -1,6 +1,6 @@
 """A personal classifier in use: it predicts classes and, with a pool, reports the chosen expert."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
+from coterie.core.names import encoded
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import MOST_OF_ONE, Named, prefixed, under
 from coterie.data.examples import Examples
-from coterie.models.artifact import CLASSIFIER_WEIGHTS, fill, verify
+from coterie.models.artifact import (
+    CLASSIFIER_WEIGHTS,
+    FOREIGN,
+    AboutMixture,
+    fill,
+    read_mixture,
+    verify,
+)
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import COMMON, AboutClassifier, own_tensors, read_classifier
 from coterie.models.common import CommonExpert
+from coterie.models.interpolation import interpolate
 from coterie.models.network_tensors import check, check_size
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
@@ -56,7 +66,7 @@ class PersonalClassifier:
     def __repr__(self) -> str:
         experts = f", experts={self.experts}" if self.experts else ""
         return (
-            f"PersonalClassifier(client={self.about.client!r}, method={self.about.method!r}, "
+            f"{type(self).__name__}(client={self.about.client!r}, method={self.about.method!r}, "
             f"network={self.shape.title!r}{experts})"
         )
 
@@ -163,6 +173,44 @@ class PersonalClassifier:
             str(source),
         )
         return cls(model, about)
+
+
+class ClassifierMixture(PersonalClassifier):
+    """A client's classifiers whose predictions are mixed: p = sum_k w_k p_k.
+
+    Args:
+        parts: The classifiers, by the method that trained them; each may be used by itself.
+        about: The origin, and the weight of each part.
+    """
+
+    def __init__(self, parts: Mapping[str, PersonalClassifier], about: AboutMixture) -> None:
+        self.parts, first = dict(parts), next(iter(parts.values()))
+        whole = replace(first.about, pool=None, method=about.method, round=about.round)
+        super().__init__(first.model, whole)
+        self.weights = torch.tensor([about.weights[name] for name in parts], dtype=torch.float64)
+
+    def _answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the log-probabilities; experts are those of a part alone."""
+        log_probs = torch.stack([part._answer(x)[0] for part in self.parts.values()])
+        return interpolate(log_probs.double(), self.weights).to(log_probs.dtype), None
+
+    @classmethod
+    def load(
+        cls, folder: Path, base: str | None = None, device: str = "cpu"
+    ) -> "ClassifierMixture":
+        """Return the mixture in a client's folder, see `PersonalClassifier.load`."""
+        verify(folder)
+        about = read_mixture(folder)
+        parts = {
+            name: PersonalClassifier.load(folder / encoded(name), base, device)
+            for name in about.weights
+        }
+        inputs = {(part.about.names, part.about.mean, part.about.std) for part in parts.values()}
+        if len(inputs) > 1:
+            raise CheckpointError(
+                f"{folder}: its parts differ in the names of classes, or in mean and std", FOREIGN
+            )
+        return cls(parts, about)
 
 
 def _built(

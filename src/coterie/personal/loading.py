@@ -6,9 +6,9 @@ from typing import Literal, TypedDict, Unpack, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
-from coterie.models.artifact import ABOUT, CLASSIFIER, MIXTURE, read_about_json
+from coterie.models.artifact import ABOUT, CLASSIFIER, model_folders, read_about_json
 from coterie.models.backbone import Backbone
-from coterie.personal.classifier import PersonalClassifier
+from coterie.personal.classifier import ClassifierMixture, PersonalClassifier
 from coterie.personal.many import ManyModels
 from coterie.personal.mixture import PersonalMixture
 from coterie.personal.model import PersonalModel
@@ -66,9 +66,9 @@ def load(
         Refused: A base is given for a model without one, or the model has no updates to merge.
     """
     folder = folder_of(run, client)
-    kind = read_about_json(folder).get("kind")
-    if kind != CLASSIFIER:
-        model = (PersonalMixture if kind == MIXTURE else PersonalModel).load(
+    first, *others = model_folders(folder)
+    if read_about_json(first).get("kind") != CLASSIFIER:
+        model = (PersonalMixture if others else PersonalModel).load(
             folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged
         )
         if follow and isinstance(model, PersonalMixture):
@@ -80,7 +80,7 @@ def load(
             f"{'backbone' if backbone is not None else 'updates to merge'}",
             "Leave it out.",
         )
-    return PersonalClassifier.load(folder, base, device)
+    return (ClassifierMixture if others else PersonalClassifier).load(folder, base, device)
 
 
 def load_all(

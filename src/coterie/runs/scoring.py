@@ -204,7 +204,7 @@ class Scorer:
         state = self.state
         scores = state.evaluations[-1].clients
         scored = tuple(i for i in state.scored if i in scores)
-        down = {} if state.groups else state.method.download(state.server, scored)
+        down = state.method.download(state.server, scored) if state.keeps_models else {}
         if not any(down.values()):
             return {i: score.test for i, score in scores.items()}
         replies = self.requests.ask(state.method.score_test, down, self._spec("test"))
