@@ -23,6 +23,7 @@ from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.models.artifact import save_mixture
+from coterie.models.features import kept
 from coterie.models.interpolation import PRIOR
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
@@ -255,7 +256,9 @@ def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> 
     assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)
-    samples = read([data], problem.shape)
+    samples, encoder = read([data], problem.encoder or problem.shape), problem.encoder
+    if encoder is not None:
+        samples = replace(samples, inputs=kept(samples.inputs, encoder, str(problem.device)))
     return ClientData(
         id, *(samples.split(like.mean, like.std, like.classes, name) for name in SPLITS)
     )

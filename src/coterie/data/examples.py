@@ -63,6 +63,7 @@ class ExampleSplit(Split):
     std: tuple[float, ...]  # standard deviation of each channel of images
     classes: int
     embeddings: Tensor | None = None  # (n, e) float32, the common expert's embedding of each row
+    texts: Numbers | None = None  # (N, T) int64 ids, if `inputs` are their features
     context: int = field(default=1, init=False)
 
     def __post_init__(self) -> None:
@@ -152,10 +153,13 @@ class ExampleSplit(Split):
         )  # indexing by an array copies
 
     def digest(self) -> str:
-        """Return the SHA-256 of the client's inputs and labels."""
+        """Return the SHA-256 of the client's inputs and labels; of texts, not their features, which
+        machines round differently.
+        """
+        inputs = self.inputs if self.texts is None else self.texts
         sha256 = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
         for start in range(0, len(self.rows), _HASHED):
-            sha256.update(np.ascontiguousarray(self.inputs[self.rows[start : start + _HASHED]]))
+            sha256.update(np.ascontiguousarray(inputs[self.rows[start : start + _HASHED]]))
         return sha256.hexdigest()
 
     def join(self, batches: Sequence[Examples], order: Numbers) -> Examples:

@@ -210,7 +210,8 @@ def _size(run: Path, client: str) -> str | None:
 
 def base_of(about: Mapping[str, Any]) -> str | None:
     """Return the base in a client.json, for any kind of model."""
-    base: str | None = about.get("base") or about.get("network", {}).get("base")
+    network = about.get("encoder") or about.get("network", {})
+    base: str | None = about.get("base") or network.get("base")
     return base
 
 

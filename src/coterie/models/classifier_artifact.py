@@ -69,12 +69,13 @@ class AboutClassifier:
     network: NetworkShape | TextShape  # of the client, or of each of its experts
     pool: Share | None  # the source of its experts; None for a single network
     names: tuple[str, ...]  # of the classes
-    mean: tuple[float, ...]  # subtracted from each channel of images
-    std: tuple[float, ...]  # divisor of each channel of images
+    mean: tuple[float, ...]  # subtracted from each channel of images, or feature of texts
+    std: tuple[float, ...]  # divisor of each channel of images, or feature of texts
     method: str
     recipe: str
     round: int
     seed: int
+    encoder: TextShape | None = None  # of texts whose features the network takes
 
     def __post_init__(self) -> None:
         normal = (*map(abs, self.mean), *self.std, *(1 / s for s in self.std if s > 0))
@@ -85,6 +86,8 @@ class AboutClassifier:
 
     def at(self, base: str) -> "AboutClassifier":
         """Return the same with another base. Raises Refused for a classifier of images."""
+        if self.encoder is not None:
+            return replace(self, encoder=replace(self.encoder, base=base))
         if not isinstance(self.network, TextShape):
             raise Refused(
                 f"{self.client} has a classifier of images, which has no base", "Leave --base out."
@@ -103,6 +106,7 @@ def save_classifier(
     data: ExampleSplit,
     names: Sequence[str],
     origin: Origin,
+    encoder: TextShape | None = None,
 ) -> None:
     """Write a client's classifier to `folder`: everything needed to use it, except a text
     tokenizer, which its base provides. Raises SaveError.
@@ -114,6 +118,7 @@ def save_classifier(
         data: Any of its splits, for the normalisation of images.
         names: Of the classes; their numbers if there are none.
         origin: The run that it comes from.
+        encoder: What makes features of texts, if the model takes these.
     """
     share, tensors = None, own_tensors(model)
     if isinstance(model, PoolClassifier):
@@ -134,8 +139,11 @@ def save_classifier(
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     shape = cast(NetworkShape | TextShape, model.shape)
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))
-    about = AboutClassifier(client, shape, share, called, data.mean, data.std, **vars(origin))
-    write(folder, CLASSIFIER_WEIGHTS, tensors, {"kind": CLASSIFIER} | asdict(about))
+    about = AboutClassifier(
+        client, shape, share, called, data.mean, data.std, **vars(origin), encoder=encoder
+    )
+    content = {k: v for k, v in asdict(about).items() if v is not None or k != "encoder"}
+    write(folder, CLASSIFIER_WEIGHTS, tensors, {"kind": CLASSIFIER} | content)
 
 
 def read_classifier(folder: Path) -> AboutClassifier:

@@ -46,6 +46,11 @@ class TextShape:
         """The number of token ids. Raises ModelError as `build`."""
         return int(_config(self.base, self.classes).get_text_config().vocab_size)
 
+    @property
+    def width(self) -> int:
+        """The number of features of a text, e. Raises ModelError as `build`."""
+        return int(_config(self.base, self.classes).get_text_config().hidden_size)
+
     def build(self, device: torch.device | str = "cpu") -> "TextNetwork":
         """Return the network, every parameter a GENERALIST, with `initial` values of seed 0, and
         PyTorch's random generators unchanged. On "meta" no weights are read.

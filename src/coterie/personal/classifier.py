@@ -25,12 +25,13 @@ from coterie.models.artifact import (
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import COMMON, AboutClassifier, own_tensors, read_classifier
 from coterie.models.common import CommonExpert
+from coterie.models.features import features
 from coterie.models.interpolation import interpolate
 from coterie.models.network_tensors import check, check_size
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
 from coterie.models.text import TextShape
-from coterie.personal.samples import as_samples
+from coterie.personal.samples import Samples, as_samples
 from coterie.personal.sampling import not_usable, usable
 
 _ROWS = 32  # samples at a time
@@ -72,8 +73,8 @@ class PersonalClassifier:
 
     @property
     def shape(self) -> NetworkShape | TextShape:
-        """The shape of its network, or of each of its experts."""
-        return self.about.network
+        """The shape of its network, or of each of its experts; of texts with an encoder."""
+        return self.about.encoder or self.about.network
 
     @property
     def device(self) -> torch.device:
@@ -108,11 +109,15 @@ class PersonalClassifier:
         return outputs
 
     def _answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        self.shape.check_inputs(x)
+        if self.about.encoder is not None and len(x):
+            values = features(x, self.about.encoder, str(self.device)).numpy()
+            split = Samples((), values).split(self.about.mean, self.about.std, 1)
+            x = split.take(split.rows).x
         batch = Examples(x, torch.zeros(len(x), dtype=torch.int64))
         if isinstance(self.model, Classifier):
             inputs, _ = self.model.checked(batch)
             return self.model(inputs).log_softmax(dim=1), None
-        self.shape.check_inputs(x)
         if self.model.embed is None:
             return self.model.predict(batch)[0], None
         return self.model.predict(replace(batch, embedding=self.model.embed(batch)))
@@ -141,9 +146,9 @@ class PersonalClassifier:
 
     def batches(self, given: Any) -> Iterator[Examples]:
         """Return the samples as batches for `answer`, with the label 0; see `predict`."""
-        split = as_samples(given, self.shape).split(
-            self.about.mean, self.about.std, self.shape.classes
-        )
+        about = self.about
+        normal = ((), ()) if about.encoder else (about.mean, about.std)
+        split = as_samples(given, self.shape).split(*normal, self.shape.classes)
         return split.scoring(_ROWS)
 
     @classmethod

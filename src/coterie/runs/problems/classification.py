@@ -13,7 +13,7 @@ from coterie.core.metrics import ACCURACY
 from coterie.core.tensors import Tensors, nbytes, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
-from coterie.models import artifact
+from coterie.models import artifact, features
 from coterie.models.classifier import Classifier
 from coterie.models.classifier_artifact import save_classifier
 from coterie.models.common import CommonExpert
@@ -43,6 +43,7 @@ class Classification(LearningProblem):
     device: torch.device
     federation: Federation
     names: tuple[str, ...] = ()  # of the classes, if any
+    encoder: TextShape | None = None  # of texts whose features are classified
     metric = ACCURACY
     dtype = torch.float32
 
@@ -127,7 +128,7 @@ class Classification(LearningProblem):
 
     @property
     def bases(self) -> tuple[str, ...]:
-        shapes = (self.shape, self.common.shape if self.common is not None else None)
+        shapes = (self.shape, self.encoder, self.common.shape if self.common is not None else None)
         return tuple(dict.fromkeys(shape.base for shape in shapes if isinstance(shape, TextShape)))
 
     @property
@@ -135,7 +136,8 @@ class Classification(LearningProblem):
         return nbytes(self.common.tensors) if self.common is not None else 0
 
     def flops(self, layout: Layout, trained: bool) -> int:
-        return self.trainable(layout).flops()
+        encoding = 0 if self.encoder is None else features.flops(self.encoder)
+        return encoding + self.trainable(layout).flops()
 
     def scores(self, layout: Layout) -> Tensors:
         scores = super().scores(layout)
@@ -151,4 +153,5 @@ class Classification(LearningProblem):
         if isinstance(model, ExtendedClassifier):
             model = model.plain()
         if model is not None:  # of texts with a head of their own nothing plain predicts alike
-            save_classifier(folder, client.id, model, client.data.test, self.names, origin)
+            test = client.data.test
+            save_classifier(folder, client.id, model, test, self.names, origin, self.encoder)

@@ -14,7 +14,7 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
-from coterie.models import network_tensors
+from coterie.models import features, network_tensors
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.common import CommonExpert, Normalisation, trained
@@ -98,6 +98,7 @@ def _classification(
     needed = elsewhere is None or (common is not None and common.pretraining is not None)
     shape: Shape
     common_shape: Shape
+    encoder: TextShape | None = None
     match recipe.model, recipe.data:
         case ClassifierSection() as section, Images() as data:
             shape = section.shape(data.shape, data.classes)
@@ -110,12 +111,17 @@ def _classification(
                 if needed
                 else None
             )
+            if section.head is not None:
+                encoder = section.encoder(data.classes)
+                here = here and features.of_federation(here, encoder, device)
         case _:
             raise AssertionError("the recipe checked that data and model fit")
     expert = None if common is None else _common(common, common_shape, here, data, device)
     federation = here if elsewhere is None else elsewhere
     assert federation is not None
-    return Classification(shape, expert, section, torch.device(device), federation, data.names)
+    return Classification(
+        shape, expert, section, torch.device(device), federation, data.names, encoder
+    )
 
 
 def _common(

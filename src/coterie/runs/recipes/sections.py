@@ -21,7 +21,7 @@ from coterie.data.federation import Federation
 from coterie.models.common import Pretraining
 from coterie.models.layers import Norm
 from coterie.models.layout import MOST_ALPHA, Layout
-from coterie.models.networks import NetworkShape
+from coterie.models.networks import NetworkShape, Shape
 from coterie.models.quantised import Quantisation
 from coterie.models.text import TextShape
 from coterie.runs.recipes.mistakes import Mistakes
@@ -219,7 +219,7 @@ class ClassifierSection(_Classifying):
 
 
 class TextClassifierSection(_Classifying):
-    """A classifier of texts: any sequence classifier of transformers, all of it trained."""
+    """A classifier of texts: any sequence classifier of transformers, or a head on one."""
 
     kind: Annotated[
         Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")
@@ -232,15 +232,46 @@ class TextClassifierSection(_Classifying):
         ),
     ] = "embedded"
     length: Annotated[int, Field(ge=1, description="most tokens of a text")] = 64
+    head: Annotated[
+        Hidden | None,
+        Field(
+            description="widths of the hidden layers of an mlp that alone is trained, on the mean "
+            "of the frozen base's last hidden states, standardised by those of data.public; null: "
+            "all of the base is trained"
+        ),
+    ] = None
 
-    def shape(self, classes: int) -> TextShape:
-        """Return the network for this number of classes."""
+    @model_validator(mode="after")
+    def _check_head(self) -> "TextClassifierSection":
+        common = self.common
+        if self.head is not None and common is not None:
+            if common.base is not None:
+                raise Mistakes(
+                    "model.common.base: with model.head it has the model's; leave it out"
+                )
+            if common.network not in (None, "mlp"):
+                raise Mistakes("model.common.network: with model.head it is an mlp, or null")
+        return self
+
+    def encoder(self, classes: int) -> TextShape:
+        """Return the whole network for this number of classes; with a head, its frozen encoder."""
         return TextShape(self.base, classes, self.length)
 
-    def common_shape(self, classes: int) -> TextShape:
+    def shape(self, classes: int) -> Shape:
+        """Return the trained network."""
+        text = self.encoder(classes)
+        if self.head is None:
+            return text
+        return NetworkShape("mlp", (text.width, 1, 1), classes, self.head)
+
+    def common_shape(self, classes: int) -> Shape:
         """Return the common expert's network."""
-        base = self.common.base if self.common is not None else None
-        return TextShape(base or self.base, classes, self.length)
+        common = self.common
+        if self.head is not None and common is not None and common.network is not None:
+            return NetworkShape("mlp", (self.encoder(classes).width, 1, 1), classes, common.hidden)
+        if common is None or common.base is None:
+            return self.shape(classes)
+        return TextShape(common.base, classes, self.length)
 
 
 class Participation(BaseModel):
