@@ -48,13 +48,12 @@ from coterie.data.partition import Partitioner
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
+from coterie.runs.recipes.participation import Participation, Quorum
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sections import (
     ClassifierSection,
     CommonSection,
     LanguageSection,
-    Participation,
-    Quorum,
     TextClassifierSection,
 )
 

@@ -21,8 +21,8 @@ from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
 from coterie.runs.backends import CommonThreads, LocalBackend, computing_threads
 from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.participation import evaluated
 from coterie.runs.recipes.recipe import Recipe
-from coterie.runs.recipes.sections import evaluated
 from coterie.runs.scoring import CURVE_ROWS
 
 FEW = 2  # clients that are measured

@@ -25,13 +25,8 @@ from coterie.methods.section import build_method, unknown_method
 from coterie.runs import recipes
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
-from coterie.runs.recipes.sections import (
-    EvaluatedClients,
-    LanguageSection,
-    ModelSection,
-    Participation,
-    Quorum,
-)
+from coterie.runs.recipes.participation import EvaluatedClients, Participation, Quorum
+from coterie.runs.recipes.sections import LanguageSection, ModelSection
 
 
 class Recipe(BaseModel):
