@@ -247,6 +247,38 @@ def test_weights_are_even_until_they_are_fitted() -> None:
     assert torch.equal(test["test"], reply["test"])
 
 
+def test_few_examples_leave_a_client_the_weights_that_fit_all() -> None:
+    """The centre of the prior against sums over all clients' examples of naive mixtures, and the
+    weights of a client without validation examples of its own to speak of.
+    """
+    run = Run(interpolation("fedavg", "local", prior=1e9), pictures().one_by_one).rounds(3)
+    method, received = run.method, dict.fromkeys(run.clients, Tensors())
+    sent = drive(
+        method.before_scores(received), lambda ask, phase: run.engine.answer(ask, run.round, -1)
+    )
+    by_client = []
+    for i in run.clients:
+        client = run.client(i)
+        by_part = []
+        for name in ("fedavg", "local"):
+            with client.part(name) as one:
+                data = list(one.predictions(one.valid, 8))
+            by_part.append(
+                torch.cat([p.gather(1, right[:, None])[:, 0] for p, right in data]).exp()
+            )
+        assert 0 < len(by_part[0]) <= 8
+        by_client.append(torch.stack(by_part).double())
+    shares = [k / 20 for k in range(21)]
+    logs = [sum(float((w * p[0] + (1 - w) * p[1]).log().sum()) for p in by_client) for w in shares]
+    masses = [math.exp(log - max(logs)) for log in logs]
+    expected = sum(w * mass for w, mass in zip(shares, masses, strict=True)) / sum(masses)
+    for i in run.clients:
+        state = run.engine.states()[i]
+        reply, _ = run.site.answer(method, "score", i, dict(sent[i]), state, run.round, -1)
+        assert float(sent[i]["centre"][0]) == pytest.approx(expected)
+        assert float(reply[WEIGHTS][0]) == pytest.approx(expected, abs=1e-4)
+
+
 @pytest.mark.parametrize(
     ("parts", "problem"),
     [

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from coterie.core.errors import TensorError
 from coterie.core.tensors import from_bytes, to_bytes
-from coterie.models.interpolation import Follower, fit_weights, grid, interpolate, settled
+from coterie.models.interpolation import Follower, evidence, fit_weights, grid, interpolate, settled
 
 PROBABILITIES = st.one_of(
     st.sampled_from([0.0, 1e-300, 1e-30, 1e-9, 0.05, 0.5, 0.999, 1.0]), st.floats(1e-300, 1)
@@ -91,6 +91,16 @@ def test_fitted_weights_are_the_best_of_all(text: Tensor, prior: float) -> None:
     assert density(text, weights, prior) >= best - 1e-3 - 1e-9 * abs(best)
 
 
+@given(texts())
+def test_the_evidence_for_mixtures_is_their_log_likelihood(text: Tensor) -> None:
+    """With no token less likely than the least float64, and without those that are impossible."""
+    mixtures = grid(len(text), 20)
+    assert len(mixtures) <= 20
+    possible = text[:, text.amax(dim=0) > 0]
+    expected = [sum(max(log, -745) for log in log_of_mixture(possible, w)) for w in mixtures]
+    assert evidence(text.log(), mixtures).tolist() == pytest.approx(expected)
+
+
 @given(texts(), st.sampled_from([0.0, 1e-3, 10.0]))
 def test_an_iteration_is_never_a_step_down(text: Tensor, prior: float) -> None:
     reached = [
@@ -122,6 +132,10 @@ def test_weights_where_each_token_has_one_part_are_dirichlet_s_mode() -> None:
     weights = fit_weights(text.log(), 9.0, 1e-12)
     expected = torch.tensor([4 + 3, 2 + 3, 0 + 3], dtype=torch.float64) / (6 + 9)
     torch.testing.assert_close(weights, expected)
+    centre = torch.tensor([2 / 3, 1 / 3, 0], dtype=torch.float64)
+    centred = fit_weights(text.log(), 9.0, 1e-12, centre=centre)
+    expected = torch.tensor([4 + 6, 2 + 3, 0], dtype=torch.float64) / (6 + 9)
+    torch.testing.assert_close(centred, expected)
     without = fit_weights(text.log(), 0.0, 1e-12)
     torch.testing.assert_close(without, torch.tensor([2 / 3, 1 / 3, 0], dtype=torch.float64))
 

@@ -175,6 +175,11 @@ class Method(ABC):
         """
         return {i: {} for i in clients}
 
+    def before_scores(self, received: Mapping[ClientId, Tensors]) -> Adaptation:
+        """Return what each client is sent to be scored, after any exchange that this needs."""
+        yield from ()
+        return received
+
     def score_spec(self, scores: Tensors) -> Tensors:
         """Return the form of a score's reply, from that of one model's."""
         return scores

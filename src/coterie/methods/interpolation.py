@@ -6,7 +6,7 @@ interpolation" (Mansour et al., "Three Approaches for Personalization with Appli
 Learning", 2020).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -16,11 +16,21 @@ from pydantic import Field
 from coterie.client.client import Client
 from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.client.state import improves, recall, remember
-from coterie.core.protocol import Sends, task
+from coterie.core.protocol import MOST_SCORES, Adaptation, Ask, ClientId, Sends, task
 from coterie.core.tensors import Tensors, under
 from coterie.methods.parts import OfParts
-from coterie.models.interpolation import PRIOR, fit_weights, interpolate, settled
-from coterie.models.predictions import joined, score_of
+from coterie.models.interpolation import (
+    PRIOR,
+    evidence,
+    fit_weights,
+    grid,
+    interpolate,
+    settled,
+)
+from coterie.models.predictions import joined, likelihoods, score_of
+
+CENTRE = "centre"  # of the prior of a client's weights, (P,) float64, sent and in its state
+ROWS = 8  # windows of text, or examples, of each client by which the centre is chosen
 
 
 @dataclass(frozen=True)
@@ -32,9 +42,28 @@ class Interpolation(OfParts):
         Field(
             ge=0,
             description="strength of the Dirichlet prior of the weights, in validation examples "
-            "or tokens that speak for all parts alike",
+            "or tokens that speak for the weights that fit all clients together",
         ),
     ] = PRIOR
+
+    def before_scores(self, received: Mapping[ClientId, Tensors]) -> Adaptation:
+        """Add the centre of the weights' prior: the mean of the posterior of weights that all
+        clients share, under even mixtures, given a few examples of each client's validation data.
+        """
+        mixtures = grid(len(self.methods), MOST_SCORES)
+        total = torch.zeros(len(mixtures), dtype=torch.float64)
+        ask = Ask(self.evidence, received, lambda sent: {"evidence": total})
+        for reply in (yield ask).values():
+            total = total + reply["evidence"]
+        centre = total.softmax(dim=0) @ mixtures
+        return {i: {**tensors, CENTRE: centre} for i, tensors in received.items()}
+
+    @task(Sends.SCORES)
+    def evidence(self, client: ClientOfParts, tensors: Tensors) -> Tensors:
+        """Return the log-likelihood of a few validation examples under each mixture of a grid."""
+        by_part = [one.predictions(one.valid, ROWS) for one in self._each(client, tensors)]
+        mixtures = grid(len(by_part), MOST_SCORES)
+        return {"evidence": evidence(likelihoods(*joined(by_part)), mixtures)}
 
     def score_spec(self, scores: Tensors) -> Tensors:
         sums = torch.stack([scores["valid"], scores["test"]]).expand(len(self.methods), -1, -1)
@@ -67,8 +96,11 @@ class Interpolation(OfParts):
                 remember(one, its, one.round)
             scores.append(torch.stack(list(its.values())))
         valid, test = map(joined, zip(*by_part, strict=True))
-        likelihoods = valid[0].gather(2, valid[1].expand(len(by_part), -1)[..., None])[..., 0]
-        weights = settled(likelihoods, fit_weights(likelihoods, self.prior))
+        if CENTRE in tensors:
+            client.state[CENTRE] = tensors[CENTRE]
+        right = likelihoods(*valid)
+        fitted = fit_weights(right, self.prior, centre=client.state.get(CENTRE))
+        weights = settled(right, fitted)
         client.state[WEIGHTS] = weights
         return {
             "valid": score_of([(interpolate(valid[0], weights), valid[1])]),

@@ -30,23 +30,35 @@ def interpolate(log_probs: Tensor, weights: Tensor) -> Tensor:
     return (log_probs + log_weights).logsumexp(dim=0)
 
 
+def evidence(log_likelihoods: Tensor, mixtures: Tensor) -> Tensor:
+    """Return the log-likelihood of T tokens, or labels, under each of K mixtures, (K,) float64,
+    given their log-probabilities in P parts, (P, T), and the mixtures' weights, (K, P).
+    """
+    scores = _possible(log_likelihoods).T[:, None] + mixtures.log()
+    return scores.logsumexp(dim=2).clamp(min=-_SURPRISE).sum(dim=0)
+
+
 def fit_weights(
-    log_likelihoods: Tensor, prior: float = PRIOR, tolerance: float = 1e-3, steps: int = 5000
+    log_likelihoods: Tensor,
+    prior: float = PRIOR,
+    tolerance: float = 1e-3,
+    steps: int = 5000,
+    centre: Tensor | None = None,
 ) -> Tensor:
     """Return the weights, (P,) float64, of the largest posterior density, given the P parts'
     log-probabilities of T tokens (or labels), (P, T).
 
-    The prior is Dirichlet's with 1 + prior / P for each part. EM, over-relaxed as long as this
-    is no step down (Salakhutdinov and Roweis, 2003), goes on until the logarithm of the density
-    is proven to be within `tolerance` nats of the largest, for `steps` iterations at most. Tokens
-    that no part thinks possible say nothing.
+    The prior is Dirichlet's with 1 + prior * centre, (P,), a centre of 1 / P each by default. EM,
+    over-relaxed as long as this is no step down (Salakhutdinov and Roweis, 2003), goes on until the
+    logarithm of the density is proven to be within `tolerance` nats of the largest, for `steps`
+    iterations at most. Tokens that no part thinks possible say nothing.
     """
     log_likelihoods = _possible(log_likelihoods)
     likelihoods = (log_likelihoods - log_likelihoods.amax(dim=0)).exp()
-    parts, each = len(likelihoods), prior / len(likelihoods)
     total = likelihoods.shape[1] + prior
-    logits = torch.full((parts,), -math.log(parts), dtype=torch.float64)
+    logits = torch.full((len(likelihoods),), -math.log(len(likelihoods)), dtype=torch.float64)
     weights = logits.exp()
+    each = prior * (weights if centre is None else centre.cpu())
 
     def density(weights: Tensor) -> Tensor:
         return (weights @ likelihoods).log().sum() + torch.xlogy(each, weights).sum()
@@ -99,12 +111,13 @@ def _possible(log_likelihoods: Tensor) -> Tensor:
     return precise[:, (precise > -math.inf).any(dim=0)]
 
 
-def grid(parts: int) -> Tensor:
-    """Return mixtures, (K, P), on an even grid over the simplex with the parts alone among them:
-    steps of 1/20 for two parts (K = 21), of 1/10 for three (K = 66), coarser ones for more.
+def grid(parts: int, most: int = _MOST_MIXTURES) -> Tensor:
+    """Return mixtures, (K, P), on an even grid over the simplex with the parts alone among them,
+    `most` if these are no more: steps of 1/20 for two parts (K = 21), of 1/10 for three (K = 66),
+    coarser ones for more.
     """
     steps = 1
-    while steps < 20 and math.comb(steps + parts, parts - 1) <= _MOST_MIXTURES:
+    while steps < 20 and math.comb(steps + parts, parts - 1) <= most:
         steps += 1
     end = steps + parts - 1
     bars = [(-1, *bars, end) for bars in combinations(range(end), parts - 1)]

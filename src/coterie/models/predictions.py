@@ -38,3 +38,8 @@ def joined(by_part: Sequence[Sequence[Prediction]]) -> Prediction:
     """
     log_probs = [torch.cat([p for p, _ in batches]).cpu().double() for batches in by_part]
     return torch.stack(log_probs), torch.cat([right for _, right in by_part[0]]).cpu()
+
+
+def likelihoods(log_probs: Tensor, right: Tensor) -> Tensor:
+    """Return the log-probabilities of what is right, (P, n), from `joined`."""
+    return log_probs.gather(2, right.expand(len(log_probs), -1)[..., None])[..., 0]
