@@ -26,7 +26,7 @@ FEW = 64  # numbers: too few to contain a model
 
 
 def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchanges:
-    """Return all tasks and replies of a run, and of an adaptation after it."""
+    """Return all tasks and replies of a run, and of an adaptation and before scores after it."""
     run, recorded = Run(method, world), Exchanges()
 
     def answer(ask: Ask, phase: int) -> Replies:
@@ -36,6 +36,7 @@ def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchan
 
     run.rounds(method.rounds if rounds is None else rounds, answer)
     drive(method.adapt(run.server, run.clients), answer)
+    drive(method.before_scores(run.models()), answer)
     return recorded
 
 
