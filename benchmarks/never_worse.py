@@ -28,7 +28,7 @@ import torch
 from common import RESULTS
 from federations import PEOPLE, write_folders
 from never_worse_page import Table, costs, mean_perplexity
-from rivals import PARTS, knn_mixture, mixed_parameters, text_losses
+from rivals import PARTS, distilled, knn_mixture, mixed_parameters, text_losses
 
 from coterie.client.client import Client
 from coterie.models.interpolation import Follower, fit_weights, interpolate, settled
@@ -80,6 +80,8 @@ TRAINED: Mapping[str, Mapping[str, Any]] = {  # the method, and what of the reci
 }
 PAIR = ("local", "fedavg")
 KNN, ONE_PASS, ALONE = "knn-per", "parameters mixed", "local with memory"
+DISTILLED = "distilled"
+FORMER = ("comigs-elastic",)  # results of a method that is no longer here
 MIXTURES: Mapping[str, Sequence[str]] = {
     "mixture of two": PAIR,
     "mixture of three": (*PAIR, "comigs-1g1s"),
@@ -91,15 +93,23 @@ MIXTURES: Mapping[str, Sequence[str]] = {
 FOLLOWING, STARTED = "weights follow the text", "weights follow, from validation's"
 SINGLE = ("local", "fedavg", "finetuned-fedavg", "comigs-1g1s", "comigs-2g")
 REFERENCES = (*SINGLE, "mapper")
-OURS = ("mixture of two", "mixture of three", FOLLOWING, STARTED, ONE_PASS, "with memory")
-ROWS = tuple(dict.fromkeys((*REFERENCES, KNN, ALONE, *OURS, *TRAINED, *MIXTURES)))
+OURS = (
+    "mixture of two",
+    "mixture of three",
+    FOLLOWING,
+    STARTED,
+    ONE_PASS,
+    DISTILLED,
+    "with memory",
+)
+ROWS = tuple(dict.fromkeys((*REFERENCES, *FORMER, KNN, ALONE, *OURS, *TRAINED, *MIXTURES)))
 
-
-# Computed from trained models of a client; an adapter that is distilled of both may be one more.
+# Computed from trained models of a client.
 COMBINED: Mapping[str, tuple[Sequence[str], Callable[..., dict[str, Array]]]] = {
     KNN: (("fedavg",), knn_mixture),
     ALONE: (("local",), knn_mixture),
     ONE_PASS: (PAIR, mixed_parameters),
+    DISTILLED: (PAIR, distilled),
 }
 HEAD = """Test perplexity, lower is better, mean over clients and seeds; the embedded base, the
 recipes' settings, one thread. Regret: how much more perplexity a client has than with the best
@@ -342,7 +352,7 @@ def page(bench: Bench) -> str:
                 text += [f"### {setting}, {f}\n\n{of.clients(f)}" for f in of.losses]
     parts = {row: MIXTURES.get(row, PAIR) for row in ROWS if row not in TRAINED}
     parts |= (
-        {row: (row,) for row in TRAINED}
+        {row: (row,) for row in (*TRAINED, *FORMER)}
         | {row: of for row, (of, _) in COMBINED.items()}
         | {"with memory": PAIR}
     )
@@ -354,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("do", choices=("run", "table"))
     parser.add_argument("--federations", nargs="+", default=[*FEDERATIONS])
-    parser.add_argument("--rows", nargs="+", default=[*ROWS])
+    parser.add_argument("--rows", nargs="+", default=[row for row in ROWS if row not in FORMER])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", default=["fixed"])
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "nw-cache")

@@ -15,10 +15,16 @@ from coterie.client.client import Client
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Tensors
+from coterie.export.format import ClientModel
+from coterie.export.layers import single
 from coterie.methods.templates import Averaged, OneAdapter
+from coterie.models.artifact import About, AboutMixture
+from coterie.models.interpolation import fit_weights, settled
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.windows import TextBatch, Windows, nll_of
+from coterie.personal import PersonalModel
+from coterie.personal.mixture import PersonalMixture
 
 Array = npt.NDArray[np.float64]
 Of = Mapping[str, Tensor]  # the flat values of a client's model by their keys in its state
@@ -228,6 +234,41 @@ def mixed_parameters(client: Client, local: Of, fedavg: Of) -> dict[str, Array]:
     valid = {float(share): read(float(share), client.valid) for share in SHARES}
     best = max(valid, key=lambda share: float(valid[share].mean()))
     return {"valid": valid[best], "test": read(best, client.test)}
+
+
+def distilled(client: Client, local: Of, fedavg: Of) -> dict[str, Array]:
+    """Return the log-likelihoods by split of one adapter distilled from both models' mixture on the
+    client's training text, as an export does; of the one part where that has all the weight.
+    """
+    language = cast(LanguageModel, client.model)
+    pair = {"local": local, "fedavg": fedavg}
+    valid = torch.from_numpy(
+        np.stack([likelihoods(client, client.valid, of) for of in pair.values()])
+    )
+    weights = dict(zip(pair, settled(valid, fit_weights(valid)).tolist(), strict=True))
+    splits = {"valid": client.valid, "test": client.test}
+    if max(weights.values()) == 1:
+        of = pair[max(weights, key=lambda name: weights[name])]
+        return {name: likelihoods(client, split, of) for name, split in splits.items()}
+    origin = {"method": "interpolation", "recipe": "", "round": client.round, "seed": 0}
+    parts = {}
+    for name, of in pair.items():
+        model = LanguageModel(language.backbone, language.layout)
+        with lent(client, of):
+            values = client.read(GENERALIST)
+        model.adapter.load_state_dict({k: v.detach().clone() for k, v in values.items()})
+        about = About(client.id, "", language.layout, client.train.context, **origin)
+        parts[name] = PersonalModel(model, about)
+    mixture = PersonalMixture(parts, AboutMixture(client.id, weights, **origin))
+    whole = ClientModel(mixture, client.valid, train=client.train)
+    student = single(whole, print).model.language
+    with torch.no_grad():
+        return {
+            name: torch.cat([-losses(student, batch) for batch in split.scoring(ROWS)])
+            .double()
+            .numpy()
+            for name, split in splits.items()
+        }
 
 
 def stacked(model: LanguageModel, one: Tensors, other: Tensors, share: float) -> LanguageModel:
