@@ -173,7 +173,7 @@ def main() -> None:
         names = [part if isinstance(part, str) else str(part["name"]) for part in parts]
         for seed in arguments.seeds:
             out = arguments.runs / f"{recipe}-{len(parts)}-{seed}"
-            method = {"name": "interpolation", "parts": [*parts], **fields}
+            method = {"name": "interpolation", "parts": [*parts], **fields, "shared_prior": True}
             if not (out / RESULT).is_file():
                 coterie.run(recipe, out=out, seed=seed, method=method, compare_with=[], **settings)
             found = row(out)

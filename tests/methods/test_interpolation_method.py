@@ -12,7 +12,7 @@ from torch import Tensor
 import coterie
 from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.core.errors import ModelError, RecipeError, TensorError
-from coterie.core.protocol import PARTS, Sends, declared, drive, find_task
+from coterie.core.protocol import PARTS, Replies, Sends, declared, drive, find_task
 from coterie.core.tensors import Tensors, under
 from coterie.methods import Method
 from coterie.methods.section import build_method
@@ -247,11 +247,22 @@ def test_weights_are_even_until_they_are_fitted() -> None:
     assert torch.equal(test["test"], reply["test"])
 
 
+def test_nothing_leaves_a_device_for_an_even_prior() -> None:
+    run = Run(interpolation("fedavg", "local"), language()).rounds(1)
+    received = dict.fromkeys(run.clients, Tensors())
+
+    def asked(ask: object, phase: int) -> Replies:
+        raise AssertionError(ask)
+
+    assert drive(run.method.before_scores(received), asked) is received
+
+
 def test_few_examples_leave_a_client_the_weights_that_fit_all() -> None:
     """The centre of the prior against sums over all clients' examples of naive mixtures, and the
     weights of a client without validation examples of its own to speak of.
     """
-    run = Run(interpolation("fedavg", "local", prior=1e9), pictures().one_by_one).rounds(3)
+    settings = interpolation("fedavg", "local", prior=1e9, shared_prior=True)
+    run = Run(settings, pictures().one_by_one).rounds(3)
     method, received = run.method, dict.fromkeys(run.clients, Tensors())
     sent = drive(
         method.before_scores(received), lambda ask, phase: run.engine.answer(ask, run.round, -1)

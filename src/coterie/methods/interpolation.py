@@ -42,14 +42,24 @@ class Interpolation(OfParts):
         Field(
             ge=0,
             description="strength of the Dirichlet prior of the weights, in validation examples "
-            "or tokens that speak for the weights that fit all clients together",
+            "or tokens",
         ),
     ] = PRIOR
+    shared_prior: Annotated[
+        bool,
+        Field(
+            description="whether its centre is what fits a few validation examples of all clients "
+            "together, for which each also sends their scores, rather than even weights; for "
+            "clients with a handful of validation examples"
+        ),
+    ] = False
 
     def before_scores(self, received: Mapping[ClientId, Tensors]) -> Adaptation:
-        """Add the centre of the weights' prior: the mean of the posterior of weights that all
-        clients share, under even mixtures, given a few examples of each client's validation data.
+        """Add the centre of a `shared_prior`: the mean of the posterior of weights that all clients
+        share, under even mixtures, given a few examples of each client's validation data.
         """
+        if not self.shared_prior:
+            return received
         mixtures = grid(len(self.methods), MOST_SCORES)
         total = torch.zeros(len(mixtures), dtype=torch.float64)
         ask = Ask(self.evidence, received, lambda sent: {"evidence": total})
