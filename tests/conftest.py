@@ -85,7 +85,6 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "WANDB_ERROR_REPORTING": "false",
         "MLFLOW_TRACKING_URI": f"sqlite:///{kept}/mlflow.db",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        "TRACKIO_DIR": str(kept / "trackio"),
         "HF_HUB_OFFLINE": "1",
     }
     for name, value in settings.items():

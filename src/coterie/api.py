@@ -135,7 +135,7 @@ def run(
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
             metrics were lost.
         callbacks: Called at the events of the run, see `Callback`.
-        track: Programs that get the figures besides: `wandb`, `mlflow`, `trackio`.
+        track: Programs that get the figures besides: `wandb`, `mlflow`.
         progress: Whether to show progress in the terminal.
         profile: Recorder for a profile of a few steps of the second round; default: none.
         changes: Other values for fields of the recipe, see `Recipe.load`.

@@ -20,7 +20,7 @@ from coterie.deploy.link import free_port
 from coterie.engines.flower.localgrid import LocalGrid, LocalNode
 from coterie.reports.trackers import TRACKED, TRACKERS
 
-KEPT = {"wandb": "wandb", "mlflow": "mlflow.db", "trackio": "trackio"}
+KEPT = {"wandb": "wandb", "mlflow": "mlflow.db"}
 CLIENTS = ("ann", "bob")
 
 
@@ -90,7 +90,7 @@ def test_a_tracker_that_the_server_lacks_is_refused_before_a_device_is_asked(
 def test_a_run_that_is_submitted_is_tracked_on_the_servers_machine(
     offline: Path, tmp_path: Path
 ) -> None:
-    pytest.importorskip("trackio")
+    pytest.importorskip("mlflow.tracking")
     port, runs_port = free_port(), free_port()
     to = ("--insecure", "--home", "home")
     with terminals(tmp_path) as terminal:
@@ -101,11 +101,11 @@ def test_a_run_that_is_submitted_is_tracked_on_the_servers_machine(
             own = ("--client", client, "--data", "data", "--server", f"127.0.0.1:{port}")
             terminal(client, "client", *own, *to)
         words = ("submit", str(written(tmp_path)), "--server", f"127.0.0.1:{runs_port}", *to)
-        run = terminal("server", *words, "--out", "run", "--track", "trackio")
+        run = terminal("server", *words, "--out", "run", "--track", "mlflow")
         assert run.ends() == 0, run.text
-    with sqlite3.connect(next((offline / "trackio").glob("*.db"))) as base:
-        rows = base.execute("select step, metrics from metrics").fetchall()
-    told = {(step, key): value for step, own in rows for key, value in json.loads(own).items()}
+    with sqlite3.connect(offline / "mlflow.db") as base:
+        rows = base.execute("select step, key, value from metrics").fetchall()
+    told = {(step, key): value for step, key, value in rows}
     result = json.loads((tmp_path / "server/run/result.json").read_text())
     assert told[2, "result/mean"] == pytest.approx(result["mean"])
     assert_no_secrets(every_byte(offline))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import write_mixture
+from random_models import write_mixture, write_models
 from torch import Tensor
 from torch.nn import functional
 from typer.testing import CliRunner
@@ -21,6 +21,7 @@ from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.tensors import copy
 from coterie.export import Source, export
+from coterie.export.frame import FORMATS
 from coterie.export.layers import folded, mean_weights, single
 from coterie.models.backbone import Backbone
 from coterie.models.layout import Layout
@@ -163,7 +164,7 @@ def test_a_part_with_a_router_is_folded_by_its_means_on_validation_text(
     torch.testing.assert_close(start(ids).logits, fold(ids))
 
 
-FORMATS = {  # `onnx` is what `web` is made of
+PACKAGES = {  # `onnx` is what `web` is made of
     "peft": (),
     "mixtral": (),
     "gguf": ("gguf", "xllamacpp"),
@@ -172,11 +173,11 @@ FORMATS = {  # `onnx` is what `web` is made of
 }
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", PACKAGES)
 def test_every_format_has_one_adapter_and_says_what_it_loses(
     format, run, own_text, tmp_path, monkeypatch
 ):
-    for package in FORMATS[format]:
+    for package in PACKAGES[format]:
         pytest.importorskip(package)
     monkeypatch.setattr(distillation, "STEPS", 10)
     out, words = tmp_path / "out", ["--format", format, "--data", own_text, "--precision", "f32"]
@@ -204,3 +205,21 @@ def test_without_the_clients_text_parameters_are_mixed(run, tmp_path):
     assert any("what that costs is unknown: " in note for note in found.notes)
     assert found.check.perplexity is None
     assert "one adapter in place of a mixture" in (tmp_path / "out/README.md").read_text()
+
+
+def test_clients_of_one_part_and_of_two_share_a_graph_but_no_program_of_executorch(
+    run, base_of, tmp_path, monkeypatch
+):
+    """A weight of exactly 1 leaves a client with one part, whose ranks are not those of a fold."""
+    write_models(run, base_of("llama"), {"ben": PARTS["fedavg"][1]})
+    source = Source(run, everyone=True)
+    monkeypatch.setattr(type(FORMATS["executorch"]), "packages", ())
+    with pytest.raises(Refused, match=r"ben has other numbers.*than ann.*\n.*--format onnx"):
+        export(source, "executorch", tmp_path / "executorch")
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    found = {each.client: each for each in export(source, "onnx", tmp_path / "onnx")}
+    assert found.keys() == {"ann", "ben"}
+    assert any("one adapter in place of a mixture" in note for note in found["ann"].notes)
+    assert found["ben"].notes == ()
+    assert all(each.check.difference < 1e-3 for each in found.values())

@@ -162,8 +162,7 @@ Track = Annotated[
     typer.Option(
         "--track",
         metavar="PROGRAM",
-        help="Also send the figures to wandb, mlflow or trackio (extras of these names). "
-        "Repeatable.",
+        help="Also send the figures to wandb or mlflow (extras of these names). Repeatable.",
     ),
 ]
 

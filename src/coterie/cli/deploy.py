@@ -237,8 +237,8 @@ def submit(
         list[str] | None,
         typer.Option(
             metavar="PROGRAM",
-            help="Also send the figures to wandb, mlflow or trackio, as they are set up on the "
-            "server's machine. Repeatable.",
+            help="Also send the figures to wandb or mlflow, as they are set up on the server's "
+            "machine. Repeatable.",
         ),
     ] = None,
     ca: Authority = None,

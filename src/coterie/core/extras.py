@@ -27,7 +27,6 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "simulation": ("the engine flower on one machine", ("flwr", "ray")),
     "wandb": ("`coterie run --track wandb`", ("wandb",)),
     "mlflow": ("`coterie run --track mlflow`", ("mlflow", "sqlalchemy", "alembic")),
-    "trackio": ("`coterie run --track trackio`", ("trackio",)),
 }
 
 

@@ -1,4 +1,4 @@
-"""Experiment trackers beside TensorBoard: Weights & Biases, MLflow and trackio.
+"""Experiment trackers beside TensorBoard: Weights & Biases and MLflow.
 
 They get numbers, the recipe and the names of clients, and never a client's text: what the programs
 collect on their own (the terminal's output, the command line, the repository) is switched off.
@@ -148,41 +148,8 @@ class MLflow(Tracker):
         self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
 
 
-class Trackio(Tracker):
-    """trackio, which keeps figures on this machine unless `TRACKIO_SPACE_ID` names a Space."""
-
-    name = "trackio"
-    remedy = "Check TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL."
-
-    def __init__(self) -> None:
-        import trackio
-
-        self._trackio = trackio
-
-    def open(self, run: TrackedRun) -> str:
-        id = run.known or f"{run.group}/{run.name}/{uuid4().hex[:6]}"  # a run is known by its name
-        self._run = self._trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
-            name=id,
-            group=run.group,
-            config=dict(run.config),
-            resume="allow",
-            private=True,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-        )
-        return id
-
-    def log(self, round: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=round)
-
-    def close(self, complete: bool) -> None:
-        self._run.finish()
-
-
 TRACKERS: Mapping[str, type[Tracker]] = {
-    tracker.name: tracker for tracker in (WeightsAndBiases, MLflow, Trackio)
+    tracker.name: tracker for tracker in (WeightsAndBiases, MLflow)
 }
 
 
