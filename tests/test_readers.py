@@ -25,7 +25,6 @@ ALLOWED = {
     "core/devices.py": OWN,
     "core/errors.py": OWN,
     "core/files.py": STRICT,
-    "core/profiling.py": OWN,
     "core/threads.py": OWN,
     "data/archives/mail.py": STRICT,
     "data/chats/encoding.py": OWN,

@@ -10,7 +10,6 @@ from typing import Any, Unpack
 from coterie import personal
 from coterie.core.callback import Callback, Callbacks
 from coterie.core.errors import Refused
-from coterie.core.profiling import Profile
 from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
@@ -115,7 +114,6 @@ def run(
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
     progress: bool = False,
-    profile: Profile | None = None,
     **changes: Any,
 ) -> Run:
     """Run a recipe and the methods of its `compare_with`: train and evaluate a personal model for
@@ -137,7 +135,6 @@ def run(
         callbacks: Called at the events of the run, see `Callback`.
         track: Programs that get the figures besides: `wandb`, `mlflow`.
         progress: Whether to show progress in the terminal.
-        profile: Recorder for a profile of a few steps of the second round; default: none.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
@@ -147,9 +144,7 @@ def run(
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
     with _events(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
-        results = runs.run(
-            chosen, folder, resume=resume, changed=resume_changed, reporter=events, profile=profile
-        )
+        results = runs.run(chosen, folder, resume=resume, changed=resume_changed, reporter=events)
         write_report(folder, results, chosen.description)
     return Run(folder)
 

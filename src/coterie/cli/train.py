@@ -63,12 +63,6 @@ def run(
     resume: Resume = False,
     resume_changed: Changed = False,
     track: Track = None,
-    profile: Annotated[
-        bool,
-        typer.Option(
-            "--profile", help="Record a PyTorch profiler trace of a few steps of the second round."
-        ),
-    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -87,15 +81,13 @@ def run(
             return
         from rich.console import Console
 
-        from coterie.core.profiling import Profile
-        from coterie.reports.tables import mixture_tables, profiled
+        from coterie.reports.tables import mixture_tables
 
         with uncollected():
             from coterie import api
 
         folder = out or _folder(loaded.name, resume or resume_changed)
         console = Console()
-        trace = Profile(folder / "profile" / "trace.json.gz" if profile else None)
         done = api.run(
             loaded,
             out=folder,
@@ -103,13 +95,10 @@ def run(
             resume_changed=resume_changed,
             track=track or (),
             progress=True,
-            profile=trace,
         )
         for table in mixture_tables([*done.baselines.values(), done.result]):
             console.print(table)
         _show(console, done.rows, loaded.name, loaded.method["name"])
-        if profile:
-            profiled(console, trace, elsewhere=loaded.engine == "flower")
         print(
             f"Everything is in {folder}: open {folder}/report.html"
             + (f", or `tensorboard --logdir {folder}`." if available("tensorboard") else ".")

@@ -17,7 +17,6 @@ from coterie.client.settings import UPPER
 from coterie.client.state import OWNED, BoundClient, advance, draw, position
 from coterie.core import devices
 from coterie.core.errors import Divergence
-from coterie.core.profiling import STEP, span
 from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors
 from coterie.core.threads import check_stopped
@@ -103,11 +102,10 @@ class Client(BoundClient):
         shared = [role for role in present if role in self.sanitizer.roles]
         local = [role for role in present if role not in self.sanitizer.roles]
         at = self.position if UPPER.issuperset(roles) else self.advance()
-        with span(f"{STEP} {'+'.join(roles)}"):
-            gradients = self._sanitized(self.sanitizer, on, shared) if shared else {}
-            if local:  # at the same point, as in a step without privacy
-                gradients |= self._gradients(self.draw(on), local)
-            self._descend(gradients, extra, at)
+        gradients = self._sanitized(self.sanitizer, on, shared) if shared else {}
+        if local:  # at the same point, as in a step without privacy
+            gradients |= self._gradients(self.draw(on), local)
+        self._descend(gradients, extra, at)
         return None
 
     def draw(self, on: Split) -> Batch:
@@ -121,8 +119,7 @@ class Client(BoundClient):
         at = self.position if UPPER.issuperset(roles) else self.advance()
         if not present:  # a single expert has no router to train
             return
-        with span(f"{STEP} {'+'.join(roles)}"):
-            self._descend(self._gradients(batch, present, "+".join(roles)), extra, at)
+        self._descend(self._gradients(batch, present, "+".join(roles)), extra, at)
 
     def _gradients(
         self, batch: Batch, roles: Sequence[Role], what: str = ""

@@ -12,7 +12,6 @@ from typing import Any
 
 from coterie.client.batch import ClientBatch
 from coterie.client.site import Site
-from coterie.core import profiling
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import nbytes
 from coterie.engines.at_once import AtOnce, Reply
@@ -85,11 +84,10 @@ class InProcess(Engine):
                 yield i, self._one(ask, i, round, phase) if answered is None else answered
 
     def _apart(self, ask: Ask) -> bool:
-        """Return whether clients do the task in threads: on a CPU, unless it is profiled."""
+        """Return whether clients do the task in threads: on a CPU."""
         return (
             min(self.at_once, len(ask.to)) > 1
             and ask.name not in self._drawing
-            and not profiling.records()
             and self.site.model(next(iter(ask.to))).device.type == "cpu"
         )
 

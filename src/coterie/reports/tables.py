@@ -14,7 +14,6 @@ from rich.text import Text
 
 from coterie.core.metrics import best, prediction, worst
 from coterie.core.printing import printable
-from coterie.core.profiling import Profile
 from coterie.core.result import MetricInfo, Result, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
@@ -30,34 +29,6 @@ def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def profiled(console: Console, profile: Profile, elsewhere: bool, most: int = 10) -> None:
-    """Print the most expensive operators of a trace, and how to open it. If clients ran
-    `elsewhere`, in other processes, the trace does not cover them.
-    """
-    if not profile.written or profile.path is None:
-        console.print("There is no trace: no round was left to run.")
-        return
-    title = (
-        f"most expensive operators recorded; {profile.device} milliseconds, without those of "
-        f"the operators they call"
-    )
-    shown = _plain(title, ("operator", "calls", "ms"))
-    for name, cost in list(profile.costs.items())[:most]:
-        shown.add_row(_plain_text(name), f"{cost.calls:,}", f"{cost.ms:,.1f}")
-    console.print(shown)
-    if elsewhere:
-        console.print(
-            "Clients ran in separate processes, so this profile shows the server only. With --set "
-            "engine=inprocess it shows both."
-        )
-    console.print(
-        f"The trace is {profile.path}: open it at https://ui.perfetto.dev, or in chrome://tracing.",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) -> None:

@@ -11,7 +11,6 @@ import torch
 from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_atomically, write_json
-from coterie.core.profiling import Profile
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
 from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import under
@@ -45,7 +44,6 @@ class Execution:
         reporter: Called at the events of the run; default: none.
         title: The name of the run for the reporter.
         backend: Where the clients are; default: on this machine.
-        profile: Records one round, see `execute`; default: none.
         parts: Recipes and folders of rows that are one part of this method each, see `leave`.
     """
 
@@ -56,11 +54,10 @@ class Execution:
         reporter: Callback | None = None,
         title: str = "",
         backend: Backend | None = None,
-        profile: Profile | None = None,
         parts: Sequence[tuple[Recipe, Path]] = (),
     ) -> None:
         self.folder, self.title, self.parts = folder, title, parts
-        self.reporter, self.profile = reporter or Callback(), profile or Profile()
+        self.reporter = reporter or Callback()
         backend = backend or LocalBackend()
         recipe = prepared.recipe
         self.state = RunState(prepared)
@@ -94,9 +91,6 @@ class Execution:
     def execute(self) -> Result:
         """Run the remaining rounds; return their result. After a ClientError or SaveError, the last
         checkpoint can be resumed.
-
-        The second of them is profiled, as the first one warms up; otherwise the only one, or the
-        scoring of a method without rounds.
         """
         state, rounds = self.state, self.state.method.rounds
         with self.running():
@@ -104,19 +98,15 @@ class Execution:
             # What the clients start from: the first point of the curves, and the score that the
             # best round is compared with.
             if state.round == 0:
-                self._add_point()
+                self.scorer.add_point()
             if self.scorer.keeps_best and not state.evaluations and rounds:
-                self._evaluate()
-            profiled = min(state.round + 1, rounds - 1)
+                self.scorer.evaluate()
             while state.round < rounds and not self.scorer.turned():
-                self.profile.begin(state.round == profiled)
                 self.one_round()
             if state.round < rounds and "part_of" not in state.progress:  # it has ended, as a part
                 self._end_early()
             if not state.evaluations or state.evaluations[-1].round != state.round:
-                self.profile.begin(True)
-                self._evaluate()
-                self.profile.end()
+                self.scorer.evaluate()
             for row, folder in self.parts:
                 self.leave(row, folder)
             result = self.results.result(time.monotonic() - self.started)
@@ -148,12 +138,11 @@ class Execution:
             self._finish()
         state.round += 1
         if self._due(self.recipe.curve_every):
-            self._add_point()
+            self.scorer.add_point()
         if self._due(self.recipe.evaluate_every) or state.round == method.rounds:
-            self._evaluate()
+            self.scorer.evaluate()
         if self._due(self.recipe.checkpoint_every):
             self._save()
-        self.profile.end()
         self.reporter.round(state.round)
 
     def _end_early(self) -> None:
@@ -167,7 +156,7 @@ class Execution:
         methods = state.method.methods.values() or (state.method,)
         if any(type(method).finish is not Method.finish for method in methods):
             self._finish()
-            self._evaluate()
+            self.scorer.evaluate()
 
     def _finish(self) -> None:
         """Do what follows the last round."""
@@ -178,9 +167,7 @@ class Execution:
     def _exchange(self, ask: Ask, phase: int) -> Replies:
         """Carry out one exchange of a round and count its bytes."""
         state = self.state
-        self.profile.enter(ask.name)
         answers = self.requests.answer(ask, phase)
-        self.profile.enter("aggregation")
         if self.observations is not None and trains(ask.task):
             self.observations.keep(state.round, phase, ask.to, answers)
         replies = answers
@@ -223,15 +210,6 @@ class Execution:
             return False
         return self.state.round % every == 0 or self.state.round == self.state.method.rounds
 
-    def _evaluate(self) -> None:
-        self.profile.enter("evaluation")
-        self.scorer.evaluate()
-
-    def _add_point(self) -> None:
-        if self.recipe.curve_every is not None:
-            self.profile.enter("evaluation")
-        self.scorer.add_point()
-
     # Beginning, joining, saving, resuming
 
     @contextmanager
@@ -246,7 +224,6 @@ class Execution:
             try:
                 yield
             finally:
-                self.profile.leave()
                 metrics.close()
                 self.engine.close()
 
@@ -277,7 +254,6 @@ class Execution:
 
     def _save(self) -> None:
         """Write a checkpoint. Raises SaveError."""
-        self.profile.enter("checkpoint")
         state, metrics = self.state, self.requests.metrics
         position, digest = metrics.flush() if metrics is not None else (0, None)
         seconds = time.monotonic() - self.started

@@ -9,7 +9,6 @@ from pathlib import Path
 from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, Divergence, RecipeError, Refused
 from coterie.core.files import write_atomically, write_json
-from coterie.core.profiling import Profile
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
 from coterie.core.result import rows as comparing
@@ -67,7 +66,6 @@ def run(
     changed: bool = False,
     reporter: Callback | None = None,
     backend: Backend | None = None,
-    profile: Profile | None = None,
 ) -> list[Result]:
     """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
     `baselines/<name>/` there. Return the results, the recipe's own method last.
@@ -82,9 +80,7 @@ def run(
     rows.append((recipe, folder))
     if resume or changed:
         _check_begun(folder, rows)
-    return execute_all(
-        rows, reporter, backend=backend, profile=profile, changed=changed, within=folder
-    )
+    return execute_all(rows, reporter, backend=backend, changed=changed, within=folder)
 
 
 def without_auto(
@@ -102,7 +98,6 @@ def execute_all(
     reporter: Callback,
     titles: Sequence[str] = (),
     backend: Backend | None = None,
-    profile: Profile | None = None,
     changed: bool = False,
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
@@ -119,7 +114,6 @@ def execute_all(
         reporter: Called at the events of the runs.
         titles: What the reporter calls each row; default: its method.
         backend: Where the clients are; default: on this machine.
-        profile: Records a round of the last row; default: nothing.
         changed: Whether unfinished rows continue with changed base, data, clients or metrics.
         within: The folder of all of them, which is locked; None: each row's own folder alone.
         unfit: Called with folder and error of a row without a result, as its method refuses it or
@@ -173,13 +167,10 @@ def execute_all(
             if folder in refused:
                 continue
             title = called.get(folder) or METHODS[recipe.method["name"]].title
-            recorder = profile if profile is not None and folder == given[-1][1] else Profile()
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
-                execution = Execution(
-                    prepared, folder, reporter, title, backend, recorder, parts[folder]
-                )
+                execution = Execution(prepared, folder, reporter, title, backend, parts[folder])
                 try:
                     results[folder] = _executed(execution, changed)
                 except Divergence as error:
