@@ -101,17 +101,6 @@ def test_tables_in_a_terminal_name_the_clients_that_are_asked_for(folder: Path) 
     assert "There are: ann, ben" in done.output
 
 
-def test_a_page_has_everything_and_runs_nothing_of_the_texts(folder: Path, tmp_path: Path) -> None:
-    (folder / "ann" / "odd.txt").write_text("<script>alert(1)</script> " * 40)
-    look(str(folder), "--page", str(tmp_path / "data.html"), "--examples", "99", "--files")
-    page = (tmp_path / "data.html").read_text()
-    assert "<script>alert" not in page
-    assert "&lt;script&gt;" in page.replace('</span><span class="t" style="--c:#0072b2">', "")
-    assert "ann and ben share 30 documents" in page
-    assert "letter.docx" not in page
-    assert str(folder / "ben" / "near.txt") in page
-
-
 def test_of_chats_the_answers_have_loss(tmp_path: Path) -> None:
     base = write_chat_base(tmp_path / "base")
     for id in ("ann", "ben"):

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from textwrap import wrap
 from typing import Annotated
 
@@ -27,9 +26,6 @@ def data(
     files: Annotated[
         bool, typer.Option("--files", help="Name the splits of each file or row.")
     ] = False,
-    page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page (HTML), too.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all figures as JSON.")] = False,
     trust_remote_code: Trust = False,
 ) -> None:
@@ -37,17 +33,12 @@ def data(
     read, what clients share, odd characters, and examples as the model sees them.
     """
     with _stopping("stopped."):
-        from coterie.core.files import write_atomically
         from coterie.runs.problems import data_summary
 
         name, settings = data_summary.recipe_for(source)
         recipe = _load(name, [*settings, *(set_ or ())], None)
         with uncollected():
             summary = data_summary.summary_of(recipe, examples, files, client)
-        if page is not None:
-            from coterie.reports.data import data_page
-
-            write_atomically(page, data_page(f"Data of {source}", summary))
         if as_json:
             print(json.dumps(asdict(summary), ensure_ascii=False, indent=1))
             return
@@ -56,8 +47,6 @@ def data(
         from coterie.reports.data import print_data
 
         print_data(Console(), summary)
-        if page is not None:
-            print(f"The page is {page}.")
 
 
 @app.command("methods")

@@ -160,11 +160,3 @@ def mean(values: Iterable[float]) -> float:
 def deviation(values: list[float]) -> float:
     """Return the sample standard deviation over seeds; 0 for one."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def surely_less(losses: Tensor, others: Tensor) -> bool:
-    """Return whether the mean of losses, (n,), is below that of others by more than two standard
-    errors of their paired differences; False if n is 1.
-    """
-    gain = others - losses
-    return len(gain) > 1 and bool(gain.mean() > 2 * gain.std() / math.sqrt(len(gain)))

@@ -1,4 +1,4 @@
-"""The content of clients' texts, in a terminal and as a page."""
+"""The content of clients' texts, in a terminal."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
@@ -8,7 +8,7 @@ from rich.text import Text
 
 from coterie.core.printing import printable
 from coterie.data.summary import DataSummary, Token
-from coterie.reports.parts import BLUE, FEW, escape, notes, page, section, table, tiles
+from coterie.reports.parts import FEW
 from coterie.reports.tables import _plain
 
 _SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
@@ -23,7 +23,7 @@ EQUAL = (
     "it, whoever's. Nearly equal: most of its runs of five words are in another document; "
     "data.near_duplicates: together keeps these in one split."
 )
-EXAMPLES = "The first training rows as the model sees them; tokens with loss are {}."
+EXAMPLES = "The first training rows as the model sees them; tokens with loss are bold and blue."
 _SHOWN = 50  # rows of a table that a terminal shows
 LINE = "↵"
 
@@ -50,7 +50,7 @@ def print_data(console: Console, summary: DataSummary) -> None:
 def _print_examples(console: Console, summary: DataSummary) -> None:
     rows = [(id, row) for id, client in summary.clients.items() for row in client.examples]
     if rows:
-        console.print(f"\n{EXAMPLES.format('bold and blue')}", style="dim", highlight=False)
+        console.print(f"\n{EXAMPLES}", style="dim", highlight=False)
     for id, row in rows:
         _say(console, f"\n{id}:")
         console.print(Text.assemble(*map(_styled, row)), soft_wrap=True)
@@ -58,11 +58,8 @@ def _print_examples(console: Console, summary: DataSummary) -> None:
 
 def _styled(token: Token) -> tuple[str, str]:
     colour = "bold blue" if token.counted else ""
-    return _visible(token), f"{colour} {'reverse' * token.special}".strip()
-
-
-def _visible(token: Token) -> str:
-    return printable(token.text, lines=True).replace("\n", f"{LINE}\n")
+    visible = printable(token.text, lines=True).replace("\n", f"{LINE}\n")
+    return visible, f"{colour} {'reverse' * token.special}".strip()
 
 
 def _say(console: Console, text: str) -> None:
@@ -110,56 +107,3 @@ def _percent(share: float) -> str:
 def _few(ids: Sequence[str]) -> str:
     more = f" and {len(ids) - 5:,} more" if len(ids) > 5 else ""
     return ", ".join(ids[:5]) + more
-
-
-def data_page(title: str, summary: DataSummary) -> bytes:
-    """Return a self-contained page on the content of clients' texts."""
-    clients = summary.clients.values()
-    splits = [split for client in clients for split in client.splits.values()]
-    figures = [
-        (f"{len(clients):,}", "clients"),
-        (f"{sum(split.documents for split in splits):,}", "documents"),
-        (f"{sum(split.tokens for split in splits):,}", "tokens"),
-        (f"{sum(client.crossing for client in clients):,}", "documents in two splits"),
-    ]
-    tables = "".join(
-        f"{table(header, rows)}<p>{escape(about)}</p>" for header, rows, about in _tables(summary)
-    )
-    remarks = notes((*summary.notes, *_remarks(summary)))
-    sections = (
-        section("notes", "To know before training", remarks),
-        section("clients", "Clients", tables),
-        _examples(summary),
-        _files(summary),
-    )
-    header = f"<p>{escape(summary.description)}</p>"
-    return page(title, header, tiles(figures) + "".join(sections))
-
-
-def _examples(summary: DataSummary) -> str:
-    parts = [
-        f'<h3>{escape(id)}</h3><p class="text">{"".join(map(_marked, row))}</p>'
-        for id, client in summary.clients.items()
-        for row in client.examples
-    ]
-    about = f"<p>{escape(EXAMPLES.format('coloured'))}</p>"
-    return section("examples", "As the model sees them", about, *parts) if parts else ""
-
-
-def _marked(token: Token) -> str:
-    text = escape(_visible(token))
-    text = f"<code>{text}</code>" if token.special else text
-    return f'<span class="t" style="--c:{BLUE}">{text}</span>' if token.counted else text
-
-
-def _files(summary: DataSummary) -> str:
-    rows = [
-        [file, id, ", ".join(splits)]
-        for id, client in summary.clients.items()
-        for file, splits in client.files.items()
-    ]
-    return (
-        section("files", "Splits of files", table(("file or row", "client", "splits"), rows))
-        if rows
-        else ""
-    )
