@@ -308,20 +308,13 @@ def _effort(trials: int | None, seeds: int) -> Effort:
 
 def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
     """Estimate the cost of a recipe and the methods of its `compare_with` on this machine, from a
-    few measured steps, without writing anything.
+    few measured steps, without writing anything. Arguments and refusals are those of `coterie.run`.
 
     Examples:
         >>> import coterie
         >>> estimate = coterie.dry_run("cobo-digits", compare_with=[])["cobo"]
         >>> estimate.seconds > 0, estimate.up > 0
         (True, True)
-
-    Args:
-        recipe: As in `run`.
-        changes: As in `run`.
-
-    Raises:
-        Refused: See `run`.
     """
     costs = estimates(_recipe(recipe, changes))
     return {prepared.recipe.method["name"]: estimate for prepared, estimate in costs}

@@ -23,6 +23,7 @@ from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.files import load
 from coterie.core.result.audit import AuditResult
+from coterie.personal.classifier import ClassifierMixture
 from coterie.personal.mixture import PersonalMixture
 from coterie.reports import audit as told
 from coterie.runs import run as runs
@@ -451,6 +452,29 @@ def test_the_user_of_a_mixture_has_its_mixed_probabilities(
     shift = auditor._membership("cook").members
     assert model.personal is None
     assert np.abs(shift).min() > 1.0
+
+
+def test_classifiers_that_are_mixed_are_audited_by_their_mixed_probabilities(
+    tmp_path: Path,
+) -> None:
+    parts = "method={name: interpolation, parts: [local, fedavg], rounds: 3}"
+    run = tmp_path / "run"
+    reported.run(recipes.load("cobo-digits", [parts, "compare_with=[]"]), run)
+    auditor = _Auditor(run, Settings(windows=8), print)
+    client, mixture = next(
+        (i, model) for i, model in auditor.in_use.items() if isinstance(model, ClassifierMixture)
+    )
+    rows, _ = auditor.rows[client]
+    by_part = [part(rows.x).exp() for part in mixture.parts.values()]
+    p = sum(w * of for w, of in zip(mixture.weights.tolist(), by_part, strict=True))
+    before = auditor._membership(client).members
+    expected = p.gather(1, rows.y[:, None])[:, 0].log().numpy() - before
+    found = auditor._membership(client, auditor.views["user"][client]).members
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    result = audit(run, Settings(windows=8))
+    assert result.words is None
+    assert list(result.observers) == ["others", "user"]
+    assert result.observers["user"].canaries is None
 
 
 def test_a_run_of_which_two_parts_send_is_refused(

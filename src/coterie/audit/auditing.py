@@ -33,6 +33,7 @@ from coterie.core.tensors import Tensors, under, weighted_sum
 from coterie.data.canaries import PlantedCanaries
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
+from coterie.personal.loading import Personal
 from coterie.personal.words import Words
 from coterie.reports.html import write_report
 from coterie.runs.backends import LocalBackend
@@ -167,18 +168,18 @@ class _Auditor:
                 f"exchanges",
                 "Choose other clients with --client.",
             )
-        if self.part and self.in_use:
+        encoded = getattr(self.prepared.problem, "encoder", None)  # rows are features, not texts
+        if self.part and encoded is None and self.in_use:
             views[USER] = {i: View([(self.in_use[i], None)]) for i in self.clients}
         return {name: views[name] for name in PROGRESS if name in views}
 
     @cached_property
-    def in_use(self) -> Mapping[ClientId, PersonalModel]:
-        """The clients' language models as they are used; none before the run has ended."""
-        problem, clients = self.prepared.problem, self.prepared.clients
-        if not isinstance(problem, Language) or not (self.run / "clients").is_dir():
+    def in_use(self) -> Mapping[ClientId, Personal]:
+        """The clients' models as they are used; none before the run has ended."""
+        if not (self.run / "clients").is_dir():
             return {}
-        models = personal.load_all(self.run, clients, backbone=problem.backbone)
-        return {i: model for i, model in models.items() if isinstance(model, PersonalModel)}
+        backbone = getattr(self.prepared.problem, "backbone", None)
+        return personal.load_all(self.run, self.prepared.clients, backbone=backbone)
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
         """Return what the server received of a client in an exchange, and what it had sent; of sums
@@ -346,15 +347,21 @@ class _Auditor:
                 [w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)
             ]
 
-        suggests = {i: suggest(model) for i, model in self.in_use.items()}
+        suggests = {
+            i: suggest(model)
+            for i, model in self.in_use.items()
+            if isinstance(model, PersonalModel)
+        }
         return words.measured(
             cases, control, suggest(base), suggest(shared_part), suggests, self.settings.seed
         )
 
     def _usable(self, model: SharedText) -> PersonalModel:
         """Return a shared part for inference, with its current values."""
-        about = next(iter(self.in_use.values())).about
-        usable = PersonalModel(model.language, replace(about, layout=model.language.layout))
+        like = next(iter(self.in_use.values()))
+        assert isinstance(like, PersonalModel)
+        about = replace(like.about, layout=model.language.layout)
+        usable = PersonalModel(model.language, about)
         usable.fast  # noqa: B018 - a copy of the values is made when it is asked for first
         return usable
 

@@ -22,7 +22,7 @@ from coterie.data.examples import Examples as Batch
 from coterie.models.classifier import Classifier
 from coterie.models.language import LanguageModel
 from coterie.models.windows import TextBatch
-from coterie.personal import PersonalModel
+from coterie.personal.loading import Personal
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import Prepared
 
@@ -41,14 +41,14 @@ class Shared(ABC):
         site = prepared.site
         data, total = site.data[client], site.total_iterations
         self.client = Client(client, model, data, site.training, {}, site.seed, total)
-        self.personal: PersonalModel | None = None  # in place of `model`
+        self.personal: Any = None  # in place of `model`
 
-    def load(self, shown: Named | PersonalModel) -> None:
+    def load(self, shown: Named | Personal) -> None:
         """Load the model's tensors in a message, or take a personal model in its place. Raises
         Refused if the model is incomplete.
         """
-        self.personal = shown if isinstance(shown, PersonalModel) else None
-        if isinstance(shown, PersonalModel):
+        self.personal = shown if isinstance(shown, Personal) else None
+        if isinstance(shown, Personal):
             return
         names, problem = self.client.read(GENERALIST).keys(), "is not a complete model"
         parts = {name: t for name, t in shown.items() if name in names or name == GENERALIST}
@@ -131,7 +131,8 @@ class SharedClassifier(Shared):
         scores = []
         for part in rows.split(256):
             x, y = self.model.checked(part)
-            loss = cross_entropy(self.model(x).float(), y, reduction="none")
+            logits = self.personal(part.x) if self.personal else self.model(x)
+            loss = cross_entropy(logits.float(), y, reduction="none")
             scores.append(-loss.cpu().double())
         return np.concatenate(scores)
 
@@ -154,7 +155,7 @@ class View:
     personal model, that and the initial one.
     """
 
-    pairs: Sequence[tuple[Tensors | PersonalModel, Tensors | None]]
+    pairs: Sequence[tuple[Tensors | Personal, Tensors | None]]
 
 
 def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> Values:
