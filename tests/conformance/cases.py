@@ -154,6 +154,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         "mixture": "scores",
         "answer": "mixture",
     },
+    "ddome, warmed up": {
+        "name": "ddome",
+        "rounds": 2,
+        "local_steps": 2,
+        "pool": 3,
+        "warmup": 1,
+        "load": 1.0,
+    },
     "ddome without anchors": {
         "name": "ddome",
         "rounds": 2,
@@ -167,6 +175,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 NETWORKS = (
     *("fedsr", "fedadg", "common-expert", "fedmix", "ensemble"),
     *("ddome", "ddome, as printed", "ddome without anchors", "ddome, by medians"),
+    "ddome, warmed up",
 )
 # Those that can train LoRAs or a whole network.
 PICTURES = (

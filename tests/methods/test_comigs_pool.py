@@ -30,7 +30,8 @@ from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_cobo import CoMiGSCoBo
-from coterie.methods.comigs_pool import CHOSEN, SCORES, CoMiGSPool
+from coterie.methods.comigs_pool import CHOSEN, CoMiGSPool
+from coterie.methods.pools import SCORES
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel

@@ -133,7 +133,8 @@ def algorithm_1(
     common.load_state_dict(SHAPE.initial(3))
     cursor = dict.fromkeys(federation.clients, 0)
     state = dict(state)
-    for here in there:
+    for turn, here in enumerate(there):
+        warm = turn < (method.warmup or 0)
         gates, experts, counts = [], {m: [] for m in range(method.pool)}, []
         for i in here:
             split = federation.clients[i].train
@@ -162,18 +163,20 @@ def algorithm_1(
                         sum(p[:, k, None] * forward(mine[m], x) for k, m in enumerate(own)), batch.y
                     )
                     grads = torch.autograd.grad(loss, gate + [w for m in own for w in mine[m]])
+                    gate_lr = 0 if warm else GATE_LR
                     for w, g, lr in zip(
                         gate + [w for m in own for w in mine[m]],
                         grads,
-                        [GATE_LR] * 4 + [LR] * 4 * len(own),
+                        [gate_lr] * 4 + [LR] * 4 * len(own),
                         strict=True,
                     ):
                         w.data -= lr * g
-            gates.append(flat(gate))
-            counts.append(split.windows)
+            gates += [flat(gate)] * (anchor or not warm)
+            counts += [split.windows] * (anchor or not warm)
             for m in own:
                 experts[m].append((split.windows, flat(mine[m])))
-        state["gate"] = sum(n * g for n, g in zip(counts, gates, strict=True)) / sum(counts)
+        total = sum(n * g for n, g in zip(counts, gates, strict=True))
+        state["gate"] = total / sum(counts) if counts else state["gate"]
         for m, found in experts.items():
             if found:
                 state[f"expert/{m}"] = sum(n * w for n, w in found) / sum(n for n, _ in found)
@@ -220,6 +223,51 @@ def test_it_is_algorithm_1_of_those_who_are_there(tiny_pictures: Federation, anc
         run.rounds(1, here)
     for name in expected:
         torch.testing.assert_close(run.server[name], expected[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("warmup", [1, 2, 5])
+def test_in_the_warmup_normal_clients_leave_the_gate_to_anchors(
+    tiny_pictures: Federation, warmup: int
+) -> None:
+    """Also in rounds without an anchor, in which the gate stays as it is."""
+    federation = replace(uneven(tiny_pictures), anchors=("ann",))
+    method = DDOME(rounds=4, local_steps=3, pool=3, top_k=2, warmup=warmup)
+    there = [("ann", "ben"), ("ben", "cleo"), ("ann", "ben", "cleo"), ("cleo",)]
+    run = Run(method, federation)
+    expected = algorithm_1(run.server, federation, method, there)
+    for here in there:
+        run.rounds(1, here)
+    for name in expected.keys() - {"warmup"}:
+        torch.testing.assert_close(run.server[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert int(run.server["warmup"]) == max(warmup - 4, 0)
+
+
+def test_a_warmup_without_anchors_is_refused(tiny_pictures: Federation) -> None:
+    alone = replace(tiny_pictures, anchors=())
+    for method, federation in (
+        (DDOME(rounds=1, pool=3, warmup=1), alone),
+        (DDOME(rounds=1, pool=3, warmup=1, anchors=False), tiny_pictures),
+    ):
+        run = Run(method, federation)
+        with pytest.raises(RecipeError, match=r"method.warmup: needs anchors"):
+            method.check(run.blueprint, run.clients, run.site.training)
+
+
+def test_a_limit_of_load_spreads_normal_clients_over_the_experts(
+    tiny_pictures: Federation,
+) -> None:
+    def held(load: float | None) -> list[int]:
+        run = Run(DDOME(rounds=1, local_steps=1, pool=3, top_k=1, anchors=False, load=load), alike)
+        before = dict(run.server)
+        run.rounds(1)
+        return [m for m in range(3) if not run.server[f"expert/{m}"].equal(before[f"expert/{m}"])]
+
+    ann = tiny_pictures.clients["ann"]  # three clients who want the same expert
+    clients = {i: replace(ann, id=i) for i in ("ann", "ben", "cleo")}
+    alike = replace(tiny_pictures, clients=clients, anchors=(), clusters=None)
+    assert len(held(None)) == 1
+    assert held(1) == [0, 1, 2]
+    assert len(held(2)) == 2
 
 
 def test_with_one_expert_for_all_it_is_fedavg(tiny_pictures: Federation) -> None:

@@ -66,6 +66,32 @@ PUBLIC, REST = digits(slice(400)), digits(slice(400, None))
 # As an embedder
 
 
+def test_standardised_embeddings_have_mean_0_and_deviation_1_on_public_examples() -> None:
+    shape = NetworkShape("mlp", DIGITS, 10, hidden=(16,))
+    tensors = dict(learned(shape.build()).named_parameters())
+    with torch.no_grad():  # a unit that is always 0, and keeps its scale
+        tensors["0.weight"][3], tensors["0.bias"][3] = 0, -1
+    plain = CommonExpert(shape, tensors)
+    expert = plain.standardised(PUBLIC)
+    raw, embeddings = (
+        torch.cat([one.embed(batch.x) for batch in PUBLIC.scoring(64)]) for one in (plain, expert)
+    )
+    varies = raw.std(dim=0) > 0
+    assert 4 < int(varies.sum()) < 16
+    torch.testing.assert_close(embeddings.mean(dim=0), torch.zeros(16), atol=1e-4, rtol=0)
+    deviation = embeddings.std(dim=0, correction=0)
+    torch.testing.assert_close(deviation, varies.float(), atol=1e-4, rtol=0)
+    torch.testing.assert_close(  # the same values, shifted and scaled
+        embeddings[:, varies] * raw[:, varies].std(dim=0, correction=0)
+        + raw[:, varies].mean(dim=0),
+        raw[:, varies],
+        atol=1e-3,
+        rtol=1e-3,
+    )
+    x = images(DIGITS)
+    assert torch.equal(expert.classifier()(x), plain.classifier()(x))
+
+
 def test_it_embeds_by_what_its_head_sees_with_running_statistics_and_without_gradients() -> None:
     shape = NetworkShape("resnet20", CIFAR, 10, width=2)
     network, x = learned(shape.build()).eval(), images(CIFAR)

@@ -194,6 +194,7 @@ def test_what_a_run_scores_is_what_its_saved_models_predict_of_raw_texts(
     personal = method in ("local", "interpolation", "ifca")
     changes = ["data.unseen={}" if personal else "training.stateless=true"]
     changes += ["method.centres=2"] if method == "ifca" else []
+    changes += ["model.common.standardise=true"] if method == "ddome" else []
     settings = recipe(method, "compare_with=[]", *changes)
     (result,) = as_json(run.run(settings, tmp_path / "run"))
     prepared = prepare(settings)

@@ -93,6 +93,14 @@ def test_it_goes_on_where_it_was_stopped_and_loopback_is_the_same(tmp_path: Path
         (["model.common=null"], "the gate of ddome needs embeddings"),
         (["data.public=0"], "the data have no public examples"),
         (["method.pool=3"], "3 experts for 5 anchors"),
+        (["method.warmup=2", "method.anchors=false"], "needs anchors"),
+        (
+            [
+                "model.common={path: w.safetensors, standardise: true}",
+                "data.public=0",
+            ],
+            "w.safetensors",
+        ),
         (["method.top_k=6"], "6 experts at a client of a pool of 5"),
         (["participation.schedule=grow"], "needs clusters"),
         (["method.initial=common", "model.common.network=cnn"], "different network"),

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation.assignment import assign_experts
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.state import EXPERT_IDS
@@ -19,7 +18,7 @@ from coterie.core.roles import EXPERT, GATE, GENERALIST, ROUTER, SPECIALIST, Rol
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.pools import SCORES, ask_scores, own_scores
+from coterie.methods.pools import ask_scores, chosen_experts, own_scores
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 
@@ -89,11 +88,9 @@ class CoMiGSPool(CoMiGS):
 
     def assign(self, scores: Replies, load: float | None) -> State:
         """Return `chosen/<client>` of clients that sent their scores."""
-        if not (order := sorted(scores)):
-            return {}
-        preferences = torch.stack([scores[i][SCORES] for i in order])
-        assigned = assign_experts(preferences, self.generalists, load)
-        return {f"{CHOSEN}/{i}": experts for i, experts in zip(order, assigned, strict=True)}
+        order = {i: scores[i] for i in sorted(scores)}
+        chosen = chosen_experts(order, self.generalists, load)
+        return {f"{CHOSEN}/{i}": torch.tensor(experts) for i, experts in chosen.items()}
 
     @task(Sends.SCORES)
     def score_generalists(self, client: Client, gate: Tensors) -> Tensors:

@@ -1,5 +1,4 @@
-"""DDOME: a pool of experts at the server, of which a gate picks a few for each client, new ones
-too.
+"""DDOME: a pool of experts at the server; a gate picks a few for each client, also for new ones.
 
 Farhat et al., "Learning to Specialize: Joint Gating-Expert Training for Adaptive MoEs in
 Decentralized Settings", Algorithm 1.
@@ -12,19 +11,21 @@ from typing import Annotated, Literal, cast
 import torch
 from pydantic import Field
 
-from coterie.aggregation.assignment import first_largest
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
-from coterie.core.protocol import Adaptation, Ask, ClientId, Replies, Round, Sends, State, task
+from coterie.core.errors import RecipeError
+from coterie.core.extras import require
+from coterie.core.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
-from coterie.methods.pools import SCORES, Pooling, ask_scores, own_scores
+from coterie.methods.pools import Pooling, ask_scores, chosen_experts, own_scores
 from coterie.models.layout import GateTarget, Layout, PoolLayout
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
+WARMUP = "warmup"  # tells a client to leave the gate to anchors; at the server, rounds left of that
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,15 @@ class DDOME(Pooling):
     expert, and gets K of them; each of its samples is classified by the one with the highest score.
     Neither data nor embeddings ever leave a client.
 
-    The server's state is that of `Pooling`, and `anchor/<client>`, the number of the expert that an
-    anchor is tied to. In the joint loss the paper multiplies outputs by the gate's scores over all
-    M experts, which collapsed the gate in a trial; so logits are mixed with scores renormalised
-    over the K.
+    The server's state is that of `Pooling`, `anchor/<client>`, the number of the expert that an
+    anchor is tied to, and `warmup`, if any, rounds left of it. In the joint loss the paper
+    multiplies outputs by the gate's scores over all M experts, which collapsed the gate in a trial;
+    so logits are mixed with scores renormalised over the K.
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5
     top_k: Annotated[int, Field(ge=1, description="K, experts that each client gets")] = 2
-    anchors: Annotated[
-        bool, Field(description="whether each anchor client of the data is tied to one expert")
-    ] = True
+    anchors: Annotated[bool, Field(description="whether each anchor is tied to one expert")] = True
     mixture: Annotated[
         Literal["logits", "probabilities", "scores"],
         Field(
@@ -60,6 +59,14 @@ class DDOME(Pooling):
         Literal["best", "mixture"],
         Field(description="which experts classify a sample: the best of the K, or all"),
     ] = "best"
+    warmup: Annotated[
+        int | None,
+        Field(ge=1, description="first rounds, in which anchors alone train the gate; null: none"),
+    ] = None
+    load: Annotated[
+        float | None,
+        Field(ge=1, description="most clients per expert, in multiples of a fair share; null: any"),
+    ] = None
 
     @property
     def size_of_pool(self) -> int:
@@ -78,11 +85,16 @@ class DDOME(Pooling):
         super().check(model, clients, training)
         if self.anchors:
             self.check_anchors(len(model.anchors))
+        if self.warmup and not (self.anchors and model.anchors):
+            raise RecipeError("method", ["method.warmup: needs anchors (data.anchors)"])
+        if self.load is not None:
+            require("method.load", "scipy", "scipy")
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         anchors = model.anchors if self.anchors else ()
         tied = {f"{ANCHOR}/{q}": torch.tensor(m) for m, q in enumerate(anchors)}  # I_q
-        return super().init(model, clients) | tied
+        warmup = {WARMUP: torch.tensor(self.warmup)} if self.warmup else {}
+        return super().init(model, clients) | tied | warmup
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         anchored = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
@@ -90,28 +102,25 @@ class DDOME(Pooling):
         scores = yield ask_scores(self.score_experts, state, normal, self.pool)
         sign = {ANCHOR: torch.tensor(True)}
         requests = {q: self.download_for(state, [m]) | sign for q, m in anchored.items()}
-        requests |= self.downloads_for(state, scores)
+        warmup = {WARMUP: state[WARMUP] - 1} if state.get(WARMUP) else {}
+        chosen = chosen_experts(scores, self.top_k, self.load)  # e_s = TopK(sum_i softmax g(x_i))
+        requests |= {s: self.download_for(state, e_s) | warmup for s, e_s in chosen.items()}
         replies = yield Ask(self.train, requests, self.reply_spec)
-        return state | self.combine(replies, state)  # experts that no client held keep their values
+        return state | warmup | self.combine(replies, state)  # experts without a client stay
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         scores = yield ask_scores(self.score_experts_unlabelled, state, clients, self.pool)
-        return self.downloads_for(state, scores)
-
-    def downloads_for(self, state: State, scores: Replies) -> dict[ClientId, Tensors]:
-        """Return each client's download: the gate, and experts e_s = TopK(sum_i softmax g(x_i))."""
-        chosen = {s: first_largest(reply[SCORES], self.top_k) for s, reply in scores.items()}
+        chosen = chosen_experts(scores, self.top_k)
         return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
 
     def reply_spec(self, sent: Named) -> Named:
-        """Return the specification of any pool, without an anchor's mark."""
-        return super().reply_spec({name: tensor for name, tensor in sent.items() if name != ANCHOR})
+        """Return the specification of a pool, without marks, nor a gate that was not trained."""
+        unsent = {ANCHOR, WARMUP} | ({GATE} if WARMUP in sent else set())
+        return super().reply_spec({name: t for name, t in sent.items() if name not in unsent})
 
     @task(Sends.SCORES)
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:
-        """Return sum_i softmax g(x_i), (M,), over the training data: all that the server learns of
-        them before it sends experts.
-        """
+        """Return sum_i softmax g(x_i), (M,), over the training data: all that the server learns."""
         return own_scores(client, gate, client.train)
 
     @task(Sends.SCORES)
@@ -123,7 +132,8 @@ class DDOME(Pooling):
     def train(self, client: Client, received: Tensors) -> Tensors:
         """Do an anchor's or a normal client's local iterations; return the trained tensors."""
         step = self.anchor_step if ANCHOR in received else self.normal_step
-        client.load({name: tensor for name, tensor in received.items() if name != ANCHOR})
+        client.frozen = frozenset({GATE} if WARMUP in received else ())
+        client.load({name: t for name, t in received.items() if name not in (ANCHOR, WARMUP)})
         for _ in range(self.steps(client)):
             step(client, cast(Examples, client.draw(client.train)))
         return self.trained(client)

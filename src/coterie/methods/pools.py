@@ -10,12 +10,13 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
+from coterie.aggregation.assignment import assign_experts, first_largest
 from coterie.aggregation.means import Mean
 from coterie.aggregation.robust import Rule
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, Task, task
+from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, Task, task
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
@@ -39,6 +40,19 @@ def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
     with client.borrowing(gate), torch.no_grad():
         assert isinstance(client.model, PoolClassifier | LanguageModel)
         return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}
+
+
+def chosen_experts(
+    scores: Replies, count: int, load: float | None = None
+) -> dict[ClientId, list[int]]:
+    """Return each client's members, in rising order: those that score highest, see
+    `assign_experts` for a limit of load.
+    """
+    totals = {i: reply[SCORES] for i, reply in scores.items()}
+    if load is None or not totals:
+        return {i: first_largest(row, count) for i, row in totals.items()}
+    assigned = assign_experts(torch.stack([*totals.values()]), count, load)
+    return dict(zip(totals, assigned.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,9 @@ class Pooling(Aggregating):
         return gate | {of_expert(m): state[of_expert(m)] for m in experts}
 
     def trained(self, client: Client) -> Tensors:
-        """Return a client's reply: the gate, its experts, and its `sample_count`."""
-        gate = {GATE: client.flat(GATE)} if f"parameters/{GATE}" in client.state else {}
+        """Return a client's reply: the gate unless frozen, its experts, and `sample_count`."""
+        gated = f"parameters/{GATE}" in client.state and GATE not in client.frozen
+        gate = {GATE: client.flat(GATE)} if gated else {}
         return client.experts() | gate | self.sample_count(client)
 
     @task(Sends.SCORES)

@@ -41,6 +41,7 @@ class Share:
     # how the common expert is given images; None: as it expects them
     data: Normalisation | None = None
     own: Normalisation | None = None  # the same for the client's experts
+    embedding: Normalisation | None = None  # of the common expert's embeddings, if any
 
     def __post_init__(self) -> None:
         if list(self.experts) != sorted(set(self.experts)) or not all(
@@ -125,7 +126,6 @@ def save_classifier(
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = cast(NetworkShape | TextShape, common.shape) if common else None
-        data_norm, expert_norm = (common.data, common.expected) if common else (None, None)
         share = Share(
             layout.pool,
             tuple(present_experts(model)),
@@ -133,8 +133,9 @@ def save_classifier(
             layout.answer,
             network,
             width,
-            data_norm,
-            expert_norm,
+            common.data if common else None,
+            common.expected if common else None,
+            common.embedding if common else None,
         )
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     shape = cast(NetworkShape | TextShape, model.shape)

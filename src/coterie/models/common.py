@@ -31,6 +31,7 @@ FORMAT = 1
 
 _CHECKS = 10  # of the accuracy in each epoch
 _ROWS = 512  # scored at a time
+_LEAST_STD = 1e-4
 
 
 class Normalisation(NamedTuple):
@@ -38,6 +39,14 @@ class Normalisation(NamedTuple):
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Normalisation":
+        """Return what standardises each column of (N, e) values; one that hardly varies keeps its
+        scale.
+        """
+        std, mean = torch.std_mean(values.double(), dim=0, correction=0)
+        return cls(tuple(mean.tolist()), tuple(std.where(std > _LEAST_STD, 1).tolist()))
 
 
 class Pretraining(BaseModel):
@@ -77,6 +86,7 @@ class CommonExpert:
         data: How the given batches are normalised; None: not at all.
         expected: How the network wants them; None: as they are. Networks that start from `tensors`
             get them as they are in any case.
+        embedding: How embeddings are normalised; None: not at all.
 
     Raises:
         ModelError: The tensors are of another network, or a normalisation has other channels.
@@ -89,9 +99,10 @@ class CommonExpert:
         device: torch.device | str = "cpu",
         data: Normalisation | None = None,
         expected: Normalisation | None = None,
+        embedding: Normalisation | None = None,
     ) -> None:
         self.shape, self.device, self.tensors = shape, torch.device(device), tensors
-        self.data, self.expected = data, expected
+        self.data, self.expected, self.embedding = data, expected, embedding
         channels = shape.example().shape[1]
         self._change = None if expected is None else _change(channels, data, expected)
         self._model = self.classifier(device)
@@ -107,11 +118,20 @@ class CommonExpert:
 
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
-        """Return the (B, e) inputs of the last layer for a batch of B inputs."""
+        """Return the (B, e) inputs of the last layer for a batch of B inputs, normalised."""
         embedding: Tensor = cast(Any, self._model.network).features(
             self._normalised(x.to(self.device))
         )
-        return embedding
+        if self.embedding is None:
+            return embedding
+        mean, std = (torch.tensor(values, device=self.device) for values in self.embedding)
+        return (embedding - mean) / std
+
+    def standardised(self, public: ExampleSplit) -> "CommonExpert":
+        """Return the same with embeddings standardised by those of public examples."""
+        embeddings = torch.cat([self.embed(batch.x).cpu() for batch in public.scoring(_ROWS)])
+        to = Normalisation.of(embeddings)
+        return CommonExpert(self.shape, self.tensors, self.device, self.data, self.expected, to)
 
     def classifier(self, device: torch.device | str = "cpu") -> Classifier:
         """Return a classifier with the same values, which takes the same batches."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,12 +17,12 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import Numbers, Split
 from coterie.data.store import cached, default_cache
+from coterie.models.common import Normalisation
 from coterie.models.text import TextNetwork, TextShape
 
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal features
 _ROWS = 128  # texts at a time
 _FILE = "features.npy"
-_LEAST_STD = 1e-4  # of a feature that hardly varies
 
 Features = npt.NDArray[np.float32]  # (N, e, 1, 1): images of one pixel, a channel each
 
@@ -104,7 +103,7 @@ def of_federation(federation: Federation, shape: TextShape, device: str = "cpu")
     """
     # clients share arrays
     arrays: dict[int, Features] = {}
-    normal: dict[str, Any] = {"mean": (0.0,) * shape.width, "std": (1.0,) * shape.width}
+    normal = Normalisation((0.0,) * shape.width, (1.0,) * shape.width)._asdict()
 
     def encoded(split: Split) -> ExampleSplit:
         assert isinstance(split, ExampleSplit)
@@ -119,9 +118,8 @@ def of_federation(federation: Federation, shape: TextShape, device: str = "cpu")
     public = federation.public
     if public is not None:
         public = encoded(public)
-        values = public.inputs[public.rows, :, 0, 0].astype(np.float64)
-        normal["mean"] = tuple(values.mean(axis=0).tolist())
-        normal["std"] = tuple(values.std(axis=0).clip(_LEAST_STD).tolist())
+        values = torch.from_numpy(public.inputs[public.rows, :, 0, 0])
+        normal = Normalisation.of(values)._asdict()
         public = replace(public, **normal)
     return replace(
         federation,

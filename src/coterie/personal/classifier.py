@@ -234,8 +234,9 @@ def _built(
     common = None
     if about.pool.common is not None:
         check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
+        pool, values = about.pool, under(COMMON, tensors)
         common = CommonExpert(
-            about.pool.common, under(COMMON, tensors), device, about.pool.data, about.pool.own
+            about.pool.common, values, device, pool.data, pool.own, pool.embedding
         )
         gate = NetworkShape(
             "mlp", (1, 1, common.width), about.pool.size, (about.pool.gate_width or 0,)

@@ -117,6 +117,8 @@ def _classification(
         case _:
             raise AssertionError("the recipe checked that data and model fit")
     expert = None if common is None else _common(common, common_shape, here, data, device)
+    if expert is not None and common is not None and common.standardise and here is not None:
+        expert = expert.standardised(_public(here, "standardise"))
     federation = here if elsewhere is None else elsewhere
     assert federation is not None
     return Classification(
@@ -148,13 +150,19 @@ def _common(
             "model.common: gives neither a path nor pretraining",
             "Give model.common.path, or model.common.pretraining with data.public.",
         )
-    if federation is None or federation.public is None:
+    assert federation is not None
+    return trained(shape, _public(federation, "pretraining"), section.pretraining, device)
+
+
+def _public(federation: Federation, field: str) -> ExampleSplit:
+    """Return the public examples for a field of model.common. Raises ModelError without any."""
+    if federation.public is None:
         raise ModelError(
-            "model.common.pretraining: the data have no public examples",
+            f"model.common.{field}: the data have no public examples",
             "Set data.public: examples that no client gets.",
         )
     assert isinstance(federation.public, ExampleSplit)
-    return trained(shape, federation.public, section.pretraining, device)
+    return federation.public
 
 
 def _file_of(path: str) -> Path:

@@ -139,6 +139,13 @@ class CommonSection(BaseModel):
     pretraining: Annotated[
         Pretraining | None, Field(description="training on data.public; null: no training")
     ] = None
+    standardise: Annotated[
+        bool | None,
+        Field(
+            description="whether embeddings are standardised by those of data.public, so that a "
+            "gate learns from all of their values alike; null: no"
+        ),
+    ] = None
 
     @model_validator(mode="after")
     def _check(self) -> "CommonSection":
