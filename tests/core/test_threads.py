@@ -28,6 +28,7 @@ from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 
 SHORT = (
+    "method.name=comigs-1g1s",
     *("method.rounds=3", "method.local_steps=2", "method.router_every=2", "method.router_steps=1"),
     *("model.context=16", "training.batch_size=4", "compare_with=[]"),
 )

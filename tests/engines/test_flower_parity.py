@@ -54,6 +54,7 @@ def text_recipe(path: Path, base: Path, *more: str) -> Recipe:
     settings = [
         "model.context=16",
         "training.batch_size=4",
+        "method.name=comigs-1g1s",
         "method.rounds=3",
         "method.local_steps=2",
         "method.router_every=2",

@@ -43,7 +43,7 @@ def mixed(clients: int = 2) -> dict:
 def test_a_table_has_each_clients_parts_and_what_they_would_give(tmp_path: Path) -> None:
     local = result("local", {f"<introspection> {k}": 30.0 for k in range(2)})
     ((title, (header, lines)),) = mixtures(typed([local, mixed()])).items()
-    expected = "Interpolation: on average a client's model is 30 % its own, 70 % everybody's."
+    expected = "Interpolation, on average: 30 % its own, 70 % everybody's."
     assert title == expected
     assert header == ["client, made of", "Local", "FedAvg", "mixed"]
     assert [[cell.text for cell in line] for line in lines] == [
@@ -61,7 +61,7 @@ def test_a_table_has_each_clients_parts_and_what_they_would_give(tmp_path: Path)
     assert " ".join(row.split()) == words
     write_report(tmp_path, typed([local, mixed()]), "")
     page = (tmp_path / "report.html").read_text()
-    assert "on average a client&#x27;s model is 30 % its own, 70 % everybody&#x27;s." in page
+    assert "Interpolation, on average: 30 % its own, 70 % everybody&#x27;s." in page
     assert "&lt;introspection&gt; 0: 60 % its own" in page
 
 

@@ -1,6 +1,7 @@
 """What a terminal shows: tables and progress."""
 
 import io
+import re
 from collections.abc import Sequence
 
 import pytest
@@ -121,7 +122,7 @@ def accurate(method: str, clients: Sequence[str], **figures: object) -> dict:
 
 def test_columns_of_clients_give_way_to_the_best_and_the_worst_where_they_do_not_fit() -> None:
     eight = [f"c{k}-{j}" for k in range(4) for j in range(2)]
-    narrow, broad = (shown([accurate("cobo", eight)], width) for width in (80, 100))
+    narrow, broad = (shown([accurate("cobo", eight)], width) for width in (60, 80))
     assert "best client" in narrow
     assert "c0-0" not in narrow
     assert narrow[narrow.rindex("CoBo") :].split()[:5] == [
@@ -135,6 +136,25 @@ def test_columns_of_clients_give_way_to_the_best_and_the_worst_where_they_do_not
     assert broad[broad.rindex("CoBo") :].split()[2:10] == [f"{70 + k}.00" for k in range(8)]
     assert "70.00" in shown([accurate("cobo", eight[:4])], 80)
     assert "c1-1" in shown([accurate("cobo", eight[:4])], 80)
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        ["reference", "network", "numbers", "introspection"],  # the quickstart's
+        ["ann.miller@example.org", "ben", "customer_support-emea"],
+        ["dermatologist", "ophthalmologist", "endocrinologist"],
+    ],
+)
+def test_no_name_is_broken_within_a_word_at_80_columns(clients: list[str]) -> None:
+    figures = {"mean": 548.87, "mean_synced": 548.87, "clients": dict.fromkeys(clients, 865.97)}
+    names = ("pretrained", "interpolation", "comigs-1g1s")
+    lines = shown([accurate(name, clients) | figures for name in names], 80).splitlines()
+    assert max(map(len, lines)) <= 80
+    end = next(k for k, line in enumerate(lines) if "Pretrained" in line and "865.97" in line)
+    begin = max(k for k in range(end) if "accuracy" in lines[k])
+    words = set(re.findall(r"[^\W_]+", " ".join(lines[begin:end])))
+    assert {word for name in clients for word in re.findall(r"[^\W_]+", name)} <= words
 
 
 def test_beside_the_metric_stands_what_is_known() -> None:

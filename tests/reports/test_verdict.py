@@ -113,6 +113,18 @@ def test_a_win_on_average_says_for_how_many() -> None:
         assert "--set method.name=interpolation" in said
 
 
+def test_clients_without_a_difference_are_no_loss() -> None:
+    """A mixture that is one part alone scores as that part."""
+    mixed = [line("local", 20, 21, 22), line("interpolation", 10, 21, 22)]
+    said = verdict(typed(mixed), "interpolation")
+    assert "for 1 of 3 clients, and as good for the others (" in said
+    assert "Keep its models: they are under clients/." in said
+    mixed = [line("local", 20, 21, 22), line("interpolation", 10, 21, 23)]
+    said = verdict(typed(mixed), "interpolation")
+    assert "on average, for 1 of 3 clients" in said
+    assert "see the table for the others" in said
+
+
 def test_to_mix_predictions_is_advised_where_it_is_new_and_needed() -> None:
     rows = [line("local", 20, 21, 22), line(OURS, 10, 11, 12)]
     assert "method.name=interpolation" not in verdict(typed(rows), OURS)  # best for all

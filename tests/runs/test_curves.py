@@ -28,6 +28,7 @@ from coterie.runs.recipes.recipe import Recipe
 
 SETTINGS = (
     *(
+        "method.name=comigs-1g1s",
         "method.rounds=3",
         "method.local_steps=2",
         "method.router_every=2",
@@ -41,7 +42,7 @@ SETTINGS = (
         "curve_every=2",
         "threads=1",
     ),
-    *("keep=last", "evaluate_every=0", "training.experts.lr=0.01"),
+    *("keep=last", "patience=null", "evaluate_every=0", "training.experts.lr=0.01"),
 )
 TIMES = {"wall_s", "peak_memory_bytes", "curve"}
 

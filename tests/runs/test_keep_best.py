@@ -43,7 +43,7 @@ SMALL = (
     *("model.context=16", "training.batch_size=4", "training.experts.lr=0.2", "samples=false"),
     *(f"method.rounds={ROUNDS}", "method.local_steps=4", "method.router_every=2"),
     *("method.router_steps=1", "evaluate_every=1", "compare_with=[]", "curve_every=null", "seed=3"),
-    "training.experts.schedule=constant",
+    *("training.experts.schedule=constant", "method.name=comigs-1g1s", "patience=null"),
 )
 DIGITS = (
     *(f"method.rounds={ROUNDS}", "method.local_steps=3", "compare_with=[]", "evaluate_every=1"),
@@ -284,13 +284,13 @@ def test_the_result_and_its_tables_show_the_rounds(
     assert rows[0].kept_rounds == rounds
     assert type(rows[0]).from_json(rows[0].to_json()) == rows[0]
     page = (kept / "report.html").read_text()
-    assert "whose validation score was best" in page
+    assert "best round by its own validation data (keep: best)" in page
     assert METHODS[result.method].title in page
     from rich.console import Console
 
     _show(Console(width=160), rows, "folders", result.method)
     said = " ".join(capsys.readouterr().out.split())
-    assert "best on its own validation data" in said
+    assert "best round by its own validation data" in said
     assert "synced" not in said
 
 

@@ -39,6 +39,7 @@ SHORT = {
     "method.router_every": 1,
     "method.router_steps": 1,
     "evaluate_every": 0,
+    "patience": None,
     "compare_with": [],
     "samples": False,
 }

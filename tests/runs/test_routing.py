@@ -100,11 +100,13 @@ def recipe(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> recipes
         "model.base": tiny_base,
         "model.context": 16,
         "training.batch_size": 4,
+        "method.name": "comigs-1g1s",
         "method.rounds": 1,
         "method.local_steps": 1,
         "method.router_every": 1,
         "method.router_steps": 1,
         "keep": "last",
+        "patience": "null",
         "compare_with": "[fedavg]",
     }
     return recipes.load("folders", [f"{key}={value}" for key, value in settings.items()])

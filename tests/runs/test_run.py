@@ -49,11 +49,13 @@ def options(texts: Path, tiny_base: Path) -> list[str]:
         "model.base": tiny_base,
         "model.context": 16,
         "training.batch_size": 4,
+        "method.name": "comigs-1g1s",
         "method.rounds": 4,
         "method.local_steps": 2,
         "method.router_every": 2,
         "method.router_steps": 1,
         "evaluate_every": 2,
+        "patience": "null",
         "compare_with": "[pretrained,local,fedavg]",  # each trained by itself
     }
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

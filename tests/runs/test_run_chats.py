@@ -199,6 +199,7 @@ def test_an_audit_scores_conversations(base: Path, texts: Path, tmp_path: Path) 
         "folders",
         out=tmp_path / "run",
         keep="last",
+        patience=None,
         data={"path": str(texts), "content": "chats"},
         model={"base": str(base), "context": 32},
         method={"name": "fedavg", **TINY},

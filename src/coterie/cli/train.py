@@ -110,13 +110,13 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
-    from coterie.runs.estimate import estimates
+    from coterie.runs.estimate import estimates, limits_of
     from coterie.runs.problems.auto import resolved
 
     console, seconds = Console(), list[float]()
     recipe, note = resolved(recipe)
-    if note:
-        print(note)
+    for line in [*filter(None, [note]), *limits_of([recipe])]:
+        print(line)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
@@ -277,7 +277,7 @@ def _show(
     notes: "Sequence[str] | None" = None,
 ) -> None:
     from coterie.core.metrics import direction
-    from coterie.core.result.rows import comparability
+    from coterie.core.result.rows import comparability, reading
     from coterie.methods import METHODS
     from coterie.reports.tables import tables
     from coterie.reports.verdict import verdict
@@ -291,22 +291,7 @@ def _show(
         _line(console, f"- {note}")
     _line(console, f"\n{printable(title)}", style="bold")
     console.print(scores)
-    scored = (
-        "Each client's model is scored right after its last local iteration; synced: after "
-        "one more synchronisation."
-    )
-    if rows[0].kept_rounds:
-        scored = (
-            "Each client's model of the round that was best on its own validation data, the "
-            "untrained start included."
-        )
-    if rows[0].groups:
-        scored = (
-            "Scored on clients that took no part in training, with the model that the server "
-            "gives them."
-        )
-    console.print(
-        f"{direction(rows[0].metric).capitalize()}, best in bold. {scored}", highlight=False
-    )
+    which = direction(rows[0].metric).capitalize()
+    console.print(f"{which}, best in bold. {reading(rows[0])}", highlight=False)
     if sentence := verdict(rows, own_method):
         _line(console, f"\n{sentence}")

@@ -7,7 +7,7 @@ from coterie.core.files import write_atomically
 from coterie.core.metrics import direction
 from coterie.core.result import RESULT, Comparison, MetricInfo, Result, Routing, Row
 from coterie.core.result.audit import AuditResult
-from coterie.core.result.rows import comparability
+from coterie.core.result.rows import comparability, reading
 from coterie.core.result.rows import rows as rows_of
 from coterie.methods import METHODS
 from coterie.reports import tokens
@@ -163,17 +163,7 @@ def _scored(rows: Sequence[Row]) -> str:
             "favour every method), <em>gate</em>, the share of samples sent to an expert "
             f"whose anchor has their class, and {beside}.</p>"
         )
-    if rows[0].kept_rounds:
-        return (
-            f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' "
-            f"figures score of each client the model of the round whose validation score was best, "
-            f"the untrained start included. {beside}.</p>"
-        )
-    return (
-        f"<p>Over each client's whole test set; {which}. <em>mean</em> and the clients' "
-        "figures are those of each client's model right after its last local iteration, "
-        f"<em>synced</em> after one more synchronisation. {beside}.</p>"
-    )
+    return f"<p>Over each client's whole test set; {which}. {reading(rows[0])} {beside}.</p>"
 
 
 def _write(

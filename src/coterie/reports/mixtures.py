@@ -33,7 +33,7 @@ def mixtures(results: Sequence[Result]) -> dict[str, tuple[list[str], list[list[
             lines.append([Cell(f"{i}: {words}"), *ranked(scores, result.metric)])
         if lines:
             whole = made_of({name: mean(of_all) for name, of_all in weights.items()})
-            title = f"{METHODS[result.method].title}: on average a client's model is {whole}."
+            title = f"{METHODS[result.method].title}, on average: {whole}."
             header = ["client, made of", *(METHODS[name].title for name in weights), "mixed"]
             tables[title] = header, lines
     return tables

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -75,6 +76,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.took: list[tuple[float, float]] = []
         self.losses: dict[str, float] = {}
         self.metric, self.privacy, self.lack = PERPLEXITY.about, "", 0
+        self.at_most = ""
         self.spoke = time.monotonic()  # the time of the last plain line
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
@@ -201,7 +203,14 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         """Print a plain line about a method that starts."""
         if not self.live:
             resumed = f", continuing after round {done}" if done else ""
-            self._line(f"{self.heading}: {rounds} rounds, {clients} clients{resumed}")
+            trained = f"{self.at_most}{rounds} rounds, {clients} clients{resumed}"
+            if done == rounds:
+                before = "trained already" if done else "no training"
+                trained = f"{before}, {clients} clients to score"
+            self._line(f"{self.heading}: {trained}")
+
+    def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
+        self.at_most = "at most " if recipe.get("patience") else ""
 
     def asking(self, task: str, clients: int) -> None:
         self.stretch.ask(clients, self.stage == "training")

@@ -1,6 +1,7 @@
 """Tables in a terminal: scores, groups, costs, what was measured, and what a recipe would take."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     that all share are printed.
     """
     federation, method = prepared.problem.federation, prepared.method
+    limited = method.rounds > 0 and prepared.recipe.patience is not None
     what = prediction(prepared.problem.metric.about)
     if first:
         for line in (federation.description, *federation.notes):
@@ -50,7 +52,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
             _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
     sizes = sorted(
         {
-            prepared.problem.trainable(layout).trainable_parameters
+            sum(prepared.problem.trainable(one).trainable_parameters for one in layout.models)
             for layout in prepared.site.layouts.values()
         }
     )
@@ -62,13 +64,13 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
     _say(
         console,
-        f"{METHODS[prepared.recipe.method['name']].title}: {method.rounds} rounds, parameters "
-        f"trained per client: {trained}",
+        f"{METHODS[prepared.recipe.method['name']].title}: {'at most ' * limited}{method.rounds} "
+        f"rounds, parameters trained per client: {trained}",
     )
-    cost = (
-        f"a round: {size(estimate.up)} up, {size(estimate.down)} down a client; about "
-        f"{clock(estimate.seconds)} in all{memory}"
-    )
+    takes = f"about {clock(estimate.seconds)} in all"
+    if estimate.part_of is not None:
+        takes = f"trained with {METHODS[estimate.part_of].title}, once"
+    cost = f"a round: {size(estimate.up)} up, {size(estimate.down)} down a client; {takes}{memory}"
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
 
 
@@ -109,17 +111,37 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
     synced = not rows[0].kept_rounds  # kept models are not synchronised again
     clients = [[row.clients[i] for i in columns] for row in rows]
 
-    def numbers() -> list[list[float]]:
-        return [
+    def grid() -> tuple[list[list[float]], list[list[str]], list[str]]:
+        """Return figures, the texts of the lines, and the header."""
+        figures = [
             [row.mean, *values, *[row.mean_synced] * synced]
             for row, values in zip(rows, clients, strict=True)
         ]
+        names = ["method", "mean", *map(printable, columns), *["synced"] * synced]
+        return figures, _lines(rows, titles, figures), names
 
-    if len(columns) > FEW or _needed(_lines(rows, titles, numbers())) > width:
+    figures, lines, header = grid()
+    rooms = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+    broken = list(map(_by_words, header, rooms))
+    # where the terminal is narrow, names are broken, and columns stand closer
+    forms = [(header, 3), *((broken, gap) for gap in (3, 2, 1))]
+    form = next((form for form in forms if _needed([form[0], *lines], form[1]) <= width), None)
+    if len(columns) > FEW or form is None:
         columns = ["best client", "worst client"]
         clients = [[best(values, metric), worst(values, metric)] for values in clients]
-    header = ["method", "mean", *columns, *["synced"] * synced]
-    return _bold(_plain(str(metric), header), _lines(rows, titles, numbers()), numbers(), metric)
+        figures, lines, header = grid()
+        form = header, 3
+    return _bold(_plain(str(metric), *form), lines, figures, metric)
+
+
+def _by_words(name: str, room: int) -> str:
+    """Return a name in lines of at most `room` characters, and never broken within a word."""
+    lines = [""]
+    for word in re.findall(r"[^-\s_./@]*[-\s_./@]|[^-\s_./@]+$", name):
+        if lines[-1] and cell_len(f"{lines[-1]}{word}".strip()) > room:
+            lines.append("")
+        lines[-1] += word
+    return "\n".join(line.strip() for line in lines)
 
 
 def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
@@ -177,10 +199,12 @@ def _bold(
     return table
 
 
-def _needed(lines: Sequence[Sequence[str]]) -> int:
-    """Return the width of a table without header: 3 characters between columns, one at the end."""
-    widths = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    return sum(widths) + 3 * (len(widths) - 1) + 1
+def _needed(lines: Sequence[Sequence[str]], gap: int) -> int:
+    """Return the width of a table with so many characters between columns, and one at each end."""
+    widths = [
+        max(map(cell_len, "\n".join(column).split("\n"))) for column in zip(*lines, strict=True)
+    ]
+    return sum(widths) + gap * (len(widths) - 1) + 2
 
 
 def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
@@ -233,8 +257,15 @@ def _plain_text(text: str) -> str:
     return escape(printable(text, lines=True))
 
 
-def _plain(title: str, header: Sequence[str]) -> Table:
-    shown = Table(title=_plain_text(title), title_justify="left", box=SIMPLE, pad_edge=False)
+def _plain(title: str, header: Sequence[str], gap: int = 3) -> Table:
+    """Return an empty table with so many characters between columns, from 1 to 3."""
+    shown = Table(
+        title=_plain_text(title),
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, int(gap > 1), 0, int(gap > 2)),
+    )
     for k, name in enumerate(header):
         shown.add_column(
             _plain_text(name),

@@ -56,18 +56,20 @@ def _compared(mine: Row, rival: Row, mix: str) -> str:
     pairs = groups or {
         i: (x, second.clients[i]) for i, x in first.clients.items() if i in second.clients
     }
-    ahead = [name for name, (x, y) in pairs.items() if better(x, y, metric)]
+    level = [name for name, (x, y) in pairs.items() if math.isclose(x, y, rel_tol=1e-6)]
+    ahead = [n for n, (x, y) in pairs.items() if n not in level and better(x, y, metric)]
+    behind = len(pairs) - len(ahead) - len(level)
     if groups:
         whom = _which(ahead, groups, metric)
     else:
         whom = (
-            f"{_whom(ahead, pairs)} ({_value(first.mean, metric)} against "
+            f"{_whom(ahead, level, pairs)} ({_value(first.mean, metric)} against "
             f"{_value(second.mean, metric)})"
         )
     if won:
         return (
             f"On these data {ours} is better than {theirs}, the best other row, {whom}. "
-            f"{_advice_won(ahead, pairs)}{mix * (len(ahead) < len(pairs))}"
+            f"{_advice_won(behind)}{mix * (behind > 0)}"
         )
     mix *= rival.method != BASE
     return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}{mix}"
@@ -87,15 +89,18 @@ def _which(
     )
 
 
-def _whom(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
-    """Return for how many clients the better method is better."""
+def _whom(ahead: Sequence[str], level: Sequence[str], pairs: Mapping[str, Any]) -> str:
+    """Return for how many clients the better method is better, and as good."""
     if len(ahead) == len(pairs):
         return "for the only client" if len(pairs) == 1 else f"for all {len(pairs)} clients"
-    return f"on average, for {len(ahead)} of {len(pairs)} clients"
+    those = f"for {len(ahead)} of {len(pairs)} clients"
+    if len(ahead) + len(level) == len(pairs):
+        return f"{those}, and as good for the other{'s' * (len(level) > 1)}"
+    return f"on average, {those}"
 
 
-def _advice_won(ahead: Sequence[str], pairs: Mapping[str, Any]) -> str:
-    if len(ahead) == len(pairs):
+def _advice_won(behind: int) -> str:
+    if not behind:
         return "Keep its models: they are under clients/."
     return "Keep its models for those, and see the table for the others."
 

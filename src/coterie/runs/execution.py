@@ -234,7 +234,9 @@ class Execution:
             write_json(self.folder / AUDIT / CANARIES, planted.to_json())
         self.reporter.opened(self.folder, self.recipe.model_dump(mode="json"))
         metric = state.prepared.problem.metric.about
-        self.reporter.begin(self.title, state.method.rounds, state.round, state.clients, metric)
+        # a part of another method has its last round behind it
+        rounds = state.round if "part_of" in state.progress else state.method.rounds
+        self.reporter.begin(self.title, rounds, state.round, state.clients, metric)
         for round in self.skipped:
             self.requests.noted(
                 "the server",

@@ -16,7 +16,7 @@ from coterie.core.threads import computing
 from coterie.engines import Listener
 from coterie.methods import METHODS
 from coterie.runs.backends import Backend, CommonThreads, LocalBackend, computing_threads
-from coterie.runs.estimate import RunEstimator
+from coterie.runs.estimate import RunEstimator, limits_of
 from coterie.runs.execution import Execution
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
@@ -155,7 +155,7 @@ def execute_all(
         del prepared
     if not first:
         return []  # all are refused
-    reporter.noted(first[0].problem.federation.notes)
+    reporter.noted([*first[0].problem.federation.notes, *limits_of(recipe for recipe, _ in given)])
     reporter.expects(foresight.seconds())
     data.keep(*first)
     results: dict[Path, Result] = {}
@@ -297,10 +297,7 @@ def compare(
         own=recipe.method["name"],
         seeds=numbers,
         metric=results[0].metric,
-        scored="each client's model of the round that was best on its validation data"
-        if recipe.keep == "best"
-        else "each client's model right after its last local iteration; mean_synced: after one "
-        "more synchronisation",
+        scored=comparing.reading(table[0]),
         rows=tuple(table),
         notes=[*filter(None, [effort]), *comparing.comparability(table, recipe.method["name"])],
         versions=results[0].versions,

@@ -123,6 +123,21 @@ def rows(results: Sequence[Result]) -> list[Row]:
     return [replace(line, clients={i: line.clients[i] for i in common}) for line in lines]
 
 
+def reading(row: Row) -> str:
+    """Return a sentence on which models the scores of a table's rows are of."""
+    if row.groups:
+        return "Clients that took no part in training, with the model that the server gives them."
+    if row.kept_rounds:
+        return (
+            "Each client's best round by its own validation data (keep: best), the untrained "
+            "start included."
+        )
+    return (
+        "After the last round (keep: last): each client's model right after its last local "
+        "iteration; synced: after one more synchronisation."
+    )
+
+
 def comparability(
     rows: Sequence[Row],
     own_method: str | None = None,
@@ -140,7 +155,9 @@ def comparability(
     called = {r.method: r.method for r in rows} | dict(titles or {})
     trained = [r for r in rows if r.trainable_parameters]
     references = [r for r in trained if r.method == own_method] + trained
-    sentences = [sentence for r in trained for sentence in _budget(r, references[0], called)]
+    # a part costs less than the whole
+    against = [r for r in trained if r.part_of != references[0].method]
+    sentences = [sentence for r in against for sentence in _budget(r, references[0], called)]
     sentences += [
         drawn(*pair) for pair in sorted({(len(r.clients), r.drawn_of) for r in rows if r.drawn_of})
     ]
@@ -152,7 +169,10 @@ def comparability(
     for r in rows:
         if r.part_of:
             whole = called.get(r.part_of, r.part_of)
-            text = f"trained as a part of {whole}, once; seconds are an equal share of its own."
+            text = (
+                f"trained as a part of {whole}, once, which costs what its parts cost together; "
+                f"their seconds are equal shares."
+            )
             spent.setdefault(text, []).append(called[r.method])
         if r.privacy:
             spent.setdefault(protected(r.privacy), []).append(called[r.method])

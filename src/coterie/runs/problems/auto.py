@@ -28,7 +28,8 @@ from coterie.runs.recipes.recipe import Recipe, changed
 from coterie.runs.recipes.sections import LanguageSection
 
 EPOCHS = 3.0  # of a client's text, about as many as CoMiGS trains for (its 500 iterations are 3.4)
-FEWEST, MOST = 50, 1000  # local iterations of a run
+ROUNDS = 10  # with as many epochs
+FEWEST, MOST = 50, 1000  # local iterations in as many rounds
 ENOUGH = 100  # of them, for which batches are made smaller
 SHORTEST, LONGEST, LEAST = 64, 1024, 16  # tokens of a window; at least, where a split is short
 LARGEST_BATCH, SMALLEST_BATCH = 8, 2
@@ -90,14 +91,13 @@ def batch_of(texts: Texts, context: int) -> tuple[int, str]:
 
 
 def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, str]:
-    """Return local iterations per round, and why: a run is three epochs of the mean client, within
-    bounds.
+    """Return local iterations per round, and why: ten rounds are three epochs of the mean client,
+    within bounds.
 
     Every client does as many, so that clients stay comparable: those with less text see it more
     often, and `keep: best` ends that when their validation data say so.
     """
-    whole = min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST)
-    steps = max(math.ceil(whole / rounds), 1)
+    steps = math.ceil(min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST) / ROUNDS)
     epochs = steps * rounds * context * batch / texts.mean
     return steps, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
 

@@ -80,9 +80,10 @@ def apply(section: dict[str, Any], override: str) -> str | None:
 
 
 def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | None:
-    """Set the value of a dotted key; return the mistake, if any. A new method's name drops the
-    fields that it does not have.
+    """Set the value of a dotted key; return the mistake, if any. A new method's name, also as
+    `method` itself, drops the fields that it does not have.
     """
+    key = "method.name" if key == "method" and isinstance(value, str) else key
     if section.get("auto"):
         section["auto"] = [f for f in section["auto"] if not f"{f}.".startswith(f"{key}.")]
     *path, last = key.split(".")

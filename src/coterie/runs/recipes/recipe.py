@@ -260,7 +260,7 @@ class Recipe(BaseModel):
     @model_validator(mode="after")
     def _check_patience(self) -> "Recipe":
         if self.patience is not None and (self.keep != "best" or not self.evaluate_every):
-            raise Mistakes("patience: needs keep: best, and evaluate_every of at least 1")
+            raise Mistakes("patience: needs keep: best and evaluate_every of at least 1, or null")
         return self
 
     @model_validator(mode="after")
