@@ -35,20 +35,23 @@ class Table:
 
     def regrets(self, federation: str, row: str, others: Sequence[str]) -> dict[str, float]:
         """Return by client how much more perplexity, in percent, a row has than the best of the
-        other rows that have its seeds, on the mean over seeds.
+        other rows, each in the mean over the seeds that both have.
         """
         losses, gaps = self.losses[federation], dict[str, list[float]]()
         of_row = losses.get(row, {})
-        with_seeds = (r for r in losses if losses[r].keys() >= of_row.keys())
-        rest = [losses[r] for r in with_seeds if r in others and r != row]
-        for i in dict.fromkeys(i for _, i in of_row):
-            keys = [key for key in of_row if key[1] == i]
-            gaps[i] = [statistics.mean(of_row[k] - of[k] for k in keys) for of in rest]
-        return {i: 100 * math.expm1(max(of)) for i, of in gaps.items() if of}
+        for other in (r for r in losses if r in others and r != row):
+            for i in dict.fromkeys(i for _, i in of_row):
+                keys = [key for key in of_row if key[1] == i and key in losses[other]]
+                if keys:
+                    gap = statistics.mean(of_row[k] - losses[other][k] for k in keys)
+                    gaps.setdefault(i, []).append(gap)
+        return {i: 100 * math.expm1(max(of)) for i, of in gaps.items()}
 
-    def mean(self, federation: str, row: str) -> float:
-        """Return the mean test perplexity over seeds and clients."""
-        return statistics.mean(map(math.exp, self.losses[federation][row].values()))
+    def mean(self, federation: str, row: str, other: str | None = None) -> float:
+        """Return the mean test perplexity over clients and the seeds that another row has too."""
+        of = self.losses[federation]
+        keys = of[row].keys() & of[other or row].keys()
+        return statistics.mean(math.exp(of[row][key]) for key in keys)
 
     def summary(self) -> str:
         """Return mean perplexities by federation, and regrets over all clients: against the
@@ -88,16 +91,14 @@ class Table:
         rows = []
         for other in self.rows:
             pairs = [
-                f
-                for f, of in self.losses.items()
-                if of.get(other, {}).keys() >= of.get(row, {}).keys() and row in of and other != row
+                f for f, of in self.losses.items() if row != other and {row, other} <= of.keys()
             ]
             if not pairs:
                 continue
             gaps = {
                 f"{f}/{i}": gap for f in pairs for i, gap in self.regrets(f, row, [other]).items()
             }
-            ahead = sum(self.mean(f, row) < self.mean(f, other) for f in pairs)
+            ahead = sum(self.mean(f, row, other) < self.mean(f, other, row) for f in pairs)
             worst = max(gaps, key=lambda i: gaps[i])
             rows.append(
                 {
