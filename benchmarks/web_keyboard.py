@@ -28,7 +28,7 @@ TYPE = """async text => {
   const box = document.querySelector("#text"), start = performance.now();
   box.value = text;
   box.dispatchEvent(new Event("input"));
-  const of = button => button.dataset.text === text;
+  const of = button => button.dataset.written && JSON.parse(button.dataset.written).text === text;
   const until = async here => {
     while (!here()) await new Promise(requestAnimationFrame);
     return performance.now() - start;

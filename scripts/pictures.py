@@ -3,10 +3,11 @@
     coterie run quickstart --out RUN
     coterie run topics --set method.rounds=15 --set compare_with=[] --out TOPICS
     coterie export TOPICS --all --format web --out DIR
-    python scripts/pictures.py RUN DIR
+    python scripts/pictures.py RUN DIR CHATS
 
-Writes `docs/report.png`, the top of a run's report, and `docs/keyboard.png`, the keyboard of a web
-export, light, dark and on a phone, after a text that its clients continue in words of their own.
+Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of a web
+export, light, dark and on a phone, after a text that its clients continue in words of their own;
+and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own chats".
 Needs Chromium or Chrome.
 """
 
@@ -21,10 +22,17 @@ from playwright.sync_api import Browser, sync_playwright
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-from web_keyboard import TYPE, opened, served
+import web_keyboard
+from web_keyboard import TYPE, opened
+
+import coterie
+from coterie.personal.ui import page as local_page
 
 DOCS = REPOSITORY / "docs"
 TEXT = "The state of the "
+QUESTIONS = ("Could I have a cake on Friday?", "Could I have a novel on Monday?")
+DRAFT = "Could I have two pies on Thursday?"
+SCHEMES = (("light", 780), ("dark", 780), ("light", 390))
 
 
 def report(browser: Browser, run: Path) -> Image.Image:
@@ -39,12 +47,38 @@ def report(browser: Browser, run: Path) -> Image.Image:
 def keyboard(browser: Browser, folder: Path) -> Image.Image:
     """Return what a web export shows: light, dark, and on a phone."""
     shots = []
-    with served(folder) as address:
-        for scheme, width in (("light", 780), ("dark", 780), ("light", 390)):
+    with web_keyboard.served(folder) as address:
+        for scheme, width in SCHEMES:
             size = {"width": width, "height": 820}
             with opened(browser, address, color_scheme=scheme, viewport=size) as page:
                 page.evaluate(TYPE, TEXT)
                 shots.append(Image.open(io.BytesIO(page.screenshot())))
+    return side_by_side(shots)
+
+
+def chat(browser: Browser, run: Path) -> Image.Image:
+    """Return what `coterie serve --chat` shows: light, dark, and on a phone."""
+    shots = []
+    with local_page.served(coterie.load_all(run), 0, chat=True) as link:
+        for scheme, width in SCHEMES:
+            size = {"width": width, "height": 900}
+            page = browser.new_page(color_scheme=scheme, viewport=size)
+            page.goto(link)
+            for turn, question in enumerate(QUESTIONS, start=1):
+                page.get_by_label("Message").fill(question)
+                page.keyboard.press("Enter")
+                page.locator(f".turn >> nth={turn - 1}").wait_for()
+                page.locator(".answer[aria-busy=true]").first.wait_for(state="detached")
+            page.get_by_label("Message").fill(DRAFT)
+            page.locator("button.word:not([disabled])").first.wait_for()
+            page.wait_for_timeout(500)
+            shots.append(Image.open(io.BytesIO(page.screenshot())))
+            page.close()
+    return side_by_side(shots)
+
+
+def side_by_side(shots: list[Image.Image]) -> Image.Image:
+    """Return pictures of equal height in a row."""
     whole = Image.new("RGB", (sum(shot.width for shot in shots), shots[0].height))
     left = 0
     for shot in shots:
@@ -59,6 +93,7 @@ def main() -> None:
     )
     parser.add_argument("run", type=Path, help="folder of a run with a report")
     parser.add_argument("keyboard", type=Path, help="folder of a web export")
+    parser.add_argument("chats", type=Path, help="folder of a run on conversations")
     args = parser.parse_args()
     with sync_playwright() as playwright:
         program = shutil.which("chromium") or shutil.which("google-chrome")
@@ -66,6 +101,7 @@ def main() -> None:
         pictures = {
             "report": report(browser, args.run),
             "keyboard": keyboard(browser, args.keyboard),
+            "serve": chat(browser, args.chats),
         }
         browser.close()
     for name, shot in pictures.items():

@@ -64,6 +64,8 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(built: Path) -> None:
         "coterie/runs/recipes/quickstart.yaml",
         "coterie/reports/page.js",
         "coterie/reports/page.css",
+        "coterie/personal/ui/web/index.html",
+        "coterie/personal/ui/web/local.js",
     ):
         assert name in held
     assert wheel(built).stat().st_size < 20e6

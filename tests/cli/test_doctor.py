@@ -30,12 +30,12 @@ def test_what_is_missing_is_named_with_what_to_do(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(devices, "free_memory", lambda: 2**27)
     monkeypatch.setattr(doctor, "CORE", ("torch", "no-such-package"))
-    monkeypatch.setitem(sys.modules, "gradio", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
     done = CliRunner().invoke(app, ["doctor"])
     assert done.exit_code == 1
     assert "0.1 GiB free" in done.stdout
     assert "pip install no-such-package" in done.stdout
-    assert "not installed: gradio" in done.stdout
+    assert "not installed: uvicorn" in done.stdout
     assert "[serve]" in done.stdout
     assert "2 of these must be mended" in done.stdout
 

@@ -97,13 +97,13 @@ def page_door(link: str) -> Door:
     connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=20)
     connection.request("GET", f"/?{address.query}")
     cookie = connection.getresponse().headers["Set-Cookie"].partition(";")[0]
-    return Door(address.port, "GET /config", {"Cookie": cookie})
+    return Door(address.port, "GET /page.json", {"Cookie": cookie})
 
 
 @contextmanager
 def keyboard(folder: Path, base: Path) -> Iterator[Door]:
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
-    from coterie.personal.ui.keyboard import served
+    pytest.importorskip("uvicorn", reason="no uvicorn (pip install -e '.[serve]')")
+    from coterie.personal.ui.page import served
 
     with served(coterie.load_all(written(folder, base)), 0) as link:
         yield page_door(link)
@@ -111,9 +111,9 @@ def keyboard(folder: Path, base: Path) -> Iterator[Door]:
 
 @contextmanager
 def classifiers(folder: Path, base: Path) -> Iterator[Door]:
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
+    pytest.importorskip("uvicorn", reason="no uvicorn (pip install -e '.[serve]')")
     from coterie.models.text import TextShape
-    from coterie.personal.ui.sorter import served
+    from coterie.personal.ui.page import served
 
     with served({"ann": SimpleNamespace(shape=TextShape(str(base), 3, 12))}, 0) as link:
         yield page_door(link)

@@ -5,12 +5,10 @@ show it.
 import io
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 from figures import typed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -216,118 +214,3 @@ def test_a_report_has_no_markup_or_control_characters_of_others(tmp_path: Path) 
     assert "<img" not in page
     assert page.count("</title>") == page.count("<title>")
     assert r"\x1b[2J" in page
-
-
-HOSTILE = (
-    "[x](javascript:alert(1)) ![p](http://evil.example/p.png) <img src=x> **b** `c` "
-    "www.evil.example $$x$$ 1. # h\u202e\x1b"
-)
-
-
-def test_the_name_of_a_client_is_no_markdown() -> None:
-    """By the parser that Rich brings, with everything on that could make something of it."""
-    markdown_it = pytest.importorskip("markdown_it")
-    from coterie.personal.ui.page import plain
-
-    for text in (
-        HOSTILE,
-        "# h",
-        "1. a",
-        "- a",
-        "> a",
-        "    code",
-        "a\n===",
-        "| a |\n|---|",
-        "__init__",
-        "&lt;",
-        "---",
-    ):
-        html = markdown_it.MarkdownIt("gfm-like", {"linkify": False, "html": True}).render(
-            plain(text)
-        )
-        assert re.fullmatch(r"<p>[^<>]*</p>\n", html), html
-        shown = html.removeprefix("<p>").removesuffix("</p>\n")
-        for entity, character in {"&lt;": "<", "&gt;": ">", "&quot;": '"', "&amp;": "&"}.items():
-            shown = shown.replace(entity, character)
-        assert shown == " ".join(printable(text).split())
-
-
-class Speaker:
-    """What the pages need of a model."""
-
-    experts = ("G",)
-    following = None
-    shares: ClassVar[dict[str, float]] = {}
-
-    class layout:  # noqa: N801
-        routed = False
-        experts = 1
-
-
-@pytest.mark.parametrize("kind", ["keyboard", "sorter"])
-def test_names_on_the_local_pages(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
-    from coterie.models.text import TextShape
-    from coterie.personal.ui import keyboard, sorter
-    from coterie.personal.ui.page import plain
-
-    if kind == "keyboard":
-        monkeypatch.setattr(keyboard, "ManyModels", lambda models: None)
-        monkeypatch.setattr(keyboard, "with_base", dict)
-        monkeypatch.setattr(keyboard, "most_disputed", lambda models, texts, *_: list(texts))
-        blocks = keyboard.keyboard({HOSTILE: Speaker()})  # type: ignore[dict-item]
-    else:
-        model = type("Model", (), {"shape": TextShape("base", 2, 8)})()
-        blocks = sorter.sorter({HOSTILE: model})
-    components = blocks.get_config_file()["components"]
-    values = [
-        component["props"].get("value") or ""
-        for component in components
-        if component["type"] in ("markdown", "html")
-    ]
-    assert plain(HOSTILE) in values
-    assert not any(re.search(r"(?<!\\)(<img|]\(javascript|!\[)", value) for value in values)
-
-
-def test_answers_and_errors_of_the_local_page_of_classifiers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gradio = pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
-    from coterie.core.errors import DataError
-    from coterie.models.text import TextShape
-    from coterie.personal.ui import sorter
-
-    class Model:
-        shape = TextShape("base", 2, 8)
-        experts = (0,)
-        about = type("About", (), {"names": (EVIL, "b")})()
-        batches: Callable[[str], Any] = staticmethod(
-            lambda given: [type("Batch", (), {"x": None})()]
-        )
-        answer: Callable[[Any], Any] = staticmethod(
-            lambda x: (torch.tensor([[0.5, 0.5]]).log(), None)
-        )
-
-    labels, *_ = sorter._answer(Model(), "text")  # type: ignore[arg-type]
-    assert all(map(clean, labels))
-
-    def refuses(given: str) -> Any:
-        raise DataError(f"<img src=x onerror=alert(1)>{EVIL}")
-
-    monkeypatch.setattr(Model, "batches", staticmethod(refuses))
-    blocks = sorter.sorter({"ann": Model()})  # type: ignore[dict-item]
-    (classify,) = {function.fn for function in blocks.fns.values() if function.fn is not None}
-    with pytest.raises(gradio.Error) as refused:
-        classify("text")
-    assert "<img" not in str(refused.value)
-    assert clean(str(refused.value))
-
-
-def test_suggestions_of_the_local_keyboard() -> None:
-    from coterie.personal.ui.keyboard import _label
-    from coterie.personal.word_search import Word
-
-    speaker = type("Speaker", (), {"speaker": lambda self, word: ""})()
-    label = _label(speaker, Word(EVIL, EVIL, 0.5, ()))
-    assert clean(label)
-    assert len(label.splitlines()) == 2

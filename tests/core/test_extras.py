@@ -1,5 +1,7 @@
 """What is optional is refused by name where it is missing, and the quickstart needs none of it."""
 
+import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -54,7 +56,15 @@ def test_an_installed_package_says_how_to_install_an_extra(
     from coterie.core import errors
 
     monkeypatch.setattr(errors, "_in_checkout", lambda: False)
-    assert errors.extra("hub") == "pip install 'coterie[hub]'"
+    assert errors.extra("hub") == "pip install 'datasets>=4.0'"
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for name in EXTRAS:
+        told = shlex.split(errors.extra(name).removeprefix("pip install "))
+        names = {re.split(r"[<>=\[]", requirement)[0] for requirement in told}
+        assert "coterie" not in names
+        listed = project["optional-dependencies"][name]
+        own = {re.split(r"[<>=\[]", one)[0] for one in listed} - {"coterie"}
+        assert own <= names
 
 
 def test_the_quickstart_runs_without_any_extra(tiny_base: Path, tmp_path: Path) -> None:

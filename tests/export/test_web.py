@@ -36,9 +36,9 @@ from coterie.personal.ui.keyboard import (
     MESSAGES,
     OFFERED,
     SHOWN,
-    _label,
     with_base,
 )
+from coterie.personal.word_search import Word
 from coterie.personal.words import LONGEST
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -174,9 +174,14 @@ def shown(page: "Page") -> list[str]:
     return page.locator("button.word:visible").all_inner_texts()
 
 
+def label(model: PersonalModel, word: Word) -> str:
+    by = f" · {model.speaker(word)} {max(word.experts):.0%}" if word.experts else ""
+    return f"{word.word}\n{word.probability:.1%}{by}"
+
+
 def labels(models: Iterable[PersonalModel], text: str) -> list[str]:
-    """What Python's keyboard writes on its buttons."""
-    return [_label(model, word) for model in models for word in model.next_words(text, SHOWN)]
+    """What is written on the buttons for what Python says."""
+    return [label(model, word) for model in models for word in model.next_words(text, SHOWN)]
 
 
 def same_words(
@@ -295,7 +300,7 @@ def test_the_quickstarts_words_are_those_of_python(tab, quickstart, tmp_path):
 def test_one_types_and_chooses(tab, served, models):
     tab.goto(served.address)
     eventually(lambda: tab.locator(".client:visible").all_inner_texts(), [*models])
-    assert not tab.locator("#message").count()
+    assert not tab.locator("#message").is_visible()
     tab.keyboard.type("The number of peop")  # the box has the focus, while all is loading
     eventually(lambda: shown(tab), labels(models.values(), "The number of peop"))
     words = [w for m in models.values() for w in m.next_words("The number of peop", SHOWN)]

@@ -323,6 +323,25 @@ def test_who_has_shown_the_token_keeps_the_connection(port):
     owner.close()
 
 
+def test_a_kept_connection_in_steady_use_is_quick_and_never_cut(port):
+    """Without TCP_NODELAY a caller that acknowledges late waits 40 ms for each answer; and the time
+    for a request's head must not run out between two requests.
+    """
+    owner = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    owner.connect()
+    connection, times, begun = owner.sock, [], time.monotonic()
+    while time.monotonic() - begun < 3 * LIMITS.head_s:
+        start = time.perf_counter()
+        owner.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+        assert b"ann" in owner.getresponse().read()
+        times.append(time.perf_counter() - start)
+        assert owner.sock is connection  # it was not opened again
+        time.sleep(0.02)
+    owner.close()
+    assert len(times) > 20
+    assert sorted(times)[len(times) // 4] < 0.02
+
+
 def test_a_page_of_others_is_refused_with_the_token_too(port):
     body = json.dumps(ASKED).encode()
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1"):

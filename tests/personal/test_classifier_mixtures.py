@@ -1,6 +1,7 @@
 """Classifiers whose predictions are mixed, against naive mixtures of their parts loaded alone."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from coterie.models.artifact import Origin, save_mixture
 from coterie.models.text import TextShape
 from coterie.personal import PersonalClassifier, save_classifier
 from coterie.personal.classifier import ClassifierMixture
-from coterie.personal.ui.sorter import _answer
+from coterie.personal.ui.page import _answer
 from coterie.runs.problems.prepare import prepare
 
 DDOME = {"name": "ddome", "pool": 3, "top_k": 2}
@@ -82,9 +83,9 @@ def test_a_mixture_is_used_like_one_classifier(run: Path, tmp_path: Path) -> Non
     (prediction,) = model.predict(tmp_path)
     assert (prediction.label, prediction.expert) == (int(p.argmax()), None)
     assert abs(prediction.probability - float(p.max())) < 1e-6
-    shown, expert, _ = _answer(model, str(tmp_path / "photo.png"))
+    shown, parts, _ = _answer(model, str(tmp_path / "photo.png"))
     assert list(shown.values()) == pytest.approx(p.tolist(), abs=1e-6)
-    assert not expert
+    assert re.fullmatch(r"\d+ % [^,]+(, \d+ % [^,]+)+|[^,]+ alone", parts)
     command = ["predict", str(run), "--client", client, "--data", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "coterie", *command], capture_output=True, text=True, check=True

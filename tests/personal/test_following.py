@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from browser import opened
 from random_models import write_models
 from test_personal_commands import run as command
 
@@ -21,7 +22,6 @@ from coterie.personal.api.requests import CompletionRequest, parsed
 from coterie.personal.mixture import PersonalMixture
 from coterie.personal.running_batch import Continuation, RunningBatch
 from coterie.personal.sampling import Sampling
-from coterie.personal.ui import keyboard
 
 FITTED = {"local": 0.3, "fedavg": 0.7}
 # half of the mass is on an even grid
@@ -211,20 +211,26 @@ def test_prompts_of_the_interface_are_observed_but_not_scored_texts(folder: Path
 
 
 def test_the_page_says_the_weights_and_begins_again(folder: Path) -> None:
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
+    pytest.importorskip("uvicorn", reason="no uvicorn (pip install -e '.[serve]')")
+    expect = pytest.importorskip("playwright.sync_api").expect
+    from coterie.personal.ui.page import served
+
     models = coterie.load_all(folder, follow=True)
-    blocks = keyboard.keyboard(models)
-    (suggest, *_), (restart, *_) = (
-        [f.fn for f in blocks.fns.values() if (getattr(f.fn, "keywords", None) == with_)]
-        for with_ in (None, {"reset": True})
-    )
-    first = suggest("")
-    assert first[1] == r"ann" + "\n\n" + r"40 \% its own\, 60 \% everybody\'s"
-    assert first[2] == "ben"
-    followed = suggest("ab a cab ab a cab ab c")
-    assert followed[1] != first[1]
-    assert restart("ab a cab ab a cab ab c")[1] == first[1]
-    assert models["ann"].shares == FIRST
+    first = "40 % its own, 60 % everybody's"
+    with served(models, 0) as address, opened() as page:
+        page.goto(address)
+        shares = page.locator(".shares")
+        page.wait_for_function("() => !document.querySelector('button.word[disabled]')")
+        assert shares.all_inner_texts() == [first, "", ""]
+        page.locator("#text").fill("ab a cab ab a cab ab c")
+        expect(shares.first).not_to_have_text(first)
+        assert models["ann"].shares != FIRST
+        page.get_by_role("button", name="Begin again with the first weights").click()
+        expect(shares.first).to_have_text(first)
+        assert models["ann"].shares == FIRST
+    with served(coterie.load_all(folder), 0) as address, opened() as page:
+        page.goto(address)
+        assert not page.get_by_role("button", name="Begin again").is_visible()
 
 
 def test_commands_follow_one_writer(folder: Path) -> None:

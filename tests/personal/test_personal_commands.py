@@ -122,7 +122,7 @@ def heeding_interrupts():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_serve_answers_and_stops(number, code, make_run):
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
+    pytest.importorskip("uvicorn", reason="no uvicorn (pip install -e '.[serve]')")
     port = free_port()
     command = [
         sys.executable,

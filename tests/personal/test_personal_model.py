@@ -221,7 +221,7 @@ def test_a_client_is_found_by_its_run_or_its_own_folder(make_run, tmp_path: Path
 
 def test_importing_the_package_is_quick():
     code = (
-        "import coterie, sys; assert not {'torch', 'transformers', 'gradio'} & set(sys.modules); "
+        "import coterie, sys; assert not {'torch', 'transformers', 'uvicorn'} & set(sys.modules); "
         "print(coterie.load.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -165,19 +165,6 @@ def test_commands_chat(learned: coterie.Run, tiny_base: Path, capsys) -> None:
         plain.answer("hello")
 
 
-def test_a_page_answers_messages(learned: coterie.Run) -> None:
-    pytest.importorskip("gradio", reason="no gradio (pip install -e '.[serve]')")
-    from coterie.personal.many import ManyModels
-    from coterie.personal.ui.keyboard import MESSAGES, keyboard, most_disputed
-
-    models = learned.load_all()
-    blocks = keyboard(models, chat=True)
-    labels = [getattr(block, "label", None) for block in blocks.blocks.values()]
-    assert "Message" in labels
-    assert "Answer" in labels
-    assert set(most_disputed(ManyModels(models), MESSAGES, chat=True)) <= set(MESSAGES)
-
-
 def test_canaries_are_for_text_alone(base: Path, texts: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="texts only, not in conversations") as told:
         coterie.run(

@@ -124,7 +124,7 @@ def test_every_command_is_in_the_reference(site: Path) -> None:
 
 
 def test_docstrings_are_understood_by_the_tool(capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("griffe", reason="no griffe (pip install 'coterie[docs]')")
+    pytest.importorskip("griffe", reason="no griffe (pip install -e '.[docs]')")
     program = """
 import griffe, logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
@@ -169,7 +169,7 @@ def test_pages_fit_on_a_phone(site: Path, dark: bool) -> None:
 
 
 def test_a_warning_fails_the_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("zensical", reason="no zensical (pip install 'coterie[docs]')")
+    pytest.importorskip("zensical", reason="no zensical (pip install -e '.[docs]')")
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     from website import build
 

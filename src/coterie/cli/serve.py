@@ -79,8 +79,8 @@ def serve(
     base: Base = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Serve a local web page that shows each client's next-word suggestions, or the answers of its
-    classifier; or with --api an interface for programs (extra `serve`).
+    """Serve a local web page: each client's next-word suggestions, with --chat a chat with them, or
+    the answers of classifiers; or with --api an interface for programs (extra `serve`).
     """
     with _stopping("stopped."):
         given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
@@ -99,23 +99,21 @@ def serve(
             raise Refused(
                 f"--{extra[0].replace('rows', 'batch')} needs --api", "Give both, or neither."
             )
-        from coterie.personal.ui import keyboard, sorter
+        require("the page", "serve")
+        from coterie.personal.ui import keyboard, page
 
         models, classifiers = _personal(run, client, base, follow, reset_weights)
         if chat and not models:
             raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
-        with (
-            keyboard.served(models, port, chat)
-            if models
-            else sorter.served(classifiers, port) as link
-        ):
+        examples = keyboard.own_examples(run, list(models), chat) if models else ()
+        with page.served(models or classifiers, port, chat, examples, _report) as link:
             print(f"Open {link} (only this machine can). Ctrl-C stops it.", flush=True)
             threading.Event().wait()
 
 
 def _serve_api(which: Any, port: int, given: dict[str, Any]) -> None:
     """Serve OpenAI's protocol, with the models that `_personal` loads, until a signal arrives."""
-    require("--api", "serve", "uvicorn", "starlette")
+    require("--api", "serve")
     from coterie.personal.api import server
 
     settings = server.Settings(port, **given)

@@ -1,5 +1,6 @@
 """Errors that state the problem, its place and the remedy."""
 
+import re
 from collections.abc import Sequence
 
 
@@ -28,12 +29,17 @@ class CoterieError(Exception):
 
 
 def extra(name: str) -> str:
-    """Return how to install an optional extra: in a checkout, or of an installed package."""
-    return (
-        f"In a checkout: pip install -e '.[{name}]'"
-        if _in_checkout()
-        else f"pip install 'coterie[{name}]'"
-    )
+    """Return how to install an optional extra: in a checkout, or of an installed package its
+    requirements by their names, since a registry may know another package as coterie.
+    """
+    from importlib.metadata import requires
+
+    if _in_checkout():
+        return f"In a checkout: pip install -e '.[{name}]'"
+    lines = (line.partition(";") for line in requires("coterie") or ())
+    marker = re.compile(rf"\s*extra == ['\"]{name}['\"]\s*")
+    packages = [package.strip() for package, _, rest in lines if marker.fullmatch(rest)]
+    return f"pip install {' '.join(map(repr, packages))}"
 
 
 def _in_checkout() -> bool:

@@ -21,7 +21,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("gguf", "xllamacpp", "onnx", "onnxscript", "onnxruntime"),
     ),
     "executorch": ("`coterie export --format executorch`", ("executorch",)),
-    "serve": ("`coterie serve`", ("gradio",)),
+    "serve": ("`coterie serve`", ("starlette", "uvicorn")),
     "privacy": ("differential privacy", ("opacus", "cryptography")),
     "flower": ("clients on machines of their own", ("flwr", "psutil")),
     "simulation": ("the engine flower on one machine", ("flwr", "ray")),

@@ -3,7 +3,6 @@ graph, clients' tensors, and the page, which writes chats without running the ch
 """
 
 import gzip
-import html
 import json
 import lzma
 from collections.abc import Mapping, Sequence
@@ -23,27 +22,16 @@ from coterie.export.gguf import SAMPLE
 from coterie.export.graph import own_file
 from coterie.export.onnx import BASE, WEIGHTS, Onnx
 from coterie.personal import ManyModels, PersonalModel
-from coterie.personal.ui import keyboard, page
+from coterie.personal.ui import keyboard
 from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
 from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
-from coterie.reports.parts import COLOURS
 
 # The most tokens of context: every text of the search has a cache of its own.
 CONTEXT = 256
 # control tokens in a sample
 TYPED = 8
-# clients whose rows are shown at first; the user can choose the others
-CHOSEN = 8
-INDEX, SETTINGS, STYLE = "index.html", "page.json", "keyboard.css"
+INDEX, SETTINGS = "index.html", "page.json"
 WASM = "ort-wasm-simd-threaded.wasm"
-MESSAGE_BOX = """<label for="message">Message</label>
-<textarea id="message" rows="2" autocomplete="off" spellcheck="false"></textarea>
-"""
-# the page and its worker can send requests only to the folder that they are in
-POLICY = (
-    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; worker-src blob: 'self'; "
-    "connect-src 'self'; style-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
-)
 # the function that templates call for the date
 TODAY = "strftime_now"
 DATED = "The chat template writes a date, which in the page stays that of this export."
@@ -174,39 +162,32 @@ def write_page(
         chat: Whether the text is the answer to a message; the page then has a box for the message.
     """
     models = {model.about.client: model for model in clients.values()}
-    graph = {"base": [BASE, WEIGHTS], "caches": caches, "clients": _rows(clients)}
+    offered = keyboard.offered(ManyModels(models), chat)
+    shown = keyboard.settings(keyboard.with_base(models), offered, chat)
+    base_file = next(iter(clients))
+    files_of = [*({"file": file} for file in clients), {"file": base_file, "zero": True}]
     first = next(iter(models.values()))
-    settings = _settings(first) | graph
+    settings = _settings(first) | shown
+    settings |= {
+        "base": [BASE, WEIGHTS],
+        "caches": caches,
+        "clients": [row | file for row, file in zip(shown["clients"], files_of, strict=True)],
+    }
     if chat:
         settings["chat"] = asdict(ChatText.of(first.chats))
         settings["samples"] += _chat_samples(first.chats)
     contents = programs() | {
-        INDEX: _index(models, chat).encode(),
-        STYLE: (page.STYLE + keyboard.STYLE).encode(),
+        INDEX: (assets() / INDEX).read_bytes(),
         SETTINGS: json.dumps(settings).encode(),
     }
     for name, content in contents.items():
         write_atomically(folder / name, content, lasting=False)
 
 
-def _rows(clients: Mapping[str, PersonalModel]) -> list[dict[str, Any]]:
-    """Return the keyboard's rows: the clients, and the base, with zeros as client's tensors."""
-    rows = [
-        {
-            "name": model.about.client,
-            "file": file,
-            "experts": model.experts if model.layout.routed else (),
-            "chosen": place < CHOSEN,
-        }
-        for place, (file, model) in enumerate(clients.items())
-    ]
-    base = {"name": keyboard.BASE, "file": next(iter(clients)), "zero": True}
-    return [*rows, base | {"experts": (), "chosen": True}]
-
-
 def programs() -> dict[str, bytes]:
     """Return the files that are the same on every page, by name."""
-    paths = [path for path in assets().iterdir() if path.name.endswith((".js", ".css"))]
+    paths = [path for path in assets().iterdir() if path.name.endswith(".js")]
+    paths += [keyboard.assets() / name for name in ("keyboard.js", "page.css")]
     vendored = assets() / "vendor"
     paths += [path for path in vendored.iterdir() if path.name.endswith(".js")]
     contents = {path.name: path.read_bytes() for path in paths}
@@ -216,34 +197,11 @@ def programs() -> dict[str, bytes]:
     return contents | {f"licences/{path.name}": path.read_bytes() for path in licences}
 
 
-def _index(models: Mapping[str, PersonalModel], chat: bool) -> str:
-    """Return the page's HTML."""
-    texts = keyboard.MESSAGES if chat else keyboard.EXAMPLES
-    offered = keyboard.most_disputed(ManyModels(models), texts, chat)
-    button = '<button type="button" class="{}"{}>{}</button>'
-    parts = {
-        "policy": POLICY,
-        "title": html.escape(keyboard.CHAT_TITLE if chat else keyboard.TITLE),
-        "hint": html.escape(keyboard.HINT),
-        "message": MESSAGE_BOX if chat else "",
-        "text": "Answer" if chat else "Text",
-        "examples": "\n".join(button.format("example", "", html.escape(one)) for one in offered),
-        "legend": keyboard.legend(models),
-        "words": button.format("word", " disabled", "…\n&nbsp;") * keyboard.SHOWN,
-    }
-    document = (assets() / INDEX).read_text(encoding="utf-8")
-    for name, part in parts.items():
-        document = document.replace(f"{{{name}}}", part)
-    return document
-
-
 def _settings(model: PersonalModel) -> dict[str, Any]:
     """Return the settings of the search: its rules and vocabulary, and the tokenizer's samples."""
     backbone, texts, tokenizer = model.backbone, model.texts, model.tokenizer
     words = Words(backbone, texts)
     return {
-        "shown": keyboard.SHOWN,
-        "colours": len(COLOURS),
         "rules": {
             "beam": BEAM,
             "rare": RARE,

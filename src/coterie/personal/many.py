@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, groupby
+from threading import Lock
 from typing import Any, overload
 
 import torch
@@ -59,7 +60,7 @@ class ManyModels:
             for model in self.models.values()
         ]
         self._all = Stacks.of(list(chain.from_iterable(of_each)), self.backbone)
-        self._chosen: dict[tuple[str, ...], Stacks] = {}
+        self._chosen, self._choosing = dict[tuple[str, ...], Stacks](), Lock()
         self._inference = TextInference(
             self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
         )
@@ -143,14 +144,16 @@ class ManyModels:
         self._observe(by_client, generated=True)
         return by_client
 
-    def next_words(self, texts: str | Mapping[str, str], k: int = 3) -> dict[str, list[Word]]:
+    def next_words(
+        self, texts: str | Mapping[str, str], k: int = 3, follow: bool = True
+    ) -> dict[str, list[Word]]:
         """Return the k most likely next words of a text of each client, or of one text for all, by
-        client, best first; see `personal.words`. No weights follow a text for all. Raises
-        ModelError for an unknown client.
+        client, best first; see `personal.words`. No weights follow a text for all, nor any text
+        without `follow`. Raises ModelError for an unknown client.
         """
         if isinstance(texts, str):
             texts = dict.fromkeys(self.models, texts)
-        else:
+        elif follow:
             self._observe(texts, growing=True)
         adapter = self._of(tuple(texts), len(texts))
         suggestions = self._inference.next_words(adapter, list(texts.values()), k)
@@ -186,18 +189,22 @@ class ManyModels:
             groups = groups[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))]
         if len(groups) == 1 and self.parts == len(self.models[groups[0]].adapters):
             return self.models[groups[0]].fast
-        stacks = self._all if groups == tuple(self.models) else self._chosen.pop(groups, None)
-        if stacks is None:
-            places = torch.tensor([self._places[client] for client in groups])
-            parts = places[:, None] * self.parts + torch.arange(self.parts)
-            stacks = self._all.select(parts.flatten().to(self.backbone.device))
-        if stacks is not self._all:
-            self._chosen[groups] = stacks
-        if len(self._chosen) > CHOICES:
-            self._chosen.pop(next(iter(self._chosen)))
+        stacks = self._all if groups == tuple(self.models) else self._select(groups)
         if self.parts == 1:
             return stacks
         return Mixed(stacks, torch.stack([self.weights_of(client) for client in groups]))
+
+    def _select(self, groups: tuple[str, ...]) -> Stacks:
+        """Return a copy of the stacks of a selection of clients, also from several threads."""
+        with self._choosing:
+            if (stacks := self._chosen.pop(groups, None)) is None:
+                places = torch.tensor([self._places[client] for client in groups])
+                parts = places[:, None] * self.parts + torch.arange(self.parts)
+                stacks = self._all.select(parts.flatten().to(self.backbone.device))
+            self._chosen[groups] = stacks
+            if len(self._chosen) > CHOICES:
+                self._chosen.pop(next(iter(self._chosen)))
+            return stacks
 
 
 def _trimmed(model: PersonalModel, words: Sequence[Word]) -> list[Word]:

@@ -1,10 +1,11 @@
 """The inputs of a classifier: images or texts, in files or in memory. Labels are never read."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from coterie.models.networks import NetworkShape, Shape
 from coterie.models.text import TextShape
 
 IMAGES, TEXTS = (".png", ".jpg", ".jpeg"), (".txt", ".jsonl")
+_SIGNATURES = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")  # of PNG and JPEG
 
 
 @lru_cache(maxsize=4)
@@ -81,7 +83,11 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
     with Refusals() as refusals:
         for file in (file for path in paths for file in _files(path, TEXTS if texts else IMAGES)):
             with refusals.gather():
-                samples += _texts(file) if texts else [(str(file), _image(file, shape))]
+                samples += (
+                    _texts(file)
+                    if texts
+                    else [(str(file), _image(str(file), partial(opened, file), shape))]
+                )
     names, values = zip(*samples, strict=True)
     return (
         of_texts(values, shape, names)
@@ -160,16 +166,25 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _image(path: Path, shape: Shape) -> npt.NDArray[np.uint8]:
+def of_image(content: bytes, shape: NetworkShape) -> Samples:
+    """Return the content of a PNG or JPEG file as a sample. Raises DataError for another kind or
+    size, before anything is decoded.
+    """
+    if not content.startswith(_SIGNATURES):
+        raise DataError("the file is no PNG or JPEG image", "Choose one that is.")
+    return Samples(("image",), _image("the file", partial(io.BytesIO, content), shape)[None])
+
+
+def _image(name: str, open_file: Callable[[], BinaryIO], shape: Shape) -> npt.NDArray[np.uint8]:
     """Read an image as (C, H, W). Raises DataError."""
     assert isinstance(shape, NetworkShape)
     _, height, width = shape.inputs
     try:
-        with opened(path) as file:
+        with open_file() as file:
             return pixels(file, shape.inputs)
     # PIL's readers raise errors of many types
     except Exception as error:
-        problem = f"{path} is no image of {height} x {width} pixels: {error}"
+        problem = f"{name} is no image of {height} x {width} pixels: {error}"
         raise DataError(problem, f"Give images of height {height} and width {width}.") from None
 
 

@@ -13,6 +13,7 @@ import torch
 from coterie.client.client import Client
 from coterie.client.state import OWNED
 from coterie.core import names
+from coterie.core.errors import extra
 from coterie.core.files import load
 from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.roles import GATE
@@ -356,7 +357,7 @@ class _Simulated(Device):
 def devices_are_alike(method: Method, world: World) -> None:
     """Check a run with partial participation over Flower's messages, without Flower's runtime."""
     if find_spec("flwr") is None:
-        raise NotApplicable("Flower is not installed: pip install 'coterie[flower]'")
+        raise NotApplicable(f"Flower is not installed: {extra('flower')}")
     from coterie.engines.flower.engine import Flower
     from coterie.engines.flower.localgrid import LocalGrid, LocalNode
 

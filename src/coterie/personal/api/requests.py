@@ -92,18 +92,20 @@ def shown(given: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-class _Fields(BaseModel):
+class Fields(BaseModel):
+    """Fields of a request, of which no unknown one is accepted."""
+
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(_Fields):
+class StreamOptions(Fields):
     """The options of a stream."""
 
     include_usage: bool = False
     include_obfuscation: bool = False  # nothing is obfuscated
 
 
-class _Request(_Fields):
+class _Request(Fields):
     """The fields that completions and chat completions have in common."""
 
     model: str
@@ -194,7 +196,7 @@ class ChatRequest(_Request):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-_R = TypeVar("_R", bound=_Request)
+_R = TypeVar("_R", bound=BaseModel)
 
 
 def parsed(kind: type[_R], body: bytes) -> _R:
@@ -218,10 +220,7 @@ def parsed(kind: type[_R], body: bytes) -> _R:
                 name,
                 "unsupported_parameter",
             )
-    try:
-        request = kind.model_validate(fields)
-    except ValidationError as error:
-        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
+    request = validated(kind, fields)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
         raise ApiError(
             400,
@@ -230,6 +229,14 @@ def parsed(kind: type[_R], body: bytes) -> _R:
             "unsupported_value",
         )
     return request
+
+
+def validated(kind: type[_R], fields: dict[str, Any]) -> _R:
+    """Return a request with these fields. Raises ApiError."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _refusal(error.errors(include_url=False, include_context=False)[0]) from None
 
 
 def _refusal(error: ErrorDetails) -> ApiError:

@@ -6,18 +6,19 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from coterie.core.errors import Refused
+from coterie.core.errors import DataError, Refused
 from coterie.personal.api.answers import Answers, ChatAnswers, Piece, sse
 from coterie.personal.api.guard import Guard, Limits, error_response, listening, new_token, running
 from coterie.personal.api.preparation import Preparation, Prepared
@@ -35,7 +36,9 @@ _TOKEN = re.compile(r"[!-~]{8,200}")
 _CLOSED = 499
 # a body of up to so many times the largest size is read and discarded before the error is sent
 _DRAIN_FACTOR = 16
-_R = TypeVar("_R", CompletionRequest, ChatRequest)
+_R = TypeVar("_R", bound=BaseModel)
+_A = TypeVar("_A")
+_B = TypeVar("_B")
 
 
 @dataclass(frozen=True)
@@ -82,86 +85,47 @@ def served(
         ModelError: The base has no tokenizer.
     """
     together = ManyModels(models)
-    limit = together.backbone.context_limit
-    if settings.context is not None and settings.context > limit:
-        raise Refused(
-            f"--context {settings.context} is longer than the base's, {limit} tokens",
-            f"Give at most {limit}.",
-        )
-    context = settings.context or min(limit, CONTEXT)
-    preparation = Preparation(together, context, settings.rows + settings.queue, settings.rows)
     with listening(settings.host, settings.port) as listener:
-        scheduler = Scheduler(together, settings.rows, settings.queue, report)
-        api = Api(preparation, scheduler, settings.limits, report)
+        api = Api(together, settings, report)
         guard = Guard(api.app(), settings.host, settings.token)
-        with running(guard, listener, settings.limits):
-            try:
-                host = f"[{settings.host}]" if ":" in settings.host else settings.host
-                yield f"http://{host}:{listener.getsockname()[1]}/v1"
-            finally:
-                preparation.interrupt()
-                scheduler.close()
+        with running(guard, listener, settings.limits), closing(api):
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            yield f"http://{host}:{listener.getsockname()[1]}/v1"
 
 
-class Api:
-    """OpenAI's completions, chat completions and models, for the models of clients."""
+class Service:
+    """An application with its routes; `report` gets one line about each internal error."""
 
-    def __init__(
-        self,
-        preparation: Preparation,
-        scheduler: Scheduler,
-        limits: Limits,
-        report: Callable[[str], None],
-    ) -> None:
-        self.preparation, self.scheduler, self.limits = preparation, scheduler, limits
-        self._report = report
-        self._begun = int(time.time())
-        # a thread of its own, so that a large prompt delays neither the event loop nor the batch
-        self._worker = ThreadPoolExecutor(1, "tokenizer")
+    known: ClassVar[str]  # the routes, for who asks for another one
+
+    def __init__(self, limits: Limits, report: Callable[[str], None]) -> None:
+        self.limits, self._report = limits, report
+        # a thread of its own, so that a large request delays neither the event loop nor the batch
+        self._worker = ThreadPoolExecutor(1, "worker")
+
+    def routes(self) -> list[BaseRoute]:
+        """Return the routes."""
+        raise NotImplementedError
+
+    def interrupt(self) -> None:
+        """Stop the work of the thread, as far as it can be stopped."""
+
+    def close(self) -> None:
+        """Stop all work."""
+        self.interrupt()
 
     def app(self) -> Starlette:
         """Return the application with its routes and error handlers."""
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{model}", self.model),
-        ]
         handlers: dict[Any, Any] = {
             ApiError: _error_answer,
-            HTTPException: _no_route,
+            DataError: _data_error,
+            HTTPException: self._no_route,
             ClientDisconnect: _no_answer,
             Exception: self._unexpected,
         }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return Starlette(routes=self.routes(), exception_handlers=handlers)
 
-    async def models(self, request: Request) -> Response:
-        """List the clients."""
-        data = [self._about(client) for client in self.preparation.models.models]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def model(self, request: Request) -> Response:
-        """Describe a client's model."""
-        return JSONResponse(self._about(self.preparation.client(request.path_params["model"])))
-
-    async def completions(self, request: Request) -> Response:
-        """Continue prompts."""
-        parameters = await self._parsed(request, CompletionRequest)
-        prepared = await self._prepared(request, self.preparation.completion, parameters)
-        return await self._answer(request, parameters, prepared, Answers)
-
-    async def chat(self, request: Request) -> Response:
-        """Answer the last message of a chat."""
-        parameters = await self._parsed(request, ChatRequest)
-        prepared = await self._prepared(request, self.preparation.chat, parameters)
-        return await self._answer(request, parameters, prepared, ChatAnswers)
-
-    def _about(self, client: str) -> dict[str, Any]:
-        about = {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
-        shares = self.preparation.models.models[client].shares
-        return about | ({"weights": shares} if shares else {})
-
-    async def _parsed(self, request: Request, kind: type[_R]) -> _R:
+    async def parsed(self, request: Request, kind: type[_R]) -> _R:
         """Return the parsed body of a request. Raises ApiError."""
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if content_type != "application/json":
@@ -170,9 +134,9 @@ class Api:
                 f"The content type must be application/json, and is '{shown(content_type)}'. Send "
                 "the header Content-Type: application/json.",
             )
-        return parsed(kind, await self._body(request))
+        return parsed(kind, await self.body(request))
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
         """Read the body. Raises ApiError if it is too large or too slow."""
         most, body, size = self.limits.body, bytearray(), 0
         length = request.headers.get("content-length", "")
@@ -189,24 +153,106 @@ class Api:
         except TimeoutError:
             raise ApiError(408, "The body of the request did not come in time.") from None
         if size > most or (length.isdecimal() and int(length) > most):
-            raise ApiError(413, f"The body has more than {most:,} bytes. Send fewer prompts.")
+            raise ApiError(413, f"The body has more than {most:,} bytes. Send less at once.")
         return bytes(body)
 
-    async def _prepared(
-        self, request: Request, prepare: Callable[[_R], Prepared], parameters: _R
-    ) -> Prepared:
-        """Return the prompts of a request. Raises ClientDisconnect, and stops the preparation, if
+    async def worked(self, request: Request, work: Callable[[_A], _B], parameters: _A) -> _B:
+        """Return the result of work in the thread. Raises ClientDisconnect, and stops the work, if
         the caller disconnects first.
         """
-        preparing = self._worker.submit(prepare, parameters)
-        work = asyncio.wrap_future(preparing)
-        if await _disconnects_before(request, work):
-            work.cancel()
-            # a preparation that already runs can only be interrupted
-            if not preparing.cancel():
-                self.preparation.interrupt()
+        working = self._worker.submit(work, parameters)
+        future = asyncio.wrap_future(working)
+        if await _disconnects_before(request, future):
+            future.cancel()
+            # work that already runs can only be interrupted
+            if not working.cancel():
+                self.interrupt()
             raise ClientDisconnect
-        return work.result()
+        return future.result()
+
+    async def _unexpected(self, request: Request, error: Exception) -> Response:
+        """Report an internal error to the operator, and send the caller no details of it."""
+        self._report(f"a request failed: {type(error).__name__}: {error}")
+        return error_response(ApiError(500, "The server failed.", kind="server_error"))
+
+    async def _no_route(self, request: Request, error: HTTPException) -> Response:
+        where = f"{request.method} {shown(request.url.path)}"
+        return error_response(
+            ApiError(error.status_code, f"There is no {where} here. There are: {self.known}.")
+        )
+
+
+class Api(Service):
+    """OpenAI's completions, chat completions and models, for the models of clients. Raises Refused
+    if the context is longer than the base's, and ModelError if the base has no tokenizer.
+    """
+
+    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+
+    def __init__(
+        self, models: ManyModels, settings: Settings, report: Callable[[str], None]
+    ) -> None:
+        super().__init__(settings.limits, report)
+        limit = models.backbone.context_limit
+        if settings.context is not None and settings.context > limit:
+            raise Refused(
+                f"--context {settings.context} is longer than the base's, {limit} tokens",
+                f"Give at most {limit}.",
+            )
+        context = settings.context or min(limit, CONTEXT)
+        rows, queue = settings.rows, settings.queue
+        self.preparation = Preparation(models, context, rows + queue, rows)
+        self.scheduler = Scheduler(models, rows, queue, report)
+        self._begun = int(time.time())
+
+    def routes(self) -> list[BaseRoute]:
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model}", self.model),
+        ]
+
+    def interrupt(self) -> None:
+        self.preparation.interrupt()
+
+    def close(self) -> None:
+        super().close()
+        self.scheduler.close()
+
+    async def models(self, request: Request) -> Response:
+        """List the clients."""
+        data = [self._about(client) for client in self.preparation.models.models]
+        return JSONResponse({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        """Describe a client's model."""
+        return JSONResponse(self._about(self.preparation.client(request.path_params["model"])))
+
+    async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
+        parameters = await self.parsed(request, CompletionRequest)
+        prepared = await self.worked(request, self.preparation.completion, parameters)
+        return await self._answer(request, parameters, prepared, Answers)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer the last message of a chat."""
+        parameters = await self.parsed(request, ChatRequest)
+        prepared = await self.worked(request, self.preparation.chat, parameters)
+        return await self._answer(request, parameters, prepared, ChatAnswers)
+
+    def _about(self, client: str) -> dict[str, Any]:
+        about = {"id": client, "object": "model", "created": self._begun, "owned_by": "coterie"}
+        shares = self.preparation.models.models[client].shares
+        return about | ({"weights": shares} if shares else {})
+
+    def begun(self, prepared: Prepared, shapes: type[Answers]) -> tuple[Job, Answers]:
+        """Start the answers to prompts, and return them with their format. Raises ApiError."""
+        job = Job(prepared, self.preparation.vocabulary, self.scheduler)
+        with_logprobs = prepared.continuations[0].sampling.logprobs is not None
+        answers = shapes(prepared.client, self.preparation.vocabulary, with_logprobs)
+        job.start()
+        return job, answers
 
     async def _answer(
         self,
@@ -216,31 +262,24 @@ class Api:
         shapes: type[Answers],
     ) -> Response:
         """Generate and return the answer, whole or as a stream, unless the caller disconnects."""
-        job = Job(prepared, self.preparation.vocabulary, self.scheduler)
-        with_logprobs = prepared.continuations[0].sampling.logprobs is not None
-        answers = shapes(prepared.client, self.preparation.vocabulary, with_logprobs)
-        job.start()
+        job, answers = self.begun(prepared, shapes)
         if parameters.stream:
-            return _Stream(job, _events(job, answers, parameters.stream_options.include_usage))
+            return Stream(job, answers, parameters.stream_options.include_usage)
         work = asyncio.ensure_future(_whole(job, answers))
         try:
             if await _disconnects_before(request, work):
-                return Response(status_code=_CLOSED)
+                return await _no_answer()
             return JSONResponse(work.result())
         finally:
             job.cancel()
             work.cancel()
 
-    async def _unexpected(self, request: Request, error: Exception) -> Response:
-        """Report an internal error to the operator, and send the caller no details of it."""
-        self._report(f"a request failed: {type(error).__name__}: {error}")
-        return error_response(ApiError(500, "The server failed.", kind="server_error"))
 
-
-class _Stream(StreamingResponse):
+class Stream(StreamingResponse):
     """A stream whose job is cancelled when the caller stops reading."""
 
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
+    def __init__(self, job: Job, answers: Answers, with_usage: bool = False) -> None:
+        events = _events(job, answers, with_usage)
         super().__init__(events, headers={"Cache-Control": "no-cache"})
         self.job = job
 
@@ -251,17 +290,6 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.job.cancel()
-
-
-async def _disconnects_before(request: Request, work: "asyncio.Future[Any]") -> bool:
-    """Wait for some work, and return whether the caller disconnects before it is done."""
-    # the body has been read, so the next message can only be the disconnect
-    disconnect = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        return not work.done()
-    finally:
-        disconnect.cancel()
 
 
 async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
@@ -299,17 +327,25 @@ def _usage(job: Job, generated: int) -> dict[str, int]:
     }
 
 
+async def _disconnects_before(request: Request, work: "asyncio.Future[Any]") -> bool:
+    """Wait for some work, and return whether the caller disconnects before it is done."""
+    # the body has been read, so the next message can only be the disconnect
+    disconnect = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return not work.done()
+    finally:
+        disconnect.cancel()
+
+
+async def _no_answer(*_: Any) -> Response:
+    """Return the answer to a caller who has closed the connection."""
+    return Response(status_code=_CLOSED)
+
+
 async def _error_answer(request: Request, error: ApiError) -> Response:
     return error_response(error)
 
 
-async def _no_answer(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=_CLOSED)
-
-
-async def _no_route(request: Request, error: HTTPException) -> Response:
-    where = f"{request.method} {shown(request.url.path)}"
-    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
-    return error_response(
-        ApiError(error.status_code, f"There is no {where} here. There are: {known}.")
-    )
+async def _data_error(request: Request, error: DataError) -> Response:
+    return error_response(ApiError(400, str(error)))
