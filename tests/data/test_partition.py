@@ -92,9 +92,11 @@ def check(section: Toy) -> Federation:
             assert client.test.rows.tolist() == [
                 row for row, label in enumerate(source.test_labels) if label in labels
             ]
-    if not section.replacement:
-        everything = [row for client in federation.clients.values() for row in held(client)]
-        assert len(set(everything)) == len(everything)
+    by_themselves = section.partition == "dirichlet"  # its anchors
+    for members in (federation.anchors, [*federation.clients][section.anchors :]):
+        chosen = members if by_themselves else federation.clients
+        everything = [row for id in chosen for row in held(federation.clients[id])]
+        assert section.replacement or len(set(everything)) == len(everything)
     sets = {federation.labels[id] for id in federation.clients}
     for members in federation.unseen.values():
         new = [federation.labels[id] for id in members]
@@ -318,7 +320,7 @@ def test_aligned_clients_of_disjoint_classes_do_without_whole_clusters() -> None
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 5), st.integers(1, 6), st.floats(0.3, 3), st.integers(0, 3))
-def test_anchors_of_dirichlet_are_drawn_like_the_others(anchors, clients, alpha, seed) -> None:
+def test_anchors_of_dirichlet_are_drawn_by_themselves(anchors, clients, alpha, seed) -> None:
     section = Toy(
         partition="dirichlet",
         clients=clients,
@@ -329,7 +331,12 @@ def test_anchors_of_dirichlet_are_drawn_like_the_others(anchors, clients, alpha,
         public=50,
     )
     federation, source = check(section), section.read()
-    assert sum(len(held(client)) for client in federation.clients.values()) == 950
+    for members in (federation.anchors, [*federation.clients][anchors:]):
+        rows = [row for id in members for row in held(federation.clients[id])]
+        assert len(set(rows)) == len(rows) == (950 if members else 0)
+    others = [held(federation.clients[id]) for id in [*federation.clients][anchors:]]
+    alone = check(section.model_copy(update={"anchors": 0})).clients.values()
+    assert all(np.array_equal(a, held(b)) for a, b in zip(others, alone, strict=True))
     for id, client in federation.clients.items():
         own = source.train_labels[held(client)].tolist()
         assert federation.labels[id] == tuple(

@@ -70,10 +70,27 @@ def test_every_cell_of_every_table_and_figure_is_a_valid_recipe(
             {key: value} for key, values in job.sweep(row, column).items() for value in values
         ] or [{}]
         for choice in choices:
-            recipe, folder = job.run(row, column, choice, 1)
+            recipe, folder = job.run(row, column, choice, 3)
             assert isinstance(recipe, Recipe)
-            assert recipe.seed == 1
+            assert (recipe.seed, recipe.data.seed) == (3, 3)
             assert folder.is_relative_to(tmp_path)
+
+
+def test_later_seeds_have_splits_of_their_own(tmp_path: Path) -> None:
+    """Those of which runs were kept with one split still have it."""
+
+    def splits(name: str, row: str) -> list[int]:
+        job = Job(name, "small", tmp_path, seeds=5, columns=("digits",))
+        return [job.run(row, "digits", {}, seed)[0].data.seed for seed in job.numbers]
+
+    assert splits("ddome/table1", "ddome") == [0, 0, 0, 3, 4]
+    assert splits("ddome/table4", "ddome") == [0, 1, 2, 3, 4]
+    told = [Job("ddome/table1", "small", tmp_path, seeds=n).split for n in (1, 3, 5)]
+    assert told == [
+        "Every seed has a split of the data of its own.",
+        "Seeds [0, 1, 2] share one split of the data.",
+        "Seeds [0, 1, 2] share one split of the data, the others have one of their own.",
+    ]
 
 
 def test_the_tables_and_figures_of_the_papers_are_all_there() -> None:

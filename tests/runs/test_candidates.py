@@ -12,7 +12,7 @@ from coterie.core.errors import RecipeError
 from coterie.core.result import RESULT, Result, Tuning
 from coterie.papers.job import Job
 from coterie.papers.reproduce import reproduce
-from coterie.runs.folder.candidates import confirm, digest, lighten, mark
+from coterie.runs.folder.candidates import _as_before, confirm, digest, lighten, mark
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.run import execute_all
@@ -215,5 +215,17 @@ def test_runs_kept_in_the_repository_are_found_again() -> None:
                 kept["data"].pop("unseen_anchors", None)
                 if kept["data"]["kind"].startswith("agnews"):
                     kept["data"].pop("exclude_pretraining")
-                assert digest(recipes.validate(kept, "kept")) == expected, member.name
+                data = kept["data"]
+                changed = data.get("partition") == "dirichlet" and data["anchors"] > 0
+                found = digest(recipes.validate(kept, "kept")) == expected
+                assert found is not changed, member.name
     assert len(seen) > 20
+
+
+def test_runs_of_the_first_draw_of_dirichlet_anchors_are_not_found_again() -> None:
+    """Their anchors were drawn together with the other clients. All other partitions are as before."""
+    recipe, _ = Job("ddome/table4", "small", Path(), columns=("digits",)).run("ddome", "digits", {}, 0)
+    section = recipe.model_dump(mode="json")["data"]
+    assert _as_before(section)["dirichlet_anchors"] == "by themselves"
+    for other in ({"anchors": 0}, {"partition": "quantity"}):
+        assert "dirichlet_anchors" not in _as_before(section | other)

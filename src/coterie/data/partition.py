@@ -40,9 +40,10 @@ class Partitioner(PartitionSchemes):
             share out; each has all their test examples. Anchors are members of the clusters, as
             many of each, and have some of their cluster's classes.
         iid: All clients share the training examples out; each has all test examples.
-        dirichlet: How each class falls to the clients, anchors among them, is drawn from
-            Dirichlet(alpha), for training and test examples alike. A client is said to have the
-            classes that make up a tenth of its examples.
+        dirichlet: How each class falls to the clients is drawn from Dirichlet(alpha), for training
+            and test examples alike. Anchors are drawn by themselves from all examples, so that an
+            anchor and another client may have the same one (DDOME, Appendix A). A client is said
+            to have the classes that make up a tenth of its examples.
         quantity: Each client has a few classes, the rarest first; anchors have disjoint groups of
             classes. The training examples of a class are shared out among those who have it, and
             each has all test examples of its classes.

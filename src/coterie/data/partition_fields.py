@@ -71,7 +71,7 @@ class PartitionFields(BaseModel, ABC):
         0,
         ge=0,
         description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
-        "the clients",
+        "the clients; those of dirichlet are drawn by themselves from all examples",
     )
     anchor_classes: int | None = Field(
         None,

@@ -120,19 +120,27 @@ class PartitionSchemes(PartitionFields, ABC):
 
     def _by_dirichlet(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         ids = self._ids()
+        # anchors are drawn from all examples once more, as in DDOME, Appendix A
+        anchors, others = ids[: self.anchors], ids[self.anchors :]
+        for kind, members in (("dirichlet anchors", anchors), ("dirichlet", others)):
+            if members:
+                trains, tests = self._drawn(kind, len(members), train, test)
+                for id, of, tested in zip(members, trains, tests, strict=True):
+                    yield ClientShare(id, of, tested, self._had(train[of]))
+
+    def _drawn(
+        self, kind: str, count: int, train: Numbers, test: Numbers
+    ) -> tuple[list[Numbers], list[Numbers]]:
+        """Return training and test rows of so many clients, drawn from Dirichlet(alpha)."""
         for attempt in range(_ATTEMPTS):
-            random = self._random("dirichlet", attempt)
-            shares = random.dirichlet([self.alpha] * len(ids), self.classes)
-            ends = np.cumsum(shares, axis=1)[:, :-1]
+            random = self._random(kind, attempt)
+            ends = np.cumsum(random.dirichlet([self.alpha] * count, self.classes), axis=1)[:, :-1]
             trains, tests = (self._cut(labels, ends, random) for labels in (train, test))
             if min(map(len, trains)) >= 2 and min(map(len, tests)) >= 1:
-                return (
-                    ClientShare(id, of, tested, self._had(train[of]))
-                    for id, of, tested in zip(ids, trains, tests, strict=True)
-                )
+                return trains, tests
         raise DataError(
             f"data.partition dirichlet: {_ATTEMPTS} draws with alpha {self.alpha:g} left some of "
-            f"{len(ids)} clients without {self.things}",
+            f"{count} clients without {self.things}",
             "Use a larger data.alpha, or fewer data.clients.",
         )
 

@@ -147,10 +147,20 @@ class Job:
             **self.reproduction.columns[column].rows.get(row, {}),
             **choice,
         }
+        if seed >= self.reproduction.one_split:
+            settings["data.seed"] = seed
         recipe = recipes.changed(base.with_method(row_spec.method), settings).model_copy(
             update={"seed": seed}
         )
         return recipe, folder_of(recipe, self.folder / recipe.name)
+
+    @property
+    def split(self) -> str:
+        """Which seeds have the same split of the data, in words."""
+        if (same := min(len(self.numbers), self.reproduction.one_split)) < 2:
+            return "Every seed has a split of the data of its own."
+        others = ", the others have one of their own" if same < len(self.numbers) else ""
+        return f"Seeds {self.numbers[:same]} share one split of the data{others}."
 
     @property
     def most(self) -> int:

@@ -190,6 +190,9 @@ class Reproduction(_Strict):
 
     title: str  # as the paper names it
     seeds: Annotated[int, Field(ge=1)] = 3  # runs per cell that the paper averages over
+    # So many first seeds share one split of the data, as all runs once did; every later one has a
+    # split of its own: `data.seed` is the run's seed.
+    one_split: Annotated[int, Field(ge=0)] = 3
     # the figure of a run in the table; the best evaluation is by the test metric, as in the paper
     shows: Figure = "mean"
     set: Settings = {}  # in every recipe

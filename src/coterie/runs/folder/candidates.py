@@ -50,6 +50,9 @@ def _as_before(data: Mapping[str, Any]) -> dict[str, Any]:
     section = {key: value for key, value in data.items() if later.get(key) != value}
     if "anchors" in data:
         section["unseen_anchors"] = 2
+    if data.get("partition") == "dirichlet" and data["anchors"]:
+        # the anchors of the first kept runs were drawn in one draw with the other clients
+        section["dirichlet_anchors"] = "by themselves"
     if data["kind"].startswith("agnews"):
         section["exclude_pretraining"] = False
     return section
