@@ -4,11 +4,12 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# What a table reads of a run: no checkpoints, no models.
+# What a table reads of a run: no checkpoints, no models. Few runs have samples, and so routing.
 FILES = (
     "recipe.yaml",
     "inputs.json",
     "metrics.jsonl",
+    "routing.json",
     "result.json",
     "SHA256SUMS",
     "candidate.json",

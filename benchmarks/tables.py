@@ -115,12 +115,16 @@ PLAN = (
     *(Entry(f"cobo/figure{k}") for k in ("2a", "2b", "3")),
     *(Entry(f"ddome/figure{k}") for k in (4, 7, 8, 5, 6, 9, 10)),
     *(Entry(f"ddome/table{k}", columns=("digits",)) for k in (5, 6)),
-    *(Entry(f"ddome/table{k}") for k in (7, 3)),
+    Entry("ddome/table7"),
+    Entry("ddome/table3", columns=("emnist-73", "emnist-80")),
     Entry("ddome/table1", trials=6, columns=DIGITS),
     Entry("ddome/table4", trials=6, columns=("digits",)),
     # Language: an hour of two cores each, or more.
     Entry("comigs/table2"),
-    *(Entry(f"comigs/figure{k}") for k in (7, 4, 8)),  # from the runs of Table 2
+    *(
+        Entry(f"comigs/{name}") for name in ("figure7", "figure4", "figure8", "table4")
+    ),  # from its runs
+    Entry("comigs/figure3"),
     Entry("cobo/table2"),
     *(Entry(f"cobo/figure{k}") for k in (4, 5, 6)),  # likewise
     Entry("comigs/table6"),

@@ -23,9 +23,13 @@ of a table or figure is judged twice: *fixed*, with the settings of the table's 
 share (where that names several, as for Ditto's lambda, a row's best of these by validation); and
 *tuned*, with the same search on validation for every row. Verdicts and intervals are explained in
 [docs/tables.md](../../docs/tables.md): Student's 95 % intervals over three seeds of the difference
-between runs of the same seed. `undecided`: the interval reaches across the bound. All is at the
-small scale: orders and signs can be compared with the papers, values cannot. Hours are those of
-the runs on a machine that was also busy with other work; what tables share is counted in each.
+between runs of the same seed. `undecided`: the interval reaches across the bound. `unfinished`: a
+row still improves, and the verdict would be another if all went on at this pace for as long again.
+Behind each verdict stands which rows still improved in the last fifth of their runs, and by how
+much in that fifth (by more than 0.5 points of accuracy or 1 % of perplexity, and by more than it
+varies over seeds). All is at the small scale: orders and signs can be compared with the papers,
+values cannot. Hours are those of the runs on a machine that was also busy with other work; what
+tables share is counted in each.
 Why some of it does not hold is told in
 [docs/tables.md](../../docs/tables.md#what-does-not-hold-and-why).
 """
@@ -120,7 +124,7 @@ def _summary(known: Sequence[Table]) -> list[str]:
             verdict = _overall(table, key)
             kind = "holds only with ..." if verdict.startswith("holds only") else verdict
             counts[table.name.partition("/")[0]][kind] += 1
-    kinds = ["holds", "holds only with ...", "undecided", "does not hold", NOT_RUN]
+    kinds = ["holds", "holds only with ...", "unfinished", "undecided", "does not hold", NOT_RUN]
     return [
         f"| paper | {' | '.join(kinds)} |",
         "| --- |" + " ---: |" * len(kinds),
@@ -170,7 +174,8 @@ def _told(found: Found | None, key: Key) -> str:
     verdict = _verdict(found, key)
     if verdict is None:
         return ""
-    return f"{verdict['verdict']}: {verdict['by'] or verdict['detail']}"
+    progress = verdict.get("progress") or "how finished is not known"
+    return f"{verdict['verdict']}: {verdict['by'] or verdict['detail']}; {progress}"
 
 
 def _overall(table: Table, key: Key) -> str:
@@ -184,6 +189,7 @@ def _overall(table: Table, key: Key) -> str:
     if {*words.values()} == {"holds", "does not hold"}:
         kind = next(kind for kind, word in words.items() if word == "holds")
         return f"holds only with {ONLY[kind]}"
-    if "undecided" in words.values():
-        return "undecided"
+    for open_ in ("unfinished", "undecided"):
+        if open_ in words.values():
+            return open_
     return next(word for word in words.values() if word.startswith("holds only"))

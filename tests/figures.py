@@ -7,7 +7,9 @@ from typing import Any
 
 from coterie.core.metrics import PERPLEXITY
 from coterie.core.result import Comparison, Evaluation, Machine, Result, Routing, Row, Versions
-from coterie.papers.reproduced import Cell, Reproduced, SeedFigures
+from coterie.papers.figures import SeedFigures
+from coterie.papers.reproduced import Cell, Reproduced
+from coterie.papers.tables import FIGURES
 
 _ROW = {field.name for field in fields(Row)}
 METRIC = PERPLEXITY.about.to_json()
@@ -65,9 +67,16 @@ def _cell(found: dict) -> Cell:
 def _seeds(found: dict) -> list[SeedFigures]:
     """A cell's own, or a single one with its means."""
     if "seeds" in found:
-        return [SeedFigures(**own) for own in found["seeds"]]
+        return [_seed(own) for own in found["seeds"]]
     known = {field.name for field in fields(SeedFigures)} & found.keys()
-    return [SeedFigures(**{"mean": 0.0, "clients": {}} | {name: found[name] for name in known})]
+    figures = {name: found[name] for name in FIGURES if found.get(name) is not None}
+    own = {"mean": 0.0, "clients": {}, "figures": figures} | {name: found[name] for name in known}
+    return [SeedFigures(**own)]
+
+
+def _seed(found: dict) -> SeedFigures:
+    earlier = found.get("earlier")
+    return SeedFigures(**found | {"earlier": None if earlier is None else _seed(earlier)})
 
 
 def _reproduced(found: dict) -> Reproduced:

@@ -11,9 +11,11 @@ from figures import typed
 from reports.samples import classified
 from scipy import stats
 
-from coterie.papers.checks import Condition, Judgement, _verdicts
-from coterie.papers.reproduced import SeedFigures, Verdict, seed_figures
-from coterie.papers.tables import Better, Favours, Improved, Lower, Near, Reproduction
+from coterie.papers.checks import _verdicts
+from coterie.papers.figures import SeedFigures, seed_figures
+from coterie.papers.judgement import Condition, Judgement
+from coterie.papers.reproduced import Verdict
+from coterie.papers.tables import Better, Figure, Near, Reproduction
 
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:
@@ -32,10 +34,10 @@ def row(name: str, means: list[float], **clients: list[float]) -> dict:
     return {"row": name, "title": name, "column": "c", "mean": 0.0, "std": 0.0, "seeds": seeds}
 
 
-LOWER = Lower(says="s", source="p", columns=("c",), lower=("a",), than=("x",))
+LOWER = Better(says="s", source="p", columns=("c",), better=("a",), than=("x",))
 
 
-def judged(statement: Lower | Better | Near | Improved, *rows: dict) -> Verdict:
+def judged(statement: Better | Near | Figure, *rows: dict) -> Verdict:
     [verdict] = _verdicts(statement, typed(rows))
     return verdict
 
@@ -89,8 +91,13 @@ def test_a_statement_of_some_clients_is_paired_over_these() -> None:
     assert judged(LOWER, a, x).word == "does not hold"
 
 
+NEAR = Near(
+    kind="near", says="", source="", columns=("c",), rows=("a",), best_of=("x",), within=0.05
+)
+
+
 def test_near_is_the_share_of_each_seed_against_its_bound() -> None:
-    s = Near(kind="near", says="", source="", columns=("c",), row="a", best_of=("x",), within=0.05)
+    s = NEAR
     assert judged(s, row("a", [10.1, 20.3]), row("x", [10.0, 20.0])).word == "holds"
     close = judged(s, row("a", [10.1, 20.9]), row("x", [10.0, 20.0]))
     assert close.word == "undecided"
@@ -109,44 +116,55 @@ def test_what_holds_only_with_something_else_says_so() -> None:
 
 def test_rows_that_stand_in_must_be_rows() -> None:
     known = {"columns": {}, "rows": {}, "title": ""}
-    other = {"says": "", "source": "", "columns": [], "lower": [], "than": []}
+    other = {"says": "", "source": "", "columns": [], "better": [], "than": []}
     with pytest.raises(ValueError, match="no such row or column: ghost"):
         Reproduction.model_validate(
             known | {"statements": [other | {"only_with": {"x": {"ghost": "ghost"}}}]}
         )
 
 
-def test_whom_a_client_favours_is_judged_against_each_other_client() -> None:
-    s = Favours(kind="favours", says="", source="", columns=("c",), row="a", client="ca", most="es")
+def test_whom_a_client_favours_is_judged_against_the_next_of_the_others() -> None:
+    s = Figure(
+        kind="figure",
+        figure="favour ca es",
+        row="a",
+        at_least=0,
+        strict=True,
+        says="",
+        source="",
+        columns=("c",),
+    )
 
     def weighted(*weights: tuple[float, float, float]) -> dict:
-        seeds = [
-            asdict(SeedFigures(0.0, {}, weights={"ca": {"es": es, "de": de, "nl": nl}}))
-            for es, de, nl in weights
-        ]
-        return row("a", []) | {"seeds": seeds}
+        """Weights of ca for es, de and nl in two evaluations, the second the first's mean."""
+        seeds = []
+        for es, de, nl in weights:
+            evaluations = [
+                {"round": k, "iteration": k, "test": 1.0, "weights": [[0, *row], *[[0] * 4] * 3]}
+                for k, row in ((1, (es - 0.1, de, nl)), (2, (es + 0.1, de, nl)))
+            ]
+            clients = {i: {"test": 1.0} for i in ("ca", "es", "de", "nl")}
+            own = {"clients": clients, "rounds": 2, "evaluations": evaluations, "wall_s": 1.0}
+            [result] = typed([own | {"mean": 1.0, "mean_synced": 1.0}])
+            seeds += seed_figures(lambda r: r.mean, [result], (), [Path()], {"favour ca es"})
+        return row("a", []) | {"seeds": [asdict(seed) for seed in seeds]}
 
     clear = judged(s, weighted((0.5, 0.3, 0.2), (0.52, 0.3, 0.18), (0.51, 0.29, 0.2)))
     assert clear.word == "holds"
-    assert "es 0.510, de 0.297, nl 0.193" in clear.detail
-    assert "above that for de by +0.213" in clear.by
-    open_ = judged(s, weighted((0.5, 0.3, 0.2), (0.3, 0.32, 0.38), (0.4, 0.3, 0.3)))
-    assert open_.word == "undecided"
+    assert "of a +0.213" in clear.by
+    assert (
+        judged(s, weighted((0.5, 0.3, 0.2), (0.3, 0.32, 0.38), (0.4, 0.3, 0.3))).word == "undecided"
+    )
 
 
-def test_weights_are_means_over_evaluations() -> None:
+def test_who_has_no_weights_favours_nobody() -> None:
     plain = classified("local")
     for evaluated in plain["evaluations"]:
         evaluated.pop("weights")
-    results = typed([classified("cobo"), plain])
-    with_weights, without = (
-        seed_figures([0.0], [result], (), [Path()], {"weights"})[0].weights for result in results
-    )
-    assert without is None
-    assert with_weights is not None
-    clients = list(results[0].clients)
-    at = [e.weights[0][1] for e in results[0].evaluations if e.weights is not None]
-    assert with_weights[clients[0]][clients[1]] == pytest.approx(sum(at) / len(at))
+    [result] = typed([plain])
+    one, other = [*result.clients][:2]
+    [seed] = seed_figures(lambda r: r.mean, [result], (), [Path()], {f"favour {one} {other}"})
+    assert not any(name.startswith("favour") for name in seed.figures)
 
 
 def test_what_is_not_finite_has_no_interval() -> None:

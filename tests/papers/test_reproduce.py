@@ -24,22 +24,12 @@ from coterie.core.result import RESULT, Result
 from coterie.core.result import rows as comparison
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
+from coterie.papers.figures import seed_figures
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.reproduce import _shown, reproduce, search
-from coterie.papers.reproduced import seed_figures, spoken_of_row
-from coterie.papers.tables import (
-    Better,
-    Gate,
-    Improved,
-    Lower,
-    Near,
-    Picture,
-    Reproduction,
-    Routers,
-    Statement,
-    Weights,
-)
+from coterie.papers.reproduced import spoken_of_row
+from coterie.papers.tables import Better, Figure, Near, Picture, Reproduction, Statement
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, load
 from coterie.runs.tuning.search import Effort
@@ -85,17 +75,16 @@ def test_later_seeds_have_splits_of_their_own(tmp_path: Path) -> None:
 
     assert splits("ddome/table1", "ddome") == [0, 0, 0, 3, 4]
     assert splits("ddome/table4", "ddome") == [0, 1, 2, 3, 4]
-    told = [Job("ddome/table1", "small", tmp_path, seeds=n).split for n in (1, 3, 5)]
+    told = [tables.load(f"ddome/table{k}").split for k in (1, 4)]
     assert told == [
-        "Every seed has a split of the data of its own.",
-        "Seeds [0, 1, 2] share one split of the data.",
-        "Seeds [0, 1, 2] share one split of the data, the others have one of their own.",
+        "Seeds below 3 share one split of the data, later ones have their own.",
+        "Every seed has its own split of the data.",
     ]
 
 
 def test_the_tables_and_figures_of_the_papers_are_all_there() -> None:
-    comigs = {f"comigs/table{k}" for k in (1, 2, 5, 6)} | {
-        f"comigs/figure{k}" for k in range(4, 12)
+    comigs = {f"comigs/table{k}" for k in (1, 2, 4, 5, 6)} | {
+        f"comigs/figure{k}" for k in range(3, 12)
     }
     ddome = {f"ddome/table{k}" for k in range(1, 9)} | {f"ddome/figure{k}" for k in range(2, 12)}
     assert comigs | ddome <= set(tables.names())
@@ -375,7 +364,8 @@ def test_ddome_is_tuned_on_more_validation_data_and_trains_and_is_tested_as_with
             assert (own.valid.rows == more.valid.rows).all()
         else:
             assert len(own.valid.rows) <= 5
-            assert len(more.valid.rows) >= 20
+            # of Table 4, where anchors and others each train on nearly all images, few are left
+            assert len(more.valid.rows) >= (20 if table == "ddome/table1" else 3)
             assert not set(more.valid.rows) & trained
 
 
@@ -430,22 +420,28 @@ def verdict(statement: Statement, *cells: dict) -> tuple[bool, str] | None:
     return (found[0].holds, found[0].detail) if found else None
 
 
-def test_lower_means_every_row_below_every_other() -> None:
-    s = Lower(says="", source="", columns=("c",), lower=("a", "b"), than=("x", "y"))
+def test_better_means_every_row_before_every_other() -> None:
+    s = Better(says="", source="", columns=("c",), better=("a", "b"), than=("x", "y"))
     assert verdict(s, cell("a", 1), cell("b", 2), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
     assert not verdict(s, cell("a", 1), cell("b", 3.5), cell("x", 3), cell("y", 4))[0]  # type: ignore[index]
     assert verdict(s, cell("a", 1), cell("x", 3), cell("y", 4)) is None
 
 
 def test_statements_about_some_clients_look_at_those() -> None:
-    s = Lower(says="", source="", columns=("c",), lower=("a",), than=("x",), clients=("fr",))
+    s = Better(says="", source="", columns=("c",), better=("a",), than=("x",), clients=("fr",))
     assert verdict(s, cell("a", 9, fr=1.0, de=17.0), cell("x", 3, fr=2.0, de=4.0))[0]  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("own", "holds"), [(10.4, True), (10.6, False), (9.0, True)])
-def test_near_is_a_share_above_the_best(own: float, holds: bool) -> None:
+@pytest.mark.parametrize(("own", "holds"), [(10.4, True), (10.6, False), (9.4, False), (9.6, True)])
+def test_near_is_a_share_on_both_sides_of_the_best(own: float, holds: bool) -> None:
     s = Near(
-        kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.05
+        kind="near",
+        says="",
+        source="",
+        columns=("c",),
+        rows=("a",),
+        best_of=("x", "y"),
+        within=0.05,
     )
     assert verdict(s, cell("a", own), cell("x", 10), cell("y", 20))[0] is holds  # type: ignore[index]
 
@@ -472,39 +468,50 @@ def test_better_follows_the_direction_of_the_metric() -> None:
 
 @pytest.mark.parametrize(
     ("own", "share", "points"),
-    [(70.1, True, True), (69.0, True, False), (67.0, False, False), (80.0, True, True)],
+    [(70.1, True, True), (69.0, True, False), (67.0, False, False), (80.0, False, False)],
 )
-def test_near_looks_from_the_better_side(own: float, share: bool, points: bool) -> None:
+def test_near_is_about_the_best_in_the_direction_of_the_metric(
+    own: float, share: bool, points: bool
+) -> None:
     s = Near(
-        kind="near", says="", source="", columns=("c",), row="a", best_of=("x", "y"), within=0.06
+        kind="near",
+        says="",
+        source="",
+        columns=("c",),
+        rows=("a",),
+        best_of=("x", "y"),
+        within=0.06,
     )
     rows = accurate("a", own), accurate("x", 72), accurate("y", 10)
     assert verdict(s, *rows)[0] is share  # type: ignore[index]
     assert verdict(s.model_copy(update={"within": 2.0, "points": True}), *rows)[0] is points  # type: ignore[index]
 
 
+def figure(name: str, row: str = "a", **bounds: object) -> Figure:
+    about = {"says": "", "source": "", "columns": ("c",), "row": row, "figure": name}
+    return Figure(kind="figure", **about | bounds)  # type: ignore[arg-type]
+
+
 def test_weights_and_improved_are_judged_where_they_are_known() -> None:
-    about = {"says": "", "source": "", "columns": ("c",), "row": "a"}
-    w, i = (
-        Weights(kind="weights", at_most=0.1, **about),
-        Improved(kind="improved", at_least=90, **about),
-    )
+    w, i = figure("weights_error", at_most=0.1), figure("improved", at_least=90)
     assert verdict(w, accurate("a", 80, weights_error=0.1)) == (
         True,
-        "W error of a 0.100 (at most 0.1)",
+        "W error of a 0.1 (at most 0.1)",
     )
     assert not verdict(w, accurate("a", 80, weights_error=0.11))[0]  # type: ignore[index]
     assert verdict(w, accurate("a", 80, weights_error=None)) is None
     assert verdict(i, accurate("a", 80, improved=90.0)) == (True, "Imp.% of a 90 (at least 90)")
     assert not verdict(i, accurate("a", 80, improved=87.5))[0]  # type: ignore[index]
     assert verdict(i, accurate("a", 80, improved=None)) is None
+    exact = figure("weights_error", at_most=0.1, strict=True)
+    assert not verdict(exact, accurate("a", 80, weights_error=0.1))[0]  # type: ignore[index]
 
 
 def test_router_scores_are_read_of_rows_that_stand_for_others_too() -> None:
     table = tables.load("comigs/figure4")
-    assert spoken_of_row(table, "comigs-1g1s") == {"routers"}
-    assert spoken_of_row(table, "comigs-1g1s-published") == {"routers"}
-    assert spoken_of_row(table, "pfedmoe") == set()
+    assert spoken_of_row(table, "comigs-1g1s") == {"generalist_change"}
+    assert spoken_of_row(table, "comigs-1g1s-published") == {"generalist_change"}
+    assert spoken_of_row(tables.load("comigs/table2"), "pfedmoe") == set()
 
 
 def test_statements_about_a_group_or_a_gate() -> None:
@@ -518,8 +525,8 @@ def test_statements_about_a_group_or_a_gate() -> None:
         True,
         "x 80.00 against a 70.00",
     )
-    gate = Gate(kind="gate", says="", source="", columns=("c",), row="a", at_least=94)
-    assert verdict(gate, *rows) == (True, "gate accuracy of a 94.0 (at least 94)")
+    gate = figure("gate_accuracy", at_least=94)
+    assert verdict(gate, *rows) == (True, "gate accuracy of a 94 (at least 94)")
     assert not verdict(gate.model_copy(update={"at_least": 95}), *rows)[0]  # type: ignore[index]
     assert verdict(gate.model_copy(update={"row": "x"}), *rows) is None
 
@@ -544,15 +551,16 @@ def test_router_statements_read_the_metrics(
         for k, w in enumerate(weights)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    figures = seed_figures([1.0], [Result.read(run)], (), [run], {"routers"})
-    own = [{"row": "a", "column": "c", "seeds": [asdict(seed) for seed in figures]}]
-    for kind, expected in (("falls", falls), ("below half at the end", below)):
-        s = Routers(kind="routers", says="", source="", columns=("c",), row="a", generalist=kind)  # type: ignore[arg-type]
+    names = {"generalist", "generalist_change"}
+    figures = seed_figures(lambda r: r.mean, [Result.read(run)], (), [run], names)
+    own = [{"row": "a", "title": "a", "column": "c", "seeds": [asdict(seed) for seed in figures]}]
+    for name, bound, expected in (("generalist_change", 0, falls), ("generalist", 0.5, below)):
+        s = figure(name, at_most=bound, strict=True)
         assert next(_verdicts(s, typed(own))).holds is expected
         leak = s.model_copy(update={"row": "other", "only_with": {"the leak": {"other": "a"}}})
         other = own[0] | {
             "row": "other",
-            "seeds": [own[0]["seeds"][0] | {"generalist": (0.5, 0.9)}],
+            "seeds": [{"mean": 1.0, "clients": {}, "figures": dict.fromkeys(names, 0.9)}],
         }
         found = next(_verdicts(leak, typed([*own, other])))
         assert (found.holds, found.only_with) == (False, "the leak" if expected else None)
@@ -647,7 +655,7 @@ def test_each_column_has_its_own_metric(mixed: dict, tmp_path: Path) -> None:
     assert "MFLOPs/token" in language
     assert "| COBO | 81.50 | 65.90 | 81.50 | 100 | 100 | 0.500 |" in digits
     assert "| COBO | 81.50 | 65.90 | 81.50 | 0 | 100 | 0.500 |" in language
-    assert "- 1 statement of the paper is not judged" in text
+    assert "- Statements that are not judged, as not all they are about was run: 1." in text
     write_page(tmp_path / "t.html", typed(mixed), (), tmp_path)
     page = (tmp_path / "t.html").read_text()
     assert re.findall(r"<tr class=best><th[^>]*>(\w+)", page) == ["COBO", "LOCAL"]
@@ -698,7 +706,7 @@ def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:
     )
     page = (tmp_path / "comigs-figure4.html").read_text()
     assert page.count("generalist, block 1") >= 8  # two methods, four clients
-    assert [s["row"] if "row" in s else s["column"] for s in found["statements"]] == ["agnews"]
+    assert [s["column"] for s in found["statements"]] == ["agnews", "agnews"]
 
 
 @pytest.fixture(scope="module")

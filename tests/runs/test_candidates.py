@@ -194,6 +194,7 @@ def test_runs_are_found_again_once_a_recipe_has_a_field_more() -> None:
     assert digest(later.model_copy(update={"extra": 1})) != digest(today)
 
 
+FIRST_DRAW = 22  # archives up to this one have Dirichlet anchors as they once were drawn
 KEPT = Path(__file__).parents[2] / "benchmarks/results/runs"
 
 
@@ -217,14 +218,16 @@ def test_runs_kept_in_the_repository_are_found_again() -> None:
                     kept["data"].pop("exclude_pretraining")
                 data = kept["data"]
                 changed = data.get("partition") == "dirichlet" and data["anchors"] > 0
+                changed = changed and int(path.name[:3]) <= FIRST_DRAW
                 found = digest(recipes.validate(kept, "kept")) == expected
                 assert found is not changed, member.name
     assert len(seen) > 20
 
 
 def test_runs_of_the_first_draw_of_dirichlet_anchors_are_not_found_again() -> None:
-    """Their anchors were drawn together with the other clients. All other partitions are as before."""
-    recipe, _ = Job("ddome/table4", "small", Path(), columns=("digits",)).run("ddome", "digits", {}, 0)
+    """Their anchors were drawn with the other clients. All other partitions are as before."""
+    job = Job("ddome/table4", "small", Path(), columns=("digits",))
+    recipe, _ = job.run("ddome", "digits", {}, 0)
     section = recipe.model_dump(mode="json")["data"]
     assert _as_before(section)["dirichlet_anchors"] == "by themselves"
     for other in ({"anchors": 0}, {"partition": "quantity"}):

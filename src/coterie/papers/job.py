@@ -69,7 +69,9 @@ class Job:
         asked_rows = [r for r in rows if r in (self.rows or rows)]
         asked_columns = [c for c in columns if c in (self.columns or columns)]
         pairs = ((r, c) for c in asked_columns for r in asked_rows)
-        return [(r, c) for r, c in pairs if c in (self.reproduction.rows[r].columns or columns)]
+        known = self.reproduction
+        allowed = ((r, c) for r, c in pairs if c in (known.rows[r].columns or columns))
+        return [(r, c) for r, c in allowed if r in (known.columns[c].only or rows)]
 
     @cached_property
     def _bases(self) -> dict[str, Recipe]:
@@ -153,14 +155,6 @@ class Job:
             update={"seed": seed}
         )
         return recipe, folder_of(recipe, self.folder / recipe.name)
-
-    @property
-    def split(self) -> str:
-        """Which seeds have the same split of the data, in words."""
-        if (same := min(len(self.numbers), self.reproduction.one_split)) < 2:
-            return "Every seed has a split of the data of its own."
-        others = ", the others have one of their own" if same < len(self.numbers) else ""
-        return f"Seeds {self.numbers[:same]} share one split of the data{others}."
 
     @property
     def most(self) -> int:

@@ -39,12 +39,8 @@ _LEADS = {
 def notes(reproduced: Reproduced) -> list[str]:
     """Return notes for a fair comparison, and the statements that could not be judged."""
     count = reproduced.unjudged
-    what = (
-        "statement of the paper is not judged: not all that it speaks"
-        if count == 1
-        else "statements of the paper are not judged: not all that they speak"
-    )
-    return [*reproduced.notes, *([f"{count} {what} of was run."] if count else [])]
+    missing = f"Statements that are not judged, as not all they are about was run: {count}."
+    return [*reproduced.notes, *([missing] if count else [])]
 
 
 def statements_of(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, str]]:
@@ -52,7 +48,9 @@ def statements_of(reproduced: Reproduced) -> Iterator[tuple[bool | None, str, st
     with its place in the paper; and the measured numbers.
     """
     for s in reproduced.statements:
-        yield s.state, f"{reproduced.columns[s.column]}: {s.says} ({s.source})", s.measured
+        unfinished = "unfinished: " if s.unfinished else ""
+        says = f"{unfinished}{reproduced.columns[s.column]}: {s.says} ({s.source})"
+        yield s.state, says, s.measured
 
 
 def _figures(reproduced: Reproduced, column: str) -> dict[str, list[str]]:

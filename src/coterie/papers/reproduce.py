@@ -18,11 +18,12 @@ from coterie.core.result import Evaluation, MetricInfo, Result, Versions
 from coterie.core.result import rows as comparison
 from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
+from coterie.papers.figures import seed_figures
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, write_page
 from coterie.papers.remarks import effort, orders, tuned, unlike
-from coterie.papers.reproduced import Cell, Reproduced, seed_figures, spoken_of_row
-from coterie.papers.tables import Figure, Settings
+from coterie.papers.reproduced import Cell, Reproduced, spoken_of_row
+from coterie.papers.tables import Settings, Shown
 from coterie.runs.folder.candidates import UNFIT, confirm
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning.search import SearchResult
@@ -55,6 +56,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     _execute([run for cell in runs.values() for run in cell], reporter or Callback(), job.changed)
     cells = _cells(job, choices, runs)
     statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells)]
+    tried = effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
     reproduced = Reproduced(
         name=job.name,
         title=reproduction.title,
@@ -75,7 +77,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         cells=cells,
         statements=statements,
         order=orders(cells),
-        notes=[*reproduction.notes, job.split, *_effort(job, searched), *unlike(cells)],
+        notes=[*reproduction.notes, reproduction.split, *tried, *unlike(cells)],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
         hours=_hours(trial_runs, searched, runs),
         versions=Versions(__version__, torch.__version__, platform.python_version()),
@@ -101,11 +103,6 @@ def _hours(
             folders.update(path for _, path in trial_runs.runs_of(cell, judged.trial))
     done = [path for path in folders if not (path / UNFIT).exists()]
     return sum(Result.read(path).wall_s for path in done) / 3600
-
-
-def _effort(job: Job, searched: Mapping[CellId, SearchResult]) -> list[str]:
-    """Describe what each row tried."""
-    return effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
 
 
 def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, SearchResult]]:
@@ -167,7 +164,6 @@ def _cell(
     mean, std = number if isinstance(number, tuple) else (number, None)
     recipe = runs[0][0]
     shown = _shown(results, job.reproduction.shows)
-    spoken = spoken_of_row(job.reproduction, row)
     return Cell.of(
         replace(comparison.row(recipe.method["name"], results, alone), **shown),
         row=row,
@@ -181,7 +177,14 @@ def _cell(
         settings=recipe.method,
         folders=[path.relative_to(job.folder).as_posix() for _, path in runs],
         evaluations=[_brief(e) for e in results[0].evaluations],
-        seeds=seed_figures(shown["per_seed"], results, alone, [path for _, path in runs], spoken),
+        seeds=seed_figures(
+            _FIGURES[job.reproduction.shows],
+            results,
+            alone,
+            [path for _, path in runs],
+            spoken_of_row(job.reproduction, row),
+            job.reproduction.rows[row].fused,
+        ),
     )
 
 
@@ -191,7 +194,7 @@ def _brief(evaluated: Evaluation) -> Evaluation:
     return replace(evaluated, weights=None, choices=None, clients=clients)
 
 
-def _shown(results: Sequence[Result], figure: Figure) -> dict[str, Any]:
+def _shown(results: Sequence[Result], figure: Shown) -> dict[str, Any]:
     """Return a row's metric and values as in the table; no gate accuracy without a gate."""
     metric = _GATE_ERROR if figure == "gate_error" else results[0].metric
     values = [_FIGURES[figure](result) for result in results]
@@ -208,7 +211,7 @@ def _shown(results: Sequence[Result], figure: Figure) -> dict[str, Any]:
     }
 
 
-_FIGURES: Mapping[Figure, Callable[[Result], float | None]] = {
+_FIGURES: Mapping[Shown, Callable[[Result], float | None]] = {
     "mean": lambda result: result.mean,
     "best": lambda result: result.best,
     "best_of_last_ten": lambda result: result.best_of_last_ten,

@@ -1,103 +1,18 @@
 """The outcome of a reproduction, as in its JSON file: cells, and the paper's statements."""
 
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import asdict, dataclass, fields
-from itertools import permutations
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from coterie.core import metrics
-from coterie.core.result import Evaluation, Json, Machine, MetricInfo, Result, Row, Versions
-from coterie.core.result import rows as comparison
-from coterie.papers.tables import Favours, Reproduction, Routers, stand_ins
-from coterie.reports.curves import router_series
-from coterie.runs.folder.metrics import METRICS
-
-Spoken = AbstractSet[Literal["routers", "weights"]]
+from coterie.core.result import Evaluation, Json, Machine, MetricInfo, Row, Versions
+from coterie.papers.figures import SeedFigures
+from coterie.papers.tables import Figure, Reproduction, stand_ins
 
 
-@dataclass(frozen=True)
-class SeedFigures:
-    """The figures of one seed's run that statements compare."""
-
-    mean: float  # as the table shows it
-    clients: Mapping[str, float]  # the test metric of each client that the mean is over
-    # the mean of each group of clients that never trained
-    groups: Mapping[str, float] | None = None
-    improved: float | None = None  # Imp.%
-    weights_error: float | None = None
-    gate_accuracy: float | None = None  # percent
-    # its mean routing weight in the first and in the last round
-    generalist: tuple[float, float] | None = None
-    # of a client for each other one, the mean over evaluations; None if not needed
-    weights: Mapping[str, Mapping[str, float]] | None = None
-
-
-def seed_figures(
-    shown: Sequence[float],
-    results: Sequence[Result],
-    alone: Sequence[Result],
-    folders: Sequence[Path],
-    spoken: Spoken,
-) -> list[SeedFigures]:
-    """Return the figures of each seed.
-
-    Args:
-        shown: The values that the table shows.
-        results: The results of the runs.
-        alone: The results of Local, with the same seeds in the same order; () if it was not run.
-        folders: The folders of the runs.
-        spoken: What statements need.
-    """
-    return [
-        SeedFigures(
-            mean=mean,
-            clients={i: client.test for i, client in result.headline.items()},
-            groups=result.groups,
-            improved=comparison.improved([result], alone) if alone else None,
-            weights_error=result.weights_error,
-            gate_accuracy=result.gate_accuracy,
-            generalist=_generalist(result, folder) if "routers" in spoken else None,
-            weights=_weights(result) if "weights" in spoken else None,
-        )
-        for mean, result, folder in zip(shown, results, folders, strict=True)
-    ]
-
-
-def spoken_of_row(reproduction: Reproduction, row: str) -> Spoken:
+def spoken_of_row(reproduction: Reproduction, row: str) -> Collection[str]:
     """Return the figures that the statements of a table need of a row beside its result."""
-    of_row = [
-        s
-        for s in reproduction.statements
-        if isinstance(s, Routers | Favours) and row in (s.row, *stand_ins(s))
-    ]
-    return {"routers" if isinstance(s, Routers) else "weights" for s in of_row}
-
-
-def _weights(result: Result) -> dict[str, dict[str, float]] | None:
-    """Return clients' weights for each other, the mean over evaluations; None without weights."""
-    known = [e.weights for e in result.evaluations if e.weights is not None]
-    if not known:
-        return None
-    means: dict[str, dict[str, float]] = {client: {} for client in result.clients}
-    for (i, one), (j, other) in permutations(enumerate(result.clients), 2):
-        means[one][other] = metrics.mean(weights[i][j] for weights in known)
-    return means
-
-
-def _generalist(result: Result, folder: Path) -> tuple[float, float]:
-    """Return the generalists' mean routing weight in the first round, and in the last."""
-    series = router_series(folder / METRICS)
-
-    def weight(at: int) -> float:
-        return metrics.mean(
-            sum(weights[: result.clients[i].generalists])
-            for i, rounds in series.items()
-            for weights in rounds[at][1]
-        )
-
-    return weight(0), weight(-1)
+    figures = (s for s in reproduction.statements if isinstance(s, Figure))
+    return {s.figure for s in figures if row in (s.row, s.against, *stand_ins(s))}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -126,7 +41,8 @@ class Cell(Row):
         """Return the JSON object."""
         return super().to_json() | {
             "evaluations": [e.to_json() for e in self.evaluations],
-            "seeds": [asdict(seed) for seed in self.seeds],
+            # the same at an earlier point and at every evaluation is for verdicts alone
+            "seeds": [asdict(replace(s, earlier=None, course=())) for s in self.seeds],
         }
 
 
@@ -143,15 +59,21 @@ class Verdict:
     detail: str  # the measured numbers, in words
     by: str = ""  # the difference that decides, with its interval; "" for a single seed
     only_with: str | None = None  # the rows that it holds with if it does not hold without
+    unfinished: bool = False  # whether rows still improve so much that it could turn
+    progress: str = ""  # how finished the runs were, in words
 
     @property
     def state(self) -> bool | None:
         """Whether it holds; None if that is open. For a single seed: whether it does there."""
+        if self.unfinished:
+            return None
         return self.surely if self.by else self.holds
 
     @property
     def word(self) -> str:
         """The verdict in a word."""
+        if self.unfinished:
+            return "unfinished"
         if self.only_with is not None:
             return f"holds only with {self.only_with}"
         return {True: "holds", False: "does not hold", None: "undecided"}[self.state]
@@ -160,7 +82,7 @@ class Verdict:
     def measured(self) -> str:
         """The measured numbers, with the difference that decides."""
         only = "" if self.only_with is None else f"; holds only with {self.only_with}"
-        return f"{self.detail}{'; ' if self.by else ''}{self.by}{only}"
+        return "; ".join(filter(None, (self.detail, self.by, self.progress))) + only
 
     def to_json(self) -> Json:
         """Return the JSON object."""

@@ -1,7 +1,9 @@
 """Tables and figures of the papers: YAML files in this folder, found as `<paper>/<name>`."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +17,7 @@ Scale = Literal["small", "paper"]
 SCALES: tuple[Scale, ...] = ("small", "paper")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
 Grids = Mapping[Scale, Mapping[str, tuple[Any, ...]]]  # keys of a recipe, and values to choose from
-Figure = Literal["mean", "best", "best_of_last_ten", "gate_error"]
+Shown = Literal["mean", "best", "best_of_last_ten", "gate_error"]
 
 
 class _Strict(BaseModel):
@@ -35,6 +37,8 @@ class Row(_Strict):
     title: str
     method: str
     columns: tuple[str, ...] = ()  # the only ones; () for all
+    # whether its models are made only at the end: earlier scores are of others
+    fused: bool = False
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
     sweep: Grids = {}  # keys and values; the best on validation at the first seed is the row's
@@ -49,6 +53,7 @@ class Column(_Strict):
     set: Settings = {}
     at: Mapping[Scale, Settings] = {}
     tune: Grids = {}  # keys that every row chooses for itself, as by its sweep
+    only: tuple[str, ...] = ()  # rows; () for all that may stand in it
     rows: Mapping[str, Settings] = {}  # settings for single rows
 
 
@@ -58,96 +63,85 @@ class _Stated(_Strict):
     says: str
     source: str
     columns: tuple[str, ...]
-
-
-class Replaceable(_Stated):
-    """A statement that may hold only with other rows in place of its own."""
-
-    only_with: Mapping[str, Mapping[str, str]] = {}  # rows that stand for others, by what they add
-
-
-class Compared(Replaceable):
-    """A comparison of rows."""
-
+    # rows that stand for others where it does not hold with its own, by what they add
+    only_with: Mapping[str, Mapping[str, str]] = {}
     clients: tuple[str, ...] = ()  # () for the mean over all
     group: str | None = None  # of unseen clients, after the last round
+    minus: str | None = None  # a row whose value in the same column is taken from all others
+    beside: str | None = None  # the column of the rows compared with; None for the same
 
 
-class Lower(Compared):
-    """Every row of `lower` has a smaller mean than every row of `than`."""
-
-    kind: Literal["lower"] = "lower"
-    lower: tuple[str, ...]
-    than: tuple[str, ...]
-
-
-class Better(Compared):
+class Better(_Stated):
     """Every row of `better` has a better mean than every row of `than`, in the direction of the
     column's metric, by at least `by` in its unit.
     """
 
-    kind: Literal["better"]
+    kind: Literal["better"] = "better"
     better: tuple[str, ...]
     than: tuple[str, ...]
     by: Annotated[float, Field(ge=0)] = 0.0
 
 
-class Near(Compared):
-    """A row's mean is worse than the best of some by at most `within`: a share of it or, with
-    `points`, in the metric's unit.
+class Near(_Stated):
+    """The mean of every row differs from the best of some by at most `within`, a share of it or,
+    with `points`, in the metric's unit: to either side, unless the paper says no more than that it
+    is not worse.
     """
 
     kind: Literal["near"]
-    row: str
+    rows: tuple[str, ...]
     best_of: tuple[str, ...]
     within: Annotated[float, Field(gt=0)]
     points: bool = False
+    about: float = 0.0  # a difference that the paper names, from which `within` counts
+    only_worse: str | None = None  # the paper's words for which being better is no contradiction
 
 
-class Weights(_Stated):
-    """At the end at most this share of a row's collaboration weights, its W error in the mean over
-    seeds, is on the wrong side.
-    """
+FIGURES = {  # of a row, by name, with what they are in words
+    "weights_error": "W error",  # the share of collaboration weights on the wrong side
+    # "favour ca es": by how much the weight of ca for es is above that for any other client
+    "favour": "weight above that for any other client, in the mean over training,",
+    "improved": "Imp.%",
+    # percent of unseen samples that go to an expert whose anchor has their class
+    "gate_accuracy": "gate accuracy",
+    # the mean routing weight over clients and blocks at the end, and its change in training
+    "generalist": "generalists' weight at the end",
+    "generalist_change": "change of the generalists' weight",
+    # by how many percent of tokens a generalist is the first choice more often
+    "function_first": "generalist first, function words above others, first block",
+    "function_last": "generalist first, function words above others, last block",
+    "foreign_first": "generalist first, others' texts above its own, first block",
+    "foreign_last": "generalist first, others' texts above its own, last block",
+    "bytes": "bytes per client and round",  # sent and received
+    "flops": "operations of a prediction",
+    "parameters": "trained parameters",
+    "reached": "percent of the run until it is as good",  # as `level`
+}
 
-    kind: Literal["weights"]
+
+class Figure(_Stated):
+    """A figure of a row lies within bounds."""
+
+    kind: Literal["figure"]
+    figure: Annotated[str, Field(pattern=f"^({'|'.join(FIGURES)})( .+ .+)?$")]
     row: str
-    at_most: Annotated[float, Field(ge=0, le=1)] = 0.0
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    strict: bool = False  # whether a figure that equals a bound is beyond it
+    against: str | None = None  # a row of which the figure is the difference, in percent of it
+    # of `weights_error`: the largest of all evaluations from this share of the run on
+    since: float | None = None
+    level: float | str = 0.0  # of `reached`: a mean, or a row whose mean at the end it is
 
 
-class Improved(_Stated):
-    """At least this many percent of a row's clients do better than alone (Imp.%)."""
-
-    kind: Literal["improved"]
-    row: str
-    at_least: Annotated[float, Field(ge=0, le=100)]
+Statement = Better | Near | Figure
+_SUBJECTS = ("better", "rows", "row")  # fields that name the rows spoken of
 
 
-class Gate(_Stated):
-    """At least this percentage of unseen samples goes to an expert whose anchor has the class."""
-
-    kind: Literal["gate"]
-    row: str
-    at_least: Annotated[float, Field(ge=0, le=100)]
-
-
-class Routers(Replaceable):
-    """The change of the generalist's mean routing weight, over clients and blocks, in training."""
-
-    kind: Literal["routers"]
-    row: str
-    generalist: Literal["falls", "below half at the end"]
-
-
-class Favours(_Stated):
-    """A client gives one other client more weight than any other, in the mean over training."""
-
-    kind: Literal["favours"]
-    row: str
-    client: str
-    most: str
-
-
-Statement = Lower | Better | Near | Weights | Improved | Gate | Routers | Favours
+PICTURES = (
+    *("clients", "mean", "curves", "routers", "sweep", "weights"),
+    *("domains", "bars", "labels", "k-means", "experts", "gate"),
+)
 
 
 class Picture(_Strict):
@@ -164,20 +158,7 @@ class Picture(_Strict):
     client.
     """
 
-    kind: Literal[
-        "clients",
-        "mean",
-        "curves",
-        "routers",
-        "sweep",
-        "weights",
-        "domains",
-        "bars",
-        "labels",
-        "k-means",
-        "experts",
-        "gate",
-    ]
+    kind: Annotated[str, Field(pattern=f"^({'|'.join(PICTURES)})$")]
     title: str | None = None
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -190,11 +171,11 @@ class Reproduction(_Strict):
 
     title: str  # as the paper names it
     seeds: Annotated[int, Field(ge=1)] = 3  # runs per cell that the paper averages over
-    # So many first seeds share one split of the data, as all runs once did; every later one has a
-    # split of its own: `data.seed` is the run's seed.
+    # so many first seeds share one split of the data, as all runs once did; of a later one it is
+    # its own: `data.seed` is the seed
     one_split: Annotated[int, Field(ge=0)] = 3
     # the figure of a run in the table; the best evaluation is by the test metric, as in the paper
-    shows: Figure = "mean"
+    shows: Shown = "mean"
     set: Settings = {}  # in every recipe
     regime: str | None = None  # name of settings in regimes.yaml that tables share
     scales: Mapping[Scale, Settings] = {}  # settings beside those of the regime
@@ -208,6 +189,14 @@ class Reproduction(_Strict):
     pictures: tuple[Picture, ...] = ()
     notes: tuple[str, ...] = ()  # for a fair comparison
 
+    @property
+    def split(self) -> str:
+        """Which seeds have the same split of the data, in words."""
+        shared = (
+            f"Seeds below {self.one_split} share one split of the data, later ones have their own."
+        )
+        return shared if self.one_split else "Every seed has its own split of the data."
+
     def common(self, scale: Scale, tuned: bool) -> Settings:
         """Return what is set in every recipe of a scale, where rows are tuned or not."""
         regimes = _regimes()[self.regime] if self.regime else {}
@@ -219,11 +208,15 @@ class Reproduction(_Strict):
     def _names(self) -> "Reproduction":
         published = [*self.published.items(), *self.published_improved.items()]
         rows = {r for c in self.columns.values() for r in c.rows} | {r for r, _ in published}
-        rows |= {r for s in self.statements for r in (*spoken_of(s), *stand_ins(s))}
+        rows |= {
+            r for s in self.statements for r in (*spoken_of(s), *compared_with(s), *stand_ins(s))
+        }
         rows |= {r for p in self.pictures for r in p.rows}
         columns = {c for part in (*self.statements, *self.pictures) for c in part.columns}
+        columns |= {s.beside for s in self.statements if s.beside}
         columns |= {c for _, cells in published for c in cells}
         columns |= {c for r in self.rows.values() for c in r.columns}
+        rows |= {r for c in self.columns.values() for r in c.only}
         if unknown := sorted((rows - self.rows.keys()) | (columns - self.columns.keys())):
             raise ValueError(f"no such row or column: {', '.join(unknown)}")
         if self.regime and self.regime not in _regimes():
@@ -238,38 +231,43 @@ def _regimes() -> Mapping[str, Mapping[Scale, Regime]]:
     return adapter.validate_python(read(FOLDER / "regimes.yaml"))
 
 
-def spoken_of(statement: Statement) -> tuple[str, ...]:
-    """Return the rows that a statement compares: it is judged only if all of them were run."""
-    if isinstance(statement, Lower):
-        return (*statement.lower, *statement.than)
-    if isinstance(statement, Better):
-        return (*statement.better, *statement.than)
-    if isinstance(statement, Near):
-        return (statement.row, *statement.best_of)
-    return (statement.row,)
+@cache
+def function_words() -> frozenset[str]:
+    """Return English function words, in lower case."""
+    adapter = TypeAdapter(dict[str, frozenset[str]])
+    return adapter.validate_python(read(FOLDER / "function-words.yaml"))["english"]
 
 
-def with_other_rows(
-    statement: Lower | Better | Near | Routers, rows: Mapping[str, str]
-) -> Lower | Better | Near | Routers:
-    """Return a statement with `rows` in place of its own."""
+def named(statement: Statement, *fields: str) -> list[str]:
+    """Return the rows in some fields of a statement."""
+    values = [getattr(statement, field, None) for field in fields]
+    listed = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [name for name in chain(*listed) if isinstance(name, str)]
 
-    def others(names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(rows.get(row, row) for row in names)
 
-    if isinstance(statement, Lower):
-        changed: Mapping[str, Any] = {"lower": others(statement.lower)}
-    elif isinstance(statement, Better):
-        changed = {"better": others(statement.better)}
-    else:
-        changed = {"row": rows.get(statement.row, statement.row)}
+def spoken_of(statement: Statement) -> list[str]:
+    """Return the rows of which a statement speaks."""
+    return named(statement, *_SUBJECTS, "against", "minus", "level")
+
+
+def compared_with(statement: Statement) -> list[str]:
+    """Return the rows that it compares them with, maybe in another column."""
+    return named(statement, "than", "best_of", "minus")
+
+
+def with_other_rows(statement: Statement, rows: Mapping[str, str]) -> Statement:
+    """Return a statement with `rows` in place of those that it speaks of."""
+    changed: dict[str, Any] = {}
+    for field in _SUBJECTS:
+        if isinstance(names := getattr(statement, field, None), str):
+            changed[field] = rows.get(names, names)
+        elif names is not None:
+            changed[field] = tuple(rows.get(row, row) for row in names)
     return statement.model_copy(update=changed)
 
 
 def stand_ins(statement: Statement) -> list[str]:
     """Return the rows that a statement names beside those that it compares."""
-    if not isinstance(statement, Replaceable):
-        return []
     return [row for rows in statement.only_with.values() for row in (*rows, *rows.values())]
 
 

@@ -1,0 +1,191 @@
+"""Figures of a run that a paper's statements compare, at its end and at four fifths of it."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from coterie.aggregation.collaboration import weights_error
+from coterie.core import metrics
+from coterie.core.result import ROUTING, Evaluation, Result, Routing
+from coterie.core.result import rows as comparison
+from coterie.papers.judgement import LAST
+from coterie.papers.tables import function_words
+from coterie.reports.curves import router_series
+from coterie.runs.folder.metrics import METRICS
+
+
+@dataclass(frozen=True)
+class SeedFigures:
+    """The figures of one seed's run that statements compare."""
+
+    mean: float  # as the table shows it
+    clients: Mapping[str, float]  # the test metric of each client that the mean is over
+    # the mean of each group of clients that never trained
+    groups: Mapping[str, float] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)  # others, by name
+    # the share of the run, the mean and the W error at each evaluation
+    course: Sequence[tuple[float, float, float | None]] = ()
+    share: float = 1.0  # of the run, after which all this was measured
+    earlier: "SeedFigures | None" = None  # before the last fifth of the run; None if unknown
+
+
+def seed_figures(
+    shown: Callable[[Result], float | None],
+    results: Sequence[Result],
+    alone: Sequence[Result],
+    folders: Sequence[Path],
+    spoken: Collection[str],
+    fused: bool = False,
+) -> list[SeedFigures]:
+    """Return the figures of each seed of a row.
+
+    Args:
+        shown: Returns the value of a run that the table shows.
+        results: The results of the row.
+        alone: The results of Local, with the same seeds in the same order; () if it was not run.
+        folders: The folders of the row's runs.
+        spoken: The names of figures that statements need beside the metric.
+        fused: As of a row of a table.
+    """
+
+    def of(result: Result, others: Sequence[Result], folder: Path, end: float) -> SeedFigures:
+        return SeedFigures(
+            mean=shown(result) or 0.0,
+            clients={i: client.test for i, client in result.headline.items()},
+            groups=result.groups,
+            figures=_figures(result, others, folder, spoken),
+            course=_course(result),
+            share=_iterations(result) / end if end else 0.0,
+        )
+
+    seeds, alone_before = [], [at_share(result, 1 - LAST) or result for result in alone]
+    for result, folder in zip(results, folders, strict=True):
+        end, before = _iterations(result), at_share(result, 1 - LAST)
+        earlier = of(before, alone_before, folder, end) if before and not fused else None
+        seeds.append(replace(of(result, alone, folder, end), earlier=earlier))
+    return seeds
+
+
+def _iterations(result: Result) -> int:
+    """Return the iterations after which a result was last evaluated; 0 without training."""
+    return result.evaluations[-1].iteration if result.evaluations else 0
+
+
+def at_share(result: Result, share: float) -> Result | None:
+    """Return a result as it was at the last evaluation within the first `share` of the run; None if
+    there was none. What trains nothing is always as it is.
+    """
+    if not (end := _iterations(result)):
+        return result
+    known = tuple(e for e in result.evaluations if e.iteration <= share * end + 1e-9)
+    if not known:
+        return None
+    last, tests = known[-1], [e.test for e in known]
+    then = {i: scores.test for i, scores in last.clients.items()}
+    return replace(
+        result,
+        evaluations=known,
+        mean=last.test,
+        clients={i: replace(c, test=then.get(i, c.test)) for i, c in result.clients.items()},
+        groups=last.groups,
+        best=metrics.best(tests, result.metric),
+        best_of_last_ten=metrics.best(tests[-10:], result.metric),
+        weights_error=_weights_error(result, last),
+    )
+
+
+def _course(result: Result) -> list[tuple[float, float, float | None]]:
+    end = _iterations(result)
+    known = [e for e in result.evaluations if end]
+    return [(e.iteration / end, e.test, _weights_error(result, e)) for e in known]
+
+
+def _weights_error(result: Result, evaluated: Evaluation) -> float | None:
+    weights = evaluated.weights
+    if result.clusters is None or weights is None or len(weights) != len(result.clusters):
+        return None
+    stochastic = all(abs(sum(row) - 1) < 1e-6 for row in weights)
+    return weights_error(weights, [*result.clusters.values()], stochastic)
+
+
+def _figures(
+    result: Result, alone: Sequence[Result], folder: Path, spoken: Collection[str]
+) -> dict[str, float]:
+    """Return the known figures of a run by name; those that need files only if they are needed."""
+    costs = [*(result.training or result.clients).values()]
+    known: dict[str, float | None] = {
+        "weights_error": result.weights_error,
+        "improved": comparison.improved([result], alone) if alone else None,
+        "gate_accuracy": result.gate_accuracy,
+        "bytes": metrics.mean(c.bytes_up + c.bytes_down for c in costs) / max(result.rounds, 1),
+        "flops": metrics.mean(c.flops_per_token for c in costs),
+        "parameters": metrics.mean(c.trainable_parameters for c in costs),
+    }
+    for name in spoken:
+        kind, *clients = name.split()
+        if kind == "favour":
+            known[name] = _favour(result, *clients)
+    if {"generalist", "generalist_change"} & {*spoken}:
+        first, last = _generalist(result, folder)
+        known |= {"generalist": last, "generalist_change": last - first}
+    if any(name in spoken for name in _TOKENS) and (folder / ROUTING).exists():
+        known |= _tokens(Routing.read(folder))
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _favour(result: Result, client: str, other: str) -> float | None:
+    """Return how much more weight a client gives another one than any third, in the mean over
+    evaluations; None without weights.
+    """
+    at = [*result.clients].index(client)
+    rows = [e.weights[at] for e in result.evaluations if e.weights is not None]
+    if not rows:
+        return None
+    means = dict(zip(result.clients, map(metrics.mean, zip(*rows, strict=True)), strict=True))
+    del means[client]
+    return means.pop(other) - max(means.values())
+
+
+def _generalist(result: Result, folder: Path) -> tuple[float, float]:
+    """Return the generalists' mean routing weight in the first and in the last known round."""
+    end, ends = _iterations(result) or math.inf, []
+    for i, rounds in router_series(folder / METRICS).items():
+        generalists = result.clients[i].generalists
+        known = [blocks for iteration, blocks in rounds if iteration <= end] or [rounds[0][1]]
+        weights = [[sum(block[:generalists]) for block in known[at]] for at in (0, -1)]
+        ends.append([metrics.mean(blocks) for blocks in weights])
+    first, last = (metrics.mean(of) for of in zip(*ends, strict=True))
+    return first, last
+
+
+_TOKENS = ("function_first", "function_last", "foreign_first", "foreign_last")
+
+
+def _tokens(routing: Routing) -> dict[str, float | None]:
+    """Return by how many percent of tokens a generalist is the first choice more often of function
+    words than of the other words of a client's own text, and of other clients' texts than of its
+    own, in the first and in the last block.
+    """
+    gaps: dict[str, list[float]] = {name: [] for name in _TOKENS}
+    for client, texts in routing.weights.items():
+        generalists = routing.experts[client].generalists
+        for block, at in ((0, "first"), (-1, "last")):
+            chosen = {
+                text: np.asarray(weights[block]).argmax(axis=1) < generalists
+                for text, weights in texts.items()
+            }
+            if client not in chosen:
+                continue
+            words = [token.strip().lower() for token in routing.texts[client]]
+            function = np.array([word in function_words() for word in words])
+            content = np.array([word.isalpha() for word in words]) & ~function
+            if function.any() and content.any():
+                shares = (chosen[client][kind].mean() for kind in (function, content))
+                gaps[f"function_{at}"].append(100 * float(np.subtract(*shares)))
+            others = [share.mean() for text, share in chosen.items() if text != client]
+            if others:
+                gaps[f"foreign_{at}"].append(100 * float(np.mean(others) - chosen[client].mean()))
+    return {name: metrics.mean(values) if values else None for name, values in gaps.items()}
