@@ -124,11 +124,11 @@ class PartitionSchemes(PartitionFields, ABC):
         anchors, others = ids[: self.anchors], ids[self.anchors :]
         for kind, members in (("dirichlet anchors", anchors), ("dirichlet", others)):
             if members:
-                trains, tests = self._drawn(kind, len(members), train, test)
+                trains, tests = self._skewed(kind, len(members), train, test)
                 for id, of, tested in zip(members, trains, tests, strict=True):
                     yield ClientShare(id, of, tested, self._had(train[of]))
 
-    def _drawn(
+    def _skewed(
         self, kind: str, count: int, train: Numbers, test: Numbers
     ) -> tuple[list[Numbers], list[Numbers]]:
         """Return training and test rows of so many clients, drawn from Dirichlet(alpha)."""
