@@ -196,12 +196,15 @@ def test_regret_is_against_the_best_other_row_on_the_mean_over_seeds(script: Any
         line("fedavg", 1, a=1.4, b=1.0),
         line("mixture", 0, a=1.2, b=0.9),
         line("mixture", 1, a=1.1, b=0.9),
-        line("other", 0, a=0.0, b=0.0),  # without the second seed it is compared with none
+        line("other", 0, a=1.1, b=0.8),  # without the second seed it is compared on the first
     ]
     of = script.Table(lines, ("local", "fedavg", "mixture", "other"), ("local", "fedavg", "other"))
     regrets = of.regrets("f", "mixture", of.references)
-    assert regrets["a"] == pytest.approx(100 * math.expm1(0.05))
-    assert regrets["b"] == pytest.approx(100 * math.expm1(-0.1))
+    assert regrets["a"] == pytest.approx(100 * math.expm1(0.1))
+    assert regrets["b"] == pytest.approx(100 * math.expm1(0.1))
+    assert of.regrets("f", "mixture", ["local", "fedavg"]) == pytest.approx(
+        {"a": 100 * math.expm1(0.05), "b": 100 * math.expm1(-0.1)}
+    )
     assert of.mean("f", "fedavg") == pytest.approx(
         (math.exp(1.2) + math.exp(1.4) + 2 * math.exp(1.0)) / 4
     )
