@@ -110,12 +110,12 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
-    from coterie.runs.estimate import estimates, limits_of
+    from coterie.runs.estimate import estimates
     from coterie.runs.problems.auto import resolved
 
     console, seconds = Console(), list[float]()
     recipe, note = resolved(recipe)
-    for line in [*filter(None, [note]), *limits_of([recipe])]:
+    for line in filter(None, [note, recipe.limit]):
         print(line)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)

@@ -76,7 +76,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self.took: list[tuple[float, float]] = []
         self.losses: dict[str, float] = {}
         self.metric, self.privacy, self.lack = PERPLEXITY.about, "", 0
-        self.at_most = ""
+        self.patience = 0  # rounds without progress after which a method may end; 0: it does all
         self.spoke = time.monotonic()  # the time of the last plain line
         self._closing = threading.Event()
         self._watch = threading.Thread(target=self._keep_talking, daemon=True)
@@ -203,14 +203,15 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         """Print a plain line about a method that starts."""
         if not self.live:
             resumed = f", continuing after round {done}" if done else ""
-            trained = f"{self.at_most}{rounds} rounds, {clients} clients{resumed}"
+            most = "at most " if 0 < self.patience < rounds else ""
+            trained = f"{most}{rounds} rounds, {clients} clients{resumed}"
             if done == rounds:
                 before = "trained already" if done else "no training"
                 trained = f"{before}, {clients} clients to score"
             self._line(f"{self.heading}: {trained}")
 
     def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        self.at_most = "at most " if recipe.get("patience") else ""
+        self.patience = (recipe.get("patience") or 0) * recipe.get("evaluate_every", 0)
 
     def asking(self, task: str, clients: int) -> None:
         self.stretch.ask(clients, self.stage == "training")

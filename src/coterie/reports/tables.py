@@ -37,7 +37,6 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     that all share are printed.
     """
     federation, method = prepared.problem.federation, prepared.method
-    limited = method.rounds > 0 and prepared.recipe.patience is not None
     what = prediction(prepared.problem.metric.about)
     if first:
         for line in (federation.description, *federation.notes):
@@ -61,11 +60,12 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
         if not method.total_iterations
         else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
     )
+    most = "at most " if prepared.recipe.limit else ""
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
     _say(
         console,
-        f"{METHODS[prepared.recipe.method['name']].title}: {'at most ' * limited}{method.rounds} "
-        f"rounds, parameters trained per client: {trained}",
+        f"{METHODS[prepared.recipe.method['name']].title}: {most}{method.rounds} rounds, "
+        f"parameters trained per client: {trained}",
     )
     takes = f"about {clock(estimate.seconds)} in all"
     if estimate.part_of is not None:

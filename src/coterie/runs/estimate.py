@@ -4,7 +4,7 @@ counted, time and memory extrapolated.
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -55,20 +55,6 @@ class Estimate:
     down: float
     memory: float | None
     part_of: str | None = None  # the method that trains this one as a part, which takes no time
-
-
-def limits_of(recipes: Iterable[Recipe]) -> list[str]:
-    """Return sentences on when runs may end before their last round."""
-    limits = dict[str, None]()
-    for recipe in recipes:
-        wait, rounds = recipe.patience, recipe.build_method().rounds
-        if wait is not None and rounds:
-            what = "round" if recipe.evaluate_every == 1 else "evaluation"
-            limits[
-                f"at most {rounds} rounds: training ends when no validation score has become "
-                f"better for {wait} {what}{'s' * (wait > 1)}; times are estimated for all {rounds}"
-            ] = None
-    return list(limits)
 
 
 def estimate(prepared: Prepared) -> Estimate:

@@ -16,7 +16,7 @@ from coterie.core.threads import computing
 from coterie.engines import Listener
 from coterie.methods import METHODS
 from coterie.runs.backends import Backend, CommonThreads, LocalBackend, computing_threads
-from coterie.runs.estimate import RunEstimator, limits_of
+from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
@@ -155,7 +155,8 @@ def execute_all(
         del prepared
     if not first:
         return []  # all are refused
-    reporter.noted([*first[0].problem.federation.notes, *limits_of(recipe for recipe, _ in given)])
+    limits = dict.fromkeys(recipe.limit for recipe, _ in given if recipe.limit)
+    reporter.noted([*first[0].problem.federation.notes, *limits])
     reporter.expects(foresight.seconds())
     data.keep(*first)
     results: dict[Path, Result] = {}
