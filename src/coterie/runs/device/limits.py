@@ -143,7 +143,7 @@ class Limits(BaseModel):
             raise Refused(
                 f"limits.tasks: this device does {', '.join(self.tasks)}; a run with keep: best "
                 f"also needs {' and '.join(forbidden)}",
-                f"{OWNERS} A run with keep: last does without.",
+                f"{OWNERS} A run with keep: last, and patience: null, does without.",
             )
 
     def check_noise(self, noise: float, clip: float) -> None:
