@@ -22,6 +22,11 @@ SMALL: Mapping[str, Any] = {
     "evaluate_every": 2,
 }
 FULL: Mapping[str, Any] = {"evaluate_every": 2}
+# `folders` as it was when the first rows were kept: ten rounds, whatever validation says
+AS_KEPT: Mapping[str, Any] = {
+    "method": {"name": "comigs-1g1s", "rounds": 10, "router_every": 15, "router_steps": 5},
+    "patience": None,
+}
 ROUTERS = {"router_every": 12, "router_steps": 4}  # a third of a router step per local iteration
 
 CORPORA = {  # by shipped recipe
@@ -120,7 +125,8 @@ def recipe_of(name: str, size: str, cache: Path) -> tuple[str, dict[str, Any]]:
     changes["data"]["train_tokens"] = of_clients
     if size == "small":
         changes["model"] = {"context": 64}
-    return "folders", changes
+    method = {**AS_KEPT["method"], **changes.get("method", {})}
+    return "folders", {**changes, **AS_KEPT, "method": method}
 
 
 def write_folders(folder: Path, writers: Writer, factor: int) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from common import RESULTS
-from federations import PEOPLE, write_folders
+from federations import AS_KEPT, PEOPLE, write_folders
 from never_worse_page import Table, costs, mean_perplexity
 from rivals import PARTS, distilled, knn_mixture, mixed_parameters, text_losses
 
@@ -198,7 +198,7 @@ class Bench:
             folder, name = self.cache / "texts" / federation, "folders"
             if not folder.is_dir():
                 write_folders(folder, PEOPLE[federation], 1)
-            changes["data.path"] = str(folder)
+            changes |= {"data.path": str(folder), **AS_KEPT}
         spec = TRAINED[row]
         changes |= {"compare_with": [], "curve_every": None, "samples": False, "keep": "last"}
         changes = {"evaluate_every": 2, "seed": seed + spec.get("seed", 0)} | changes
