@@ -134,9 +134,11 @@ class LanguagePage(Api):
             texts[client] = models.chats.opened(chat.messages, asks.text) if messages else asks.text
         words = models.next_words(texts, keyboard.SHOWN, follow=False)
         return [
-            {"words": [asdict(word) for word in of_client], "shares": made_of(shares)}
+            {
+                "words": [asdict(word) for word in of_client],
+                "shares": made_of(models.models[client].shares),
+            }
             for client, of_client in words.items()
-            for shares in [models.models[client].shares]
         ]
 
     async def chat(self, request: Request) -> Response:
