@@ -253,6 +253,7 @@ def test_more_people_answer_than_a_browser_has_connections(
         opened() as page,
     ):
         page.goto(link)
+        page.get_by_role("checkbox").nth(len(people)).wait_for(state="attached")
         for box in page.get_by_role("checkbox").all():
             box.check()
         ask(page, "hello")
