@@ -13,7 +13,7 @@ Analytical Moments Accountant", AISTATS 2019.
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -33,21 +33,15 @@ class Adaptive(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    quantile: Annotated[
-        float,
-        Field(gt=0, lt=1, description="gamma, the share of updates that should not be clipped"),
-    ] = 0.5
-    lr: Annotated[
-        float, Field(gt=0, description="eta_C, the step of the geometric update of C")
-    ] = 0.2
-    noise: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="sigma_b, the standard deviation of the noise on the number of updates "
-            "within C; the paper uses n / 20",
-        ),
-    ]
+    quantile: float = Field(
+        0.5, gt=0, lt=1, description="gamma, the share of updates that should not be clipped"
+    )
+    lr: float = Field(0.2, gt=0, description="eta_C, the step of the geometric update of C")
+    noise: float = Field(
+        gt=0,
+        description="sigma_b, the standard deviation of the noise on the number of updates "
+        "within C; the paper uses n / 20",
+    )
 
 
 class Privacy(BaseModel):
@@ -57,55 +51,41 @@ class Privacy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    unit: Annotated[
-        Literal["client", "example"],
-        Field(
-            description="what is protected; client: all data of a client; example: each window or "
-            "image of a client, by DP-SGD on the client"
-        ),
-    ] = "client"
-    where: Annotated[
-        Literal["central", "local"] | None,
-        Field(
-            description="who clips and adds noise, for unit client: central: the server, which is "
-            "trusted; local: each client, before anything leaves it; for unit example: null, each "
-            "client in every step",
-            validate_default=True,
-        ),
-    ] = None
-    clip: Annotated[
-        float,
-        Field(
-            gt=0,
-            description="C, the clipping norm of an update, or of an example's gradient, over all "
-            "shared tensors as one vector",
-        ),
-    ]
-    noise: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="z, the noise multiplier: the standard deviation of the noise is z C; 0: "
-            "none, and no privacy",
-        ),
-    ]
-    delta: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            lt=1,
-            description="delta of the guarantee; should be well below 1 / N; null: 1 / N^1.1 with "
-            "N clients (which says little for few clients), or with N examples of the largest "
-            "client",
-        ),
-    ] = None
-    adaptive: Annotated[
-        Adaptive | None,
-        Field(
-            description="adapt C to a quantile of the norms, starting from `clip`; null: C is "
-            "fixed; central only"
-        ),
-    ] = None
+    unit: Literal["client", "example"] = Field(
+        "client",
+        description="what is protected; client: all data of a client; example: each window or "
+        "image of a client, by DP-SGD on the client",
+    )
+    where: Literal["central", "local"] | None = Field(
+        None,
+        description="who clips and adds noise, for unit client: central: the server, which is "
+        "trusted; local: each client, before anything leaves it; for unit example: null, each "
+        "client in every step",
+        validate_default=True,
+    )
+    clip: float = Field(
+        gt=0,
+        description="C, the clipping norm of an update, or of an example's gradient, over all "
+        "shared tensors as one vector",
+    )
+    noise: float = Field(
+        ge=0,
+        description="z, the noise multiplier: the standard deviation of the noise is z C; 0: "
+        "none, and no privacy",
+    )
+    delta: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="delta of the guarantee; should be well below 1 / N; null: 1 / N^1.1 with "
+        "N clients (which says little for few clients), or with N examples of the largest "
+        "client",
+    )
+    adaptive: Adaptive | None = Field(
+        None,
+        description="adapt C to a quantile of the norms, starting from `clip`; null: C is "
+        "fixed; central only",
+    )
 
     @field_validator("where")
     @classmethod

@@ -17,16 +17,14 @@ class Scheduled(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: Annotated[float, Field(gt=0, description="peak learning rate")] = 2e-3
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.0
-    schedule: Annotated[
-        Literal["cosine", "exponential", "constant"],
-        Field(description="one cosine or exponential decay over the whole run, or constant"),
-    ] = "constant"
-    final: Annotated[
-        float,
-        Field(ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"),
-    ] = 0.1
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
+    schedule: Literal["cosine", "exponential", "constant"] = Field(
+        "constant", description="one cosine or exponential decay over the whole run, or constant"
+    )
+    final: float = Field(
+        0.1, ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"
+    )
 
     def lr_at(self, iteration: int, total: int) -> float:
         """Return the learning rate of the step after `iteration` of `total` local iterations."""
@@ -57,11 +55,11 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamW(Scheduled):
     """AdamW (CoMiGS, Section B.1.2)."""
 
-    optimiser: Annotated[Literal["adamw"], Field(description="AdamW")] = "adamw"
-    betas: Annotated[
-        tuple[_Beta, _Beta], Field(description="decay of the first and second moments")
-    ] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0, description="decoupled weight decay")] = 0.01
+    optimiser: Literal["adamw"] = Field("adamw", description="AdamW")
+    betas: tuple[_Beta, _Beta] = Field(
+        (0.9, 0.95), description="decay of the first and second moments"
+    )
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         first, second = (
@@ -94,19 +92,17 @@ class SGD(Scheduled):
     0 it is the classical form, whose steps are 1 / (1 - beta) times as long.
     """
 
-    optimiser: Annotated[Literal["sgd"], Field(description="gradient descent")]
-    momentum: Annotated[
-        float, Field(ge=0, lt=1, description="beta of the moving average of gradients; 0: none")
-    ] = 0.0
-    dampening: Annotated[
-        float | None,
-        Field(
-            ge=0,
-            le=1,
-            description="tau, dampening of the gradients; null: the same as momentum; 0: "
-            "classical momentum",
-        ),
-    ] = None
+    optimiser: Literal["sgd"] = Field(description="gradient descent")
+    momentum: float = Field(
+        0.0, ge=0, lt=1, description="beta of the moving average of gradients; 0: none"
+    )
+    dampening: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="tau, dampening of the gradients; null: the same as momentum; 0: "
+        "classical momentum",
+    )
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
         if self.momentum:
@@ -151,32 +147,20 @@ class Training(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_size: Annotated[
-        int, Field(ge=1, description="sequences or images per optimiser step")
-    ] = 64
-    micro_batch: Annotated[
-        int | None,
-        Field(
-            ge=1, description="rows per forward pass; gradients are accumulated to the same step"
-        ),
-    ] = None
-    experts: Annotated[
-        Optimiser,
-        Field(
-            description="lower level: LoRA experts and attention; of an image classifier: "
-            "everything"
-        ),
-    ] = AdamW(schedule="cosine")
-    routers: Annotated[
-        Optimiser, Field(description="upper level: routers, and the gate of a pool")
-    ] = AdamW()
-    stateless: Annotated[
-        bool,
-        Field(
-            description="clients keep nothing of the model between rounds, and optimisers start "
-            "anew; for many clients that rarely take part"
-        ),
-    ] = False
+    batch_size: int = Field(64, ge=1, description="sequences or images per optimiser step")
+    micro_batch: int | None = Field(
+        None, ge=1, description="rows per forward pass; gradients are accumulated to the same step"
+    )
+    experts: Optimiser = Field(
+        AdamW(schedule="cosine"),
+        description="lower level: LoRA experts and attention; of an image classifier: everything",
+    )
+    routers: Optimiser = Field(AdamW(), description="upper level: routers, and the gate of a pool")
+    stateless: bool = Field(
+        False,
+        description="clients keep nothing of the model between rounds, and optimisers start "
+        "anew; for many clients that rarely take part",
+    )
 
     def optimiser(self, role: Role) -> Optimiser:
         return self.routers if role in UPPER else self.experts

@@ -62,7 +62,7 @@ class BaseMessage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    version: Annotated[str, Field(max_length=50)] = __version__
+    version: str = Field(__version__, max_length=50)
 
 
 class Request(BaseMessage):
@@ -84,7 +84,7 @@ class Request(BaseMessage):
     expects: tuple[Count, Count] | None = None
     rounds_kept: Count = 0  # the server may resume from here: later states are kept
     # Equal numbers give equal results, to the bit; None: the device chooses.
-    threads: Annotated[int | None, Field(ge=1, le=MOST_THREADS)] = None
+    threads: int | None = Field(None, ge=1, le=MOST_THREADS)
     folder: str | None = None  # where a simulated device keeps everything; a real one refuses it
     masked: bool = False  # whether the reply leaves only under masks of secure aggregation
 
@@ -97,7 +97,7 @@ class Member(BaseModel):
     client: Name
     position: Count  # among the clients whose data the device has
     windows: tuple[Count, Count, Count]  # rows of training, validation and test data
-    group: Annotated[str, Field(max_length=200)] = ""  # of unseen clients; empty if it trains
+    group: str = Field("", max_length=200)
     cluster: Count | None = None  # the true one, if known
     anchor: Count | None = None  # the number of the expert that it is tied to
     labels: tuple[Count, ...] | None = None  # its classes, if known
@@ -107,19 +107,19 @@ class Reply(BaseMessage):
     """A message from a device."""
 
     client: Name | None = None
-    task: Annotated[str, Field(max_length=200)] = ""  # the completed one
+    task: str = Field("", max_length=200)
     round: Count = 0  # of the request
     number: Count = 0  # of the request
     member: Member | None = None  # in answer to a hello
     # What the task measured: `tokens`, losses and mean routing weights; finite.
-    metrics: Annotated[
-        dict[Annotated[str, Field(max_length=200)], Metric], Field(max_length=MOST_MEASURED)
-    ] = {}
+    metrics: dict[Annotated[str, Field(max_length=200)], Metric] = Field(
+        {}, max_length=MOST_MEASURED
+    )
     state_bytes: Count = 0
     # for the server; stops nothing, for example that a state was lost
-    note: Annotated[str, Field(max_length=2000)] = ""
-    problem: Annotated[str, Field(max_length=MOST_SAID)] = ""
-    remedy: Annotated[str, Field(max_length=MOST_SAID)] = ""
+    note: str = Field("", max_length=2000)
+    problem: str = Field("", max_length=MOST_SAID)
+    remedy: str = Field("", max_length=MOST_SAID)
 
     @field_validator("metrics")
     @classmethod

@@ -8,7 +8,7 @@ from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -54,26 +54,22 @@ class Pretraining(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epochs: Annotated[
-        int,
-        Field(ge=1, description="passes over the public examples, a tenth of which is held out"),
-    ] = 20
-    lr: Annotated[float, Field(gt=0, allow_inf_nan=False, description="the learning rate")] = 0.05
-    momentum: Annotated[float, Field(ge=0, lt=1, description="beta")] = 0.9
-    batch_size: Annotated[int, Field(ge=1, description="examples per step")] = 64
-    stop_at: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            le=1,
-            description="stop once this share of the held-out examples is classified correctly; "
-            "null: train all epochs",
-        ),
-    ] = None
-    seed: Annotated[
-        int,
-        Field(ge=0, description="seed of the initial values, the held-out examples and the order"),
-    ] = 0
+    epochs: int = Field(
+        20, ge=1, description="passes over the public examples, a tenth of which is held out"
+    )
+    lr: float = Field(0.05, gt=0, allow_inf_nan=False, description="the learning rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="beta")
+    batch_size: int = Field(64, ge=1, description="examples per step")
+    stop_at: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="stop once this share of the held-out examples is classified correctly; "
+        "null: train all epochs",
+    )
+    seed: int = Field(
+        0, ge=0, description="seed of the initial values, the held-out examples and the order"
+    )
 
 
 class CommonExpert:

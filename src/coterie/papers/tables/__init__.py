@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -79,7 +79,7 @@ class Better(_Stated):
     kind: Literal["better"] = "better"
     better: tuple[str, ...]
     than: tuple[str, ...]
-    by: Annotated[float, Field(ge=0)] = 0.0
+    by: float = Field(0.0, ge=0)
 
 
 class Near(_Stated):
@@ -91,7 +91,7 @@ class Near(_Stated):
     kind: Literal["near"]
     rows: tuple[str, ...]
     best_of: tuple[str, ...]
-    within: Annotated[float, Field(gt=0)]
+    within: float = Field(gt=0)
     points: bool = False
     about: float = 0.0  # a difference that the paper names, from which `within` counts
     only_worse: str | None = None  # the paper's words for which being better is no contradiction
@@ -123,7 +123,7 @@ class Figure(_Stated):
     """A figure of a row lies within bounds."""
 
     kind: Literal["figure"]
-    figure: Annotated[str, Field(pattern=f"^({'|'.join(FIGURES)})( .+ .+)?$")]
+    figure: str = Field(pattern=f"^({'|'.join(FIGURES)})( .+ .+)?$")
     row: str
     at_least: float = -math.inf
     at_most: float = math.inf
@@ -158,7 +158,7 @@ class Picture(_Strict):
     client.
     """
 
-    kind: Annotated[str, Field(pattern=f"^({'|'.join(PICTURES)})$")]
+    kind: str = Field(pattern=f"^({'|'.join(PICTURES)})$")
     title: str | None = None
     rows: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -170,10 +170,10 @@ class Reproduction(_Strict):
     """A table or a figure of a paper."""
 
     title: str  # as the paper names it
-    seeds: Annotated[int, Field(ge=1)] = 3  # runs per cell that the paper averages over
+    seeds: int = Field(3, ge=1)
     # so many first seeds share one split of the data, as all runs once did; of a later one it is
     # its own: `data.seed` is the seed
-    one_split: Annotated[int, Field(ge=0)] = 3
+    one_split: int = Field(3, ge=0)
     # the figure of a run in the table; the best evaluation is by the test metric, as in the paper
     shows: Shown = "mean"
     set: Settings = {}  # in every recipe

@@ -36,11 +36,10 @@ class LocalPrivacy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    noise_at_least: Annotated[_Float, Field(gt=0, description="z, the noise multiplier")]
-    clip_at_most: Annotated[
-        _Float | None,
-        Field(gt=0, description="C; null: any, as epsilon does not depend on it"),
-    ] = None
+    noise_at_least: _Float = Field(gt=0, description="z, the noise multiplier")
+    clip_at_most: _Float | None = Field(
+        None, gt=0, description="C; null: any, as epsilon does not depend on it"
+    )
 
 
 class Limits(BaseModel):
@@ -48,63 +47,44 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    methods: Annotated[
-        _Named | None, Field(description="methods that it takes part in; null: all")
-    ] = None
-    tasks: Annotated[_Named | None, Field(description="tasks of them that it does; null: all")] = (
-        None
+    methods: _Named | None = Field(None, description="methods that it takes part in; null: all")
+    tasks: _Named | None = Field(None, description="tasks of them that it does; null: all")
+    bases: _Named | None = Field(
+        None, description="base models (`model.base`) that it loads; null: any"
     )
-    bases: Annotated[
-        _Named | None, Field(description="base models (`model.base`) that it loads; null: any")
-    ] = None
-    data: Annotated[
-        _Named | None,
-        Field(
-            description="kinds of data of one's own, `module:Class`, that it imports; null: none"
-        ),
-    ] = None
-    runs: Annotated[
-        _Int | None, Field(ge=1, description="runs that it ever takes part in; null: any number")
-    ] = None
-    rounds: Annotated[_Int | None, Field(ge=1, description="rounds of a run; null: any number")] = (
-        None
+    data: _Named | None = Field(
+        None, description="kinds of data of one's own, `module:Class`, that it imports; null: none"
     )
-    exchanges: Annotated[
-        _Int | None,
-        Field(
-            ge=1,
-            description=f"unlike answers in a round; null: {EXCHANGES} where updates are "
-            f"protected, else any number",
-        ),
-    ] = None
-    scores: Annotated[
-        bool,
-        Field(
-            description="scores, losses and other figures leave; false: none, and epsilon is of "
-            "all that leaves"
-        ),
-    ] = True
-    secure: Annotated[bool, Field(description="updates leave by secure aggregation only")] = False
-    unit: Annotated[
-        Literal["client", "example"],
-        Field(
-            description="what noise has to protect, and epsilon is about: client, all of its "
-            "data; or example: single windows or images"
-        ),
-    ] = "client"
-    local_privacy: Annotated[
-        LocalPrivacy | None,
-        Field(description="the least noise that updates leave with; null: as a run says"),
-    ] = None
-    epsilon: Annotated[
-        _Float | None,
-        Field(
-            gt=0,
-            description="privacy that may be spent over all runs, with noise only; null: any "
-            "amount",
-        ),
-    ] = None
-    delta: Annotated[_Float, Field(gt=0, lt=1, description="of epsilon")] = 1e-5
+    runs: _Int | None = Field(
+        None, ge=1, description="runs that it ever takes part in; null: any number"
+    )
+    rounds: _Int | None = Field(None, ge=1, description="rounds of a run; null: any number")
+    exchanges: _Int | None = Field(
+        None,
+        ge=1,
+        description=f"unlike answers in a round; null: {EXCHANGES} where updates are "
+        f"protected, else any number",
+    )
+    scores: bool = Field(
+        True,
+        description="scores, losses and other figures leave; false: none, and epsilon is of "
+        "all that leaves",
+    )
+    secure: bool = Field(False, description="updates leave by secure aggregation only")
+    unit: Literal["client", "example"] = Field(
+        "client",
+        description="what noise has to protect, and epsilon is about: client, all of its "
+        "data; or example: single windows or images",
+    )
+    local_privacy: LocalPrivacy | None = Field(
+        None, description="the least noise that updates leave with; null: as a run says"
+    )
+    epsilon: _Float | None = Field(
+        None,
+        gt=0,
+        description="privacy that may be spent over all runs, with noise only; null: any amount",
+    )
+    delta: _Float = Field(1e-5, gt=0, lt=1, description="of epsilon")
 
     @property
     def noisy(self) -> bool:

@@ -21,25 +21,20 @@ class Participation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    clients: Annotated[
-        int | None, Field(ge=1, description="number of clients drawn in each round; null: all")
-    ] = None
-    anchors: Annotated[
-        int | None,
-        Field(
-            ge=0,
-            description="number of anchors drawn besides; null: anchors are drawn like other "
-            "clients",
-        ),
-    ] = None
-    schedule: Annotated[
-        Literal["all", "grow", "turns"],
-        Field(
-            description="grow: one more cluster of the data joins after every `every` rounds; "
-            "turns: clusters take turns, and only anchors stay"
-        ),
-    ] = "all"
-    every: Annotated[int, Field(ge=1, description="rounds until the next cluster")] = 200
+    clients: int | None = Field(
+        None, ge=1, description="number of clients drawn in each round; null: all"
+    )
+    anchors: int | None = Field(
+        None,
+        ge=0,
+        description="number of anchors drawn besides; null: anchors are drawn like other clients",
+    )
+    schedule: Literal["all", "grow", "turns"] = Field(
+        "all",
+        description="grow: one more cluster of the data joins after every `every` rounds; "
+        "turns: clusters take turns, and only anchors stay",
+    )
+    every: int = Field(200, ge=1, description="rounds until the next cluster")
 
     def of(
         self,
@@ -119,24 +114,18 @@ class Quorum(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_clients: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="least number of clients that must answer; all of them, if fewer were "
-            "asked",
-        ),
-    ] = 1
-    deadline: Annotated[
-        float,
-        Field(
-            gt=0, description="seconds to wait for the replies of one exchange; only across devices"
-        ),
-    ] = 3600.0
-    otherwise: Annotated[
-        Literal["stop", "wait"],
-        Field(
-            description="if fewer answer: stop (continue with --resume), or ask the others again; "
-            "only across devices"
-        ),
-    ] = "stop"
+    min_clients: int = Field(
+        1,
+        ge=1,
+        description="least number of clients that must answer; all of them, if fewer were asked",
+    )
+    deadline: float = Field(
+        3600.0,
+        gt=0,
+        description="seconds to wait for the replies of one exchange; only across devices",
+    )
+    otherwise: Literal["stop", "wait"] = Field(
+        "stop",
+        description="if fewer answer: stop (continue with --resume), or ask the others again; "
+        "only across devices",
+    )

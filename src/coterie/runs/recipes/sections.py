@@ -44,43 +44,32 @@ class LanguageSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Annotated[
-        Literal["language"],
-        Field(description="a causal language model with LoRA adapters, for texts"),
-    ] = "language"
-    base: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="Hub id or local folder of a causal LM; `embedded` is the one in the "
-            "package",
-        ),
-    ] = "embedded"
-    dtype: Annotated[
-        Literal["auto", "fp32", "bf16"],
-        Field(description="dtype of the base; auto: bf16 on an accelerator that has it, else fp32"),
-    ] = "auto"
-    quantise: Annotated[
-        Quantisation | None,
-        Field(
-            description="bits of the base's weights while clients train on it: 8, 4, or 4 by a "
-            "normal distribution; null: as dtype says"
-        ),
-    ] = None
+    kind: Literal["language"] = Field(
+        "language", description="a causal language model with LoRA adapters, for texts"
+    )
+    base: str = Field(
+        "embedded",
+        min_length=1,
+        description="Hub id or local folder of a causal LM; `embedded` is the one in the package",
+    )
+    dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="dtype of the base; auto: bf16 on an accelerator that has it, else fp32"
+    )
+    quantise: Quantisation | None = Field(
+        None,
+        description="bits of the base's weights while clients train on it: 8, 4, or 4 by a "
+        "normal distribution; null: as dtype says",
+    )
     device: Device = "auto"
-    context: Annotated[int, Field(ge=2, description="window length in tokens")] = 128
-    rank: Annotated[int, Field(ge=1, le=1024, description="rank r of every LoRA")] = 8
-    alpha: Annotated[
-        float,
-        Field(
-            gt=0,
-            le=MOST_ALPHA,
-            description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)",
-        ),
-    ] = 16.0
-    dropout: Annotated[
-        float, Field(ge=0, lt=1, description="dropout on the input of every LoRA")
-    ] = 0.0
+    context: int = Field(128, ge=2, description="window length in tokens")
+    rank: int = Field(8, ge=1, le=1024, description="rank r of every LoRA")
+    alpha: float = Field(
+        16.0,
+        gt=0,
+        le=MOST_ALPHA,
+        description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)",
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of every LoRA")
 
     def layout(self) -> Layout:
         """Return the adapter's layout before the method's requirements for MLPs."""
@@ -116,36 +105,30 @@ class CommonSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    network: Annotated[
-        Network | None,
-        Field(description="for images: its architecture; null: the model's, with its settings"),
-    ] = None
+    network: Network | None = Field(
+        None, description="for images: its architecture; null: the model's, with its settings"
+    )
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
-    path: Annotated[
-        str | None,
-        Field(
-            description="for images: a safetensors file with its weights, also below or beside "
-            "$COTERIE_DATA"
-        ),
-    ] = None
+    norm: Norm = Field("batch", description="normalisation after convolutions")
+    path: str | None = Field(
+        None,
+        description="for images: a safetensors file with its weights, also below or beside "
+        "$COTERIE_DATA",
+    )
     mean: Channels = None
     std: Channels = None
-    base: Annotated[
-        str | None,
-        Field(description="for texts: Hub id or local folder of its base; null: the model's"),
-    ] = None
-    pretraining: Annotated[
-        Pretraining | None, Field(description="training on data.public; null: no training")
-    ] = None
-    standardise: Annotated[
-        bool | None,
-        Field(
-            description="whether embeddings are standardised by those of data.public, so that a "
-            "gate learns from all of their values alike; null: no"
-        ),
-    ] = None
+    base: str | None = Field(
+        None, description="for texts: Hub id or local folder of its base; null: the model's"
+    )
+    pretraining: Pretraining | None = Field(
+        None, description="training on data.public; null: no training"
+    )
+    standardise: bool | None = Field(
+        None,
+        description="whether embeddings are standardised by those of data.public, so that a "
+        "gate learns from all of their values alike; null: no",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "CommonSection":
@@ -176,35 +159,31 @@ class _Classifying(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    common: Annotated[
-        CommonSection | None, Field(description="a pretrained expert that every client has")
-    ] = None
-    start: Annotated[
-        Literal["auto", "random", "common"],
-        Field(
-            description="initial values of a network that all clients share; auto: common where "
-            "it fits"
-        ),
-    ] = "auto"
-    gate_width: Annotated[int, Field(ge=1, description="hidden units of a pool's gate")] = 64
-    statistics: Annotated[
-        Literal["auto", "local", "shared"],
-        Field(
-            description="whether running statistics are averaged with the network; auto: if there "
-            "are unseen clients"
-        ),
-    ] = "auto"
+    common: CommonSection | None = Field(
+        None, description="a pretrained expert that every client has"
+    )
+    start: Literal["auto", "random", "common"] = Field(
+        "auto",
+        description="initial values of a network that all clients share; auto: common where "
+        "it fits",
+    )
+    gate_width: int = Field(64, ge=1, description="hidden units of a pool's gate")
+    statistics: Literal["auto", "local", "shared"] = Field(
+        "auto",
+        description="whether running statistics are averaged with the network; auto: if there "
+        "are unseen clients",
+    )
     device: Device = "auto"
 
 
 class ClassifierSection(_Classifying):
     """An image classifier."""
 
-    kind: Annotated[Literal["classifier"], Field(description="an image classifier, for images")]
-    network: Annotated[Network, Field(description="its architecture")] = "mlp"
+    kind: Literal["classifier"] = Field(description="an image classifier, for images")
+    network: Network = Field("mlp", description="its architecture")
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Annotated[Norm, Field(description="normalisation after convolutions")] = "batch"
+    norm: Norm = Field("batch", description="normalisation after convolutions")
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
         """Return the network for images of (channels, height, width) and this number of classes."""
@@ -223,25 +202,21 @@ class ClassifierSection(_Classifying):
 class TextClassifierSection(_Classifying):
     """A classifier of texts: any sequence classifier of transformers, or a head on one."""
 
-    kind: Annotated[
-        Literal["text-classifier"], Field(description="a sequence classifier, for labelled texts")
-    ]
-    base: Annotated[
-        str,
-        Field(
-            min_length=1,
-            description="Hub id or local folder; `embedded` is the small base in the package",
-        ),
-    ] = "embedded"
-    length: Annotated[int, Field(ge=1, description="most tokens of a text")] = 64
-    head: Annotated[
-        Hidden | None,
-        Field(
-            description="widths of the hidden layers of an mlp that alone is trained, on the mean "
-            "of the frozen base's last hidden states, standardised by those of data.public; null: "
-            "all of the base is trained"
-        ),
-    ] = None
+    kind: Literal["text-classifier"] = Field(
+        description="a sequence classifier, for labelled texts"
+    )
+    base: str = Field(
+        "embedded",
+        min_length=1,
+        description="Hub id or local folder; `embedded` is the small base in the package",
+    )
+    length: int = Field(64, ge=1, description="most tokens of a text")
+    head: Hidden | None = Field(
+        None,
+        description="widths of the hidden layers of an mlp that alone is trained, on the mean "
+        "of the frozen base's last hidden states, standardised by those of data.public; null: "
+        "all of the base is trained",
+    )
 
     @model_validator(mode="after")
     def _check_head(self) -> "TextClassifierSection":
