@@ -18,7 +18,6 @@ many rows.
 
 import argparse
 import copy
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,6 @@ def variants(shape: str) -> dict[str, Model]:
     found: dict[str, Model] = {PLAIN: plain, BARE: backbone.model}
     for name, layout in LAYOUTS.items():
         found[name] = personal(backbone, name, layout)
-        if "merged" in inspect.signature(PersonalModel).parameters:
-            found[f"{name}, merged"] = personal(backbone, name, layout, merged=True)
     return found
 
 

@@ -336,7 +336,7 @@ AIMS = (
             most=1.10,
         )
         for shape in ("embedded", "gpt2")
-        for variant in ("1G1S", "1G1S, merged", "1G3S, top 2")
+        for variant in ("1G1S", "1G3S, top 2")
     ),
     *(
         Aim(

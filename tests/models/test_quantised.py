@@ -96,11 +96,6 @@ def test_kinds_that_there_are_not_are_refused() -> None:
     with pytest.raises(ModelError, match="cannot be quantised to 'int2'") as caught:
         Backbone(tiny_base("llama"), quantised="int2")
     assert caught.value.remedy == "Allowed: int8, int4, nf4."
-    language = LanguageModel(Backbone(tiny_base("llama"), quantised="int8"), Layout(rank=2))
-    about = personal.About("ann", "", Layout(rank=2), 8, "", "", 0, 0)
-    merged = personal.PersonalModel(language, about, merged=True)
-    with pytest.raises(ModelError, match="QuantisedLinear cannot take up an update"):
-        _ = merged.fast
 
 
 def test_every_family_can_be_quantised() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import coterie
 from coterie.adapt.new_client import adapt
-from coterie.core.errors import CheckpointError, RecipeError, Refused
+from coterie.core.errors import CheckpointError, RecipeError
 from coterie.export import Source, export
 from coterie.models.artifact import Origin, save_mixture
 from coterie.models.text import TextShape
@@ -121,8 +121,6 @@ def test_parts_that_are_not_of_one_kind_are_refused(tmp_path: Path) -> None:
     save_mixture(tmp_path, "ann", {"local": 0.5, "fedavg": 0.5}, origin)
     with pytest.raises(CheckpointError, match="its parts differ in the names of classes"):
         coterie.load(tmp_path)
-    with pytest.raises(Refused, match="a classifier, which has no updates to merge"):
-        coterie.load(tmp_path, merged=True)
     shutil.rmtree(tmp_path / "fedavg")
     with pytest.raises(CheckpointError, match="fedavg"):
         coterie.load(tmp_path)

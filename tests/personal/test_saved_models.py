@@ -34,10 +34,9 @@ EXPECTED = load_file(SAVED / "expected.safetensors")
 SAID = json.loads((SAVED / "expected.json").read_text())
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_language_model_of_before_predicts_the_same(client, merged):
-    model = coterie.load(SAVED, client, base=BASE, merged=merged)
+def test_a_language_model_of_before_predicts_the_same(client):
+    model = coterie.load(SAVED, client, base=BASE)
     logits = model(EXPECTED["ids"]).logits
     torch.testing.assert_close(logits, EXPECTED[f"logits.{client}"], rtol=1e-4, atol=1e-5)
     first = model(EXPECTED["ids"][:, :1]).logits  # one token has a path of its own

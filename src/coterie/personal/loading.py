@@ -34,7 +34,6 @@ def load(
     backbone: Backbone | None = None,
     dtype: Literal["fp32", "bf16"] = "fp32",
     device: str = "cpu",
-    merged: bool = False,
     follow: bool = False,
 ) -> Personal:
     """Load the personal model of a client.
@@ -54,8 +53,6 @@ def load(
             models share.
         dtype: For language models: dtype of the base if it is loaded here, "fp32" or "bf16".
         device: Device to load the model to.
-        merged: For language models: whether to merge updates for faster generation with more
-            memory, see `PersonalModel`.
         follow: Whether the weights of a mixture of models follow what its owner writes, from where
             they were the last time, see `PersonalModel.observe`; other models have none.
 
@@ -63,23 +60,19 @@ def load(
         CheckpointError: There is no such client, or its files are damaged or belong to another
             base.
         ModelError: The base cannot be loaded.
-        Refused: A base is given for a model without one, or the model has no updates to merge.
+        Refused: A backbone is given for a model without one.
     """
     folder = folder_of(run, client)
     first, *others = model_folders(folder)
     if read_about_json(first).get("kind") != CLASSIFIER:
         model = (PersonalMixture if others else PersonalModel).load(
-            folder, base=base, backbone=backbone, dtype=dtype, device=device, merged=merged
+            folder, base=base, backbone=backbone, dtype=dtype, device=device
         )
         if follow and isinstance(model, PersonalMixture):
             model.follow(folder)
         return model
-    if backbone is not None or merged:
-        raise Refused(
-            f"{folder} holds a classifier, which has no "
-            f"{'backbone' if backbone is not None else 'updates to merge'}",
-            "Leave it out.",
-        )
+    if backbone is not None:
+        raise Refused(f"{folder} holds a classifier, which has no backbone", "Leave it out.")
     return (ClassifierMixture if others else PersonalClassifier).load(folder, base, device)
 
 

@@ -109,14 +109,10 @@ class PersonalMixture(PersonalModel):
         return nll, int(tokens)
 
     @classmethod
-    def load(
-        cls, folder: Path, *args: Any, merged: bool = False, **settings: Any
-    ) -> "PersonalMixture":
+    def load(cls, folder: Path, *args: Any, **settings: Any) -> "PersonalMixture":
         """Return the mixture in a client's folder; see `personal.load`."""
         verify(folder)
         about = read_mixture(folder)
-        if merged:
-            raise ModelError("of models that are mixed none is merged", "Leave out merged=True.")
         parts: dict[str, PersonalModel] = {}
         for name in about.weights:
             below = folder / encoded(name)

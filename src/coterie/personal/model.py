@@ -46,13 +46,10 @@ class PersonalModel:
     Args:
         language: The base with the client's adapter.
         about: The origin of the model: client, method, recipe and rounds.
-        merged: Whether the attention's updates are added to a copy of the base's attention weights,
-            which makes generation faster. The copy takes more memory than the adapter: 4 MB for the
-            embedded base, 113 MB for a GPT-2 of 124M.
     """
 
-    def __init__(self, language: LanguageModel, about: About, merged: bool = False) -> None:
-        self.language, self.about, self._merged = language, about, merged
+    def __init__(self, language: LanguageModel, about: About) -> None:
+        self.language, self.about = language, about
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
         self.weights = torch.ones(1, dtype=torch.float64)  # of the predictions of `adapters`
@@ -142,7 +139,7 @@ class PersonalModel:
     @cached_property
     def fast(self) -> Attachable:
         """The adapter prepared for inference: a copy of its values, created on first use."""
-        return Stacks.of([self.adapter], self.backbone, self._merged)
+        return Stacks.of([self.adapter], self.backbone)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -309,7 +306,6 @@ class PersonalModel:
         backbone: Backbone | None = None,
         dtype: Literal["fp32", "bf16"] = "fp32",
         device: str = "cpu",
-        merged: bool = False,
     ) -> "PersonalModel":
         """Return the personal model in a client's folder; see `personal.load`."""
         verify(folder)
@@ -329,4 +325,4 @@ class PersonalModel:
         check_size(backbone.architecture, about, tensors, str(folder / WEIGHTS))
         language = LanguageModel(backbone, about.layout)
         fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))
-        return cls(language, about, merged)
+        return cls(language, about)

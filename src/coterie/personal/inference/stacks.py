@@ -6,7 +6,6 @@ one model depends on the number of operations, so its products are plain ones, a
 with the same input are computed as one.
 """
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coterie.core.errors import ModelError
 from coterie.models.adapter import Adapter, AdapterBlock
 from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
@@ -69,12 +67,9 @@ class Updates:
 class _Joined:
     """Layers of one model that are called with the same input: the first call computes all."""
 
-    def __init__(
-        self, loras: Sequence[SingleLoRA], layer: tuple[Tensor, Tensor | None], merged: bool
-    ) -> None:
+    def __init__(self, loras: Sequence[SingleLoRA], layer: tuple[Tensor, Tensor | None]) -> None:
         self.weight, self.bias = layer
         dtype = self.weight.dtype
-        self.merged = merged
         self.sizes = [lora.B.shape[1] for lora in loras]
         self.A = torch.cat([lora.A.detach()[0] for lora in loras]).to(dtype)  # (layers r, in)
         B = torch.block_diag(*(lora.gamma * lora.B.detach()[0].T for lora in loras))  # type: ignore[no-untyped-call]
@@ -90,8 +85,7 @@ class _Joined:
         if self.x is not x or self.parts[index] is None:
             tokens = x.reshape(-1, x.shape[-1])
             y = functional.linear(tokens, self.weight, self.bias)
-            if not self.merged:
-                y.addmm_(functional.linear(tokens, self.A), self.B)
+            y.addmm_(functional.linear(tokens, self.A), self.B)
             self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
         output = cast(Tensor, self.parts[index])
         self.parts[index] = None
@@ -105,60 +99,24 @@ class _Joined:
 Attended = Callable[[Tensor, nn.Module], Tensor]
 
 
-def _merged_output(layer: nn.Module, x: Tensor, base: nn.Module) -> Tensor:
-    """Compute a layer with its update merged, (..., in) -> (..., out)."""
-    return base_layer(layer, x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
-
-
 def attended(
     blocks: Sequence[Mapping[str, SingleLoRA]],
     layers: Mapping[str, nn.Module],
     dtype: torch.dtype,
-    merged: bool,
 ) -> dict[str, Attended]:
-    """Return the computation of each layer of an attention, by its name. With `merged`, for one
-    model only, updates are merged into copies of the layers. Raises ModelError if one cannot be.
-    """
+    """Return the computation of each layer of an attention, by its name."""
     first = blocks[0]
-    if merged:
-        layers = {name: _merged(layer, first[name]) for name, layer in layers.items()}
     by_layer: dict[str, Attended] = {
-        name: partial(_merged_output, layer)
-        if merged
-        else Updates.of([block[name] for block in blocks], dtype)
-        for name, layer in layers.items()
+        name: Updates.of([block[name] for block in blocks], dtype) for name in layers
     }
     together = [name for name in first if name in SAME_INPUT]
     layer = side_by_side([layers[name] for name in together]) if len(blocks) == 1 else None
     if layer is not None:
-        joined = _Joined([first[name] for name in together], layer, merged)
+        joined = _Joined([first[name] for name in together], layer)
         by_layer |= {
             name: partial(joined.part, i, by_layer[name]) for i, name in enumerate(together)
         }
     return by_layer
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer multiplies by its plain weight: some subclasses of Linear do not."""
-    if type(layer) is nn.Linear or not isinstance(layer, nn.Linear):
-        return isinstance(layer, nn.Linear)
-    weight = layer.weight
-    x = torch.linspace(-1, 1, layer.in_features, dtype=weight.dtype, device=weight.device)
-    with torch.no_grad():
-        return torch.allclose(layer(x), functional.linear(x, weight, layer.bias), 1e-2, 1e-2)
-
-
-def _merged(layer: nn.Module, lora: SingleLoRA) -> nn.Module:
-    """Return a copy of a layer with its update added. Raises ModelError without plain weight."""
-    if not hasattr(layer, "nf") and not _is_plain(layer):
-        raise ModelError(
-            f"a {type(layer).__name__} cannot take up an update", "Leave out merged=True."
-        )
-    merged = copy.deepcopy(layer)
-    weight = cast(nn.Parameter, merged.weight)
-    update = lora.gamma * lora.B.detach()[0] @ lora.A.detach()[0]  # (out, in)
-    weight.data = (weight.data + (update.T if hasattr(layer, "nf") else update)).to(weight.dtype)
-    return merged
 
 
 class _Block:
@@ -182,10 +140,9 @@ class Stacks:
         self.architecture, self.blocks = architecture, blocks
 
     @classmethod
-    def of(cls, adapters: Sequence[Adapter], backbone: Backbone, merged: bool = False) -> "Stacks":
+    def of(cls, adapters: Sequence[Adapter], backbone: Backbone) -> "Stacks":
         """Stack adapters whose values no longer change, in the given order. The base's layers with
-        the same input are moved side by side in memory; `merged`, for one adapter only: see
-        `PersonalModel`.
+        the same input are moved side by side in memory.
         """
         blocks = []
         for slots, mlp, *adapter_blocks in zip(
@@ -201,7 +158,7 @@ class Stacks:
             ]
             layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
             mixtures = Mixtures.of([block.mlp for block in each], mlp, backbone.dtype)
-            blocks.append(_Block(attended(loras, layers, backbone.dtype, merged), mixtures))
+            blocks.append(_Block(attended(loras, layers, backbone.dtype), mixtures))
         return cls(adapters[0].architecture, blocks)
 
     def select(self, places: Tensor) -> "Stacks":
