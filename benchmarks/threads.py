@@ -46,7 +46,7 @@ def child(threads: int | None, seconds: float, priority: bool) -> dict[str, floa
     from coterie.runs.recipes import recipe as recipes
 
     prepared = LocalBackend().prepare(recipes.load("quickstart", ["compare_with=[]"]))
-    number = choose_threads(prepared).threads if threads is None else threads
+    number = choose_threads(prepared) if threads is None else threads
     client = prepared.site.client(prepared.clients[0], {})
     client.total_iterations = 50
     if priority:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ from rich.console import Console
 from coterie.core import threads
 from coterie.core.callback import Callback
 from coterie.core.protocol import Ask, Replies
-from coterie.core.threads import ThreadChoice, Usage, Watch, choose
+from coterie.core.threads import Usage, Watch, choose
 from coterie.engines import InProcess
 from coterie.reports.progress import Terminal
-from coterie.runs import backends
+from coterie.runs import backends, requests
 from coterie.runs import run as runs
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
@@ -76,29 +77,29 @@ class Simulated:
 @pytest.mark.parametrize(
     ("passes", "others", "share", "chosen"),
     [
-        ({1: 0.050, 2: 0.028}, 0.0, 1.0, ThreadChoice(2)),  # a quiet machine
-        ({1: 0.050, 2: 0.047}, 0.0, 1.0, ThreadChoice(1)),  # about as fast
-        ({1: 0.050, 2: 0.400}, 0.0, 1.0, ThreadChoice(1)),  # slower, and seen after a single pass
+        ({1: 0.050, 2: 0.028}, 0.0, 1.0, 2),  # a quiet machine
+        ({1: 0.050, 2: 0.047}, 0.0, 1.0, 1),  # about as fast
+        ({1: 0.050, 2: 0.400}, 0.0, 1.0, 1),  # slower, and seen after a single pass
         (
             {1: 0.090, 2: 0.050},
             1.0,
             0.5,
-            ThreadChoice(1, 1),
+            1,
         ),  # others have the cores: one, though two seem faster at this moment
         (
             {1: 2.000, 2: 1.100},
             0.0,
             1.0,
-            ThreadChoice(2),
+            2,
         ),  # a large model: it is not tried for long
-        ({1: 2.000, 2: 1.100}, 2.0, 0.4, ThreadChoice(1, 2)),
+        ({1: 2.000, 2: 1.100}, 2.0, 0.4, 1),
     ],
 )
 def test_the_choice(
     passes: dict[int, float],
     others: float,
     share: float,
-    chosen: ThreadChoice,
+    chosen: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Simulated(monkeypatch, passes, others, share)
@@ -156,16 +157,16 @@ def several(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, number: int, others: int = 0) -> list[int]:
+def tried(monkeypatch: pytest.MonkeyPatch, number: int) -> list[int]:
     """Have the trial come to a number where clients compute one by one; count how often it is
     made.
     """
     made: list[int] = []
 
-    def trial(work: Callable[[int], object], most: int) -> ThreadChoice:
+    def trial(work: Callable[[int], object], most: int) -> int:
         work(1)  # it is real work, of any model
         made.append(most)
-        return ThreadChoice(number, others)
+        return number
 
     monkeypatch.setattr(backends, "choose", trial)
     monkeypatch.setattr(backends, "clients_at_once", lambda prepared: 1)
@@ -180,15 +181,12 @@ class Stopping(Callback):
     """Stops a run behind a round."""
 
     def __init__(self, after: int | None = None) -> None:
-        self.after, self.seen, self.cores_of_others = after, set[int](), list[int]()
+        self.after, self.seen = after, set[int]()
 
     def round(self, done: int) -> None:
         self.seen.add(torch.get_num_threads())
         if done == self.after:
             raise Stop
-
-    def cores(self, others: int) -> None:
-        self.cores_of_others.append(others)
 
 
 def result(folder: Path) -> dict:
@@ -204,7 +202,7 @@ def test_a_run_that_goes_on_keeps_its_threads(
     with pytest.raises(Stop):
         runs.run(recipe, tmp_path / "cut", reporter=first)
     assert made == [2, 2]
-    made = tried(monkeypatch, 1, others=3)  # the machine is loaded now
+    made = tried(monkeypatch, 1)  # the machine is loaded now
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     runs.run(recipe, tmp_path / "cut", resume=True, reporter=second)
     assert made == []
@@ -216,20 +214,18 @@ def test_a_run_that_goes_on_keeps_its_threads(
 
 
 @pytest.mark.usefixtures("several")
-def test_rows_of_a_command_compute_alike_and_a_loaded_machine_is_told_of(
+def test_rows_of_a_command_compute_alike(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, reporter = tried(monkeypatch, 1, others=3), Stopping()
+    made = tried(monkeypatch, 1)
     found = as_json(
         runs.run(
             recipe.model_copy(update={"compare_with": ("pretrained", "local")}),
             tmp_path,
-            reporter=reporter,
         )
     )
     assert made == [2]
     assert [row["machine"]["threads"] for row in found] == [1, 1, 1]
-    assert reporter.cores_of_others[0] == 3
 
 
 @pytest.mark.usefixtures("several")
@@ -241,7 +237,7 @@ def test_whoever_says_a_number_has_it(
     assert as_json(runs.run(fixed, tmp_path / "recipe"))[-1]["machine"]["threads"] == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     prepared = backends.LocalBackend().prepare(recipe)
-    assert backends.choose_threads(prepared) == ThreadChoice(2)
+    assert backends.choose_threads(prepared) == 2
     assert made == []
 
 
@@ -316,17 +312,31 @@ def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how
     assert spins(OMP_WAIT_POLICY="ACTIVE") == "None False"
 
 
-def test_the_progress_line_says_that_the_machine_is_short_of_cores() -> None:
+def test_that_the_machine_is_short_of_cores_is_said_once() -> None:
     out = io.StringIO()
     with Terminal(Console(file=out, width=160), rows=1) as terminal:
         terminal.begin("Local", 3, 0, ["a"])
         terminal.cores(2)
         terminal.last_lines["round"] = -1e9
         terminal.round(1)
-        terminal.cores(0)
-        terminal.last_lines["round"] = -1e9
-        terminal.round(2)
-    said, with_lack, without = out.getvalue().splitlines()[-3:]
+        terminal.cores(3)
+    _, said, after = out.getvalue().splitlines()
     assert said.strip() == "the machine is short of cores: other processes keep 2 busy"
-    assert with_lack.endswith("(the machine is short of cores: other processes keep 2 busy)")
-    assert "short" not in without
+    assert after.startswith("  round 1/3")
+
+
+@pytest.mark.usefixtures("several")
+def test_a_run_tells_of_the_cores_that_others_have(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(Callback):
+        others: ClassVar = list[int]()
+
+        def cores(self, others: int) -> None:
+            self.others.append(others)
+
+    tried(monkeypatch, 1)
+    monkeypatch.setattr(requests, "WATCHED_S", 0.0)
+    monkeypatch.setattr(Watch, "look", lambda self: Usage(own=0.5, others=1.5, cores=2))
+    runs.run(recipe, tmp_path, reporter=Told())
+    assert set(Told.others) == {2}

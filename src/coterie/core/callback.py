@@ -89,7 +89,7 @@ class Callback:
         """Receive a warning about a client whose reply is missing or invalid; the run continues."""
 
     def cores(self, others: int) -> None:
-        """Receive how many cores other processes use; 0 unless the machine is short of cores."""
+        """Receive how many cores other processes use, on a machine that is short of cores."""
 
     def evaluating(self, round: int) -> None:
         """Handle the start of an evaluation."""

@@ -128,15 +128,7 @@ def _busy_seconds() -> float | None:
         return None
 
 
-@dataclass(frozen=True)
-class ThreadChoice:
-    """A number of threads; `others` counts the busy cores of others if it is 1 because of them."""
-
-    threads: int
-    others: int = 0
-
-
-def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
+def choose(work: Callable[[int], object], most: int) -> int:
     """Return with how many threads, one or `most`, some work is fastest on this machine at present.
     One, if others compute too or all are not a tenth faster; but all, if a pass of one thread takes
     as long as one of all should, since the waiting then does not matter. Takes less than a second;
@@ -149,14 +141,14 @@ def choose(work: Callable[[int], object], most: int) -> ThreadChoice:
         alone += 1
     each, usage = watch.seconds / alone, watch.look()
     if usage.crowded:
-        return ThreadChoice(1, max(round(usage.others or 0), 1))
+        return 1
     if each >= _PROBE_S:
-        return ThreadChoice(most)
+        return most
     work(most)
     if watch.seconds >= _PROBE_S:
-        return ThreadChoice(1)
+        return 1
     watch, together = Watch(), 0
     while watch.seconds < _PROBE_S:
         work(most)
         together += 1
-    return ThreadChoice(most if watch.seconds / together < _GAIN * each else 1)
+    return most if watch.seconds / together < _GAIN * each else 1

@@ -75,7 +75,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         # seconds, and expected seconds, of each method done in this session
         self.took: list[tuple[float, float]] = []
         self.losses: dict[str, float] = {}
-        self.metric, self.privacy, self.lack = PERPLEXITY.about, "", 0
+        self.metric, self.privacy, self.short = PERPLEXITY.about, "", False
         self.patience = 0  # rounds without progress after which a method may end; 0: it does all
         self.spoke = time.monotonic()  # the time of the last plain line
         self._closing = threading.Event()
@@ -250,13 +250,13 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         pace = (
             f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
         )
-        lack = "short of cores" if self.lack and self.live else ""
-        return f"{loss}{self.privacy}{lack if self.narrow and lack else f'{pace}  {lack}'}".strip()
+        return f"{loss}{self.privacy}{pace}".strip()
 
     def cores(self, others: int) -> None:
-        lack_before, self.lack = self.lack, others
-        if others and not lack_before:
-            self._line(f"  {_short_of_cores(others)}", "yellow")
+        if not self.short:  # said once
+            problem = f"the machine is short of cores: other processes keep {others} busy"
+            self._line(f"  {problem}", "yellow")
+        self.short = True
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "
@@ -297,10 +297,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._enter_round(done)
         self._show()
         if self._speaks("round", done):
-            lack = f"  ({_short_of_cores(self.lack)})" if self.lack else ""
-            self._line(
-                f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}{lack}"
-            )
+            self._line(f"  round {done}/{self.stretch.rounds}  {self._figures()}  {self._left()}")
 
     def _speaks(self, kind: str, done: int) -> bool:
         """Return whether a plain line is due: a method's last always, others after a while."""
@@ -370,7 +367,3 @@ class SearchTerminal(Terminal):
 
     def _announce(self, rounds: int, done: int, clients: int) -> None:
         pass
-
-
-def _short_of_cores(others: int) -> str:
-    return f"the machine is short of cores: other processes keep {others} busy"

@@ -11,12 +11,11 @@ from uuid import uuid4
 
 import torch
 
-from coterie.core.callback import Callback
 from coterie.core.devices import free_memory, peak_memory
 from coterie.core.errors import CheckpointError, CoterieError
 from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
-from coterie.core.threads import THREAD_VARIABLES, ThreadChoice, choose
+from coterie.core.threads import THREAD_VARIABLES, choose
 from coterie.engines import ENGINES, Engine, InProcess, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
@@ -100,7 +99,7 @@ def computing_threads(prepared: Prepared) -> int:
     return prepared.threads or prepared.problem.threads or torch.get_num_threads()
 
 
-def choose_threads(prepared: Prepared) -> ThreadChoice:
+def choose_threads(prepared: Prepared) -> int:
     """Return the best number of threads for a run on this machine, see `threads.choose`.
 
     It is measured only if it is open: not for models so small that one thread is best, nor if
@@ -113,9 +112,9 @@ def choose_threads(prepared: Prepared) -> ThreadChoice:
         or problem.device.type != "cpu"
         or any(name in os.environ for name in THREAD_VARIABLES)
     ):
-        return ThreadChoice(problem.threads or most)
+        return problem.threads or most
     if (at_once := clients_at_once(prepared)) > 1:
-        return ThreadChoice(most // at_once)
+        return most // at_once
     try:
         with torch.random.fork_rng(devices=[]):
             return choose(_passes(prepared), most)
@@ -146,10 +145,8 @@ class CommonThreads:
     begun one; otherwise it is chosen for the first row that needs one, see `choose_threads`.
     """
 
-    def __init__(
-        self, rows: Sequence[tuple[Recipe, Path]], backend: Backend, reporter: Callback
-    ) -> None:
-        self._backend, self._reporter = backend, reporter
+    def __init__(self, rows: Sequence[tuple[Recipe, Path]], backend: Backend) -> None:
+        self._backend = backend
         self._kept = {folder: _kept_threads(folder) for _, folder in rows}
         self._common = next((number for number in self._kept.values() if number), None)
 
@@ -166,10 +163,7 @@ class CommonThreads:
             return prepared.recipe.threads
         kept = None if folder is None else self._kept[folder]
         if kept is None and self._common is None:
-            choice = choose_threads(prepared)
-            if choice.others:
-                self._reporter.cores(choice.others)
-            self._common = choice.threads
+            self._common = choose_threads(prepared)
         return self._common if kept is None else kept or None
 
 

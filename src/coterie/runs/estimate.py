@@ -13,7 +13,6 @@ from statistics import fmean
 import torch
 
 from coterie.core import devices
-from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes
@@ -107,7 +106,7 @@ def work(prepared: Prepared) -> float:
 def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
     """Yield the cost of each method of a recipe here, its own last. Raises Refused."""
     backend = LocalBackend()
-    threads = CommonThreads((), backend, Callback())
+    threads = CommonThreads((), backend)
     rows = [*map(recipe.with_method, recipe.compare_with), recipe]
     for row in rows:
         prepared = threads.assign(backend.prepare(row))

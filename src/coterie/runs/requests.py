@@ -116,7 +116,8 @@ class Requests(Listener):
             self.reporter.recorded(kind, round, client, values)
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
-        self._look_at_cores()
+        if others := self._cores_of_others():
+            self.reporter.cores(others)
         if "tokens" not in metrics:
             self.reporter.answered(client)
             return
@@ -124,9 +125,9 @@ class Requests(Listener):
             self.write("train", client, metrics, 1, self.state.method.local_steps)
         self.reporter.client(self.state.round, client, metrics)
 
-    def _look_at_cores(self) -> None:
-        """Report every few seconds how many cores other processes keep busy."""
-        if self.engine.distant or self.state.prepared.problem.device.type != "cpu":
-            return
-        if self._watch.seconds >= WATCHED_S:
-            self.reporter.cores(self._watch.look().cores_of_others(self.threads))
+    def _cores_of_others(self) -> int:
+        """Return how many cores others have that are lacking here; 0 between looks at them."""
+        here = not self.engine.distant and self.state.prepared.problem.device.type == "cpu"
+        if not here or self._watch.seconds < WATCHED_S:
+            return 0
+        return self._watch.look().cores_of_others(self.threads)

@@ -133,7 +133,7 @@ def execute_all(
     trained = {folder for of in parts.values() for _, folder in of}
     rows = sorted(rows, key=lambda row: not parts[row[1]])
     reporter.preparing()
-    threads, foresight, data = CommonThreads(rows, backend, reporter), RunEstimator(), SharedData()
+    threads, foresight, data = CommonThreads(rows, backend), RunEstimator(), SharedData()
     first: list[Prepared] = []
     refused = set[Path]()
     for recipe, folder in rows:
