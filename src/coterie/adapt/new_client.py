@@ -2,8 +2,8 @@
 
 import os
 import tempfile
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -169,53 +169,64 @@ def _write_model(
     """
     state, about = execution.state, (whole.name, execution.state.round, whole.seed)
     problem, personalised = state.prepared.problem, None
+    with written(folder) as new:
+        if isinstance(problem, Language):
+            name, method, shared = execution.recipe.method["name"], state.method, None
+            models = {name: shared_part(owner, method)}
+            if training is not None:
+                most = training.iterations or method.rounds * method.steps(owner)
+                if (mixing := whole.build_method()).methods:
+                    shared = name, models[name], getattr(mixing, "prior", PRIOR)
+                    steps = method.rounds, method.local_steps, method.local_epochs
+                    method = METHODS["local"].method(*steps)
+                    layouts = {owner.id: method.layout(0, problem.base)}
+                    owner = replace(state.prepared.site, layouts=layouts).client(owner.id, {})
+                kept, personalised = train(owner, method, most, training.say, shared)
+                several = shared is not None and personalised.helped
+                models = {"local": kept, **models} if several else {name: kept}
+            for part, model in models.items():
+                below = new / names.encoded(part) if len(models) > 1 else new
+                origin = personal.Origin(part, *about)
+                problem.write(below, owner.id, model.layout, model.tensors, origin)
+            if personalised is not None and personalised.weights and len(models) > 1:
+                origin = personal.Origin(whole.method["name"], *about)
+                save_mixture(new, owner.id, personalised.weights, origin)
+        else:
+            state.prepared.keep(owner, tensors, state.round, new)
+        if personalised is not None:
+            with replaced(new) as staged:
+                write_json(staged / TRAINED, personalised.summary)
+    return personalised
+
+
+@contextmanager
+def written(folder: Path) -> Iterator[Path]:
+    """Provide a temporary folder, which becomes a new one when the block ends. Raises SaveError."""
     make_folder(folder.parent)
     try:
         with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as beside:
-            new = Path(beside) / "model"
-            if isinstance(problem, Language):
-                name, method, shared = execution.recipe.method["name"], state.method, None
-                models = {name: shared_part(owner, method)}
-                if training is not None:
-                    most = training.iterations or method.rounds * method.steps(owner)
-                    if (mixing := whole.build_method()).methods:
-                        shared = name, models[name], getattr(mixing, "prior", PRIOR)
-                        steps = method.rounds, method.local_steps, method.local_epochs
-                        method = METHODS["local"].method(*steps)
-                        layouts = {owner.id: method.layout(0, problem.base)}
-                        owner = replace(state.prepared.site, layouts=layouts).client(owner.id, {})
-                    kept, personalised = train(owner, method, most, training.say, shared)
-                    several = shared is not None and personalised.helped
-                    models = {"local": kept, **models} if several else {name: kept}
-                for part, model in models.items():
-                    below = new / names.encoded(part) if len(models) > 1 else new
-                    origin = personal.Origin(part, *about)
-                    problem.write(below, owner.id, model.layout, model.tensors, origin)
-                if personalised is not None and personalised.weights and len(models) > 1:
-                    origin = personal.Origin(whole.method["name"], *about)
-                    save_mixture(new, owner.id, personalised.weights, origin)
-            else:
-                state.prepared.keep(owner, tensors, state.round, new)
-            if personalised is not None:
-                with replaced(new) as staged:
-                    write_json(staged / TRAINED, personalised.summary)
-            os.rename(new, folder)
+            yield Path(beside) / "model"
+            os.rename(Path(beside) / "model", folder)
     except OSError as error:
         raise SaveError(
             f"cannot write {folder}: {error.strerror}",
             "Free some space there, or choose another --out.",
         ) from error
-    return personalised
 
 
-def _recipe(run: Path, trains: bool) -> Recipe:
-    """Return the recipe of a run that can serve new clients. Raises Refused."""
+def recipe_of(run: Path) -> Recipe:
+    """Return the recipe of a run. Raises CheckpointError."""
     if not (run / files.RECIPE).is_file():
         raise CheckpointError(
             f"{run} holds no run: there is no {files.RECIPE}",
             "Give the folder that `coterie run` wrote (--out).",
         )
-    recipe = recipes.resolve(run)
+    return recipes.resolve(run)
+
+
+def _recipe(run: Path, trains: bool) -> Recipe:
+    """Return the recipe of a run that can serve new clients. Raises Refused."""
+    recipe = recipe_of(run)
     name, method = recipe.method["name"], serving(recipe.build_method())
     if trains and recipe.model.kind != "language":
         raise Refused(

@@ -123,36 +123,14 @@ def train(
         The model to keep (the shared part alone, unless the trained model, or the mixture with it,
         is better), and the effect of the training.
     """
-    before, model = shared_part(client, method), client.model
-    assert isinstance(model, LanguageModel)
+    before = shared_part(client, method)
     has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
     client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
     valid_before = best = perplexity_of(client, client.data.valid, [before])
     say(f"{'the base' if shared else 'the shared part'} alone: validation perplexity {best:.2f}")
-    best_snapshot, best_iteration, looks_in_vain = before, 0, 0
-    interval = min(method.steps(client), most)
-    device = client.model.device
-    with devices.forked(device):
-        devices.seed(derive_seed(client.seed, "personalise", client.id), device)
-        while client.iteration < most and looks_in_vain < PATIENCE:
-            done = client.iteration
-            for _ in range(min(interval, most - done)):
-                method.iterate(client)
-            if client.iteration == done or not client.stats:
-                raise ModelError(
-                    "the run has nothing that a new client could train", "Adapt without --train."
-                )
-            client.stats.clear()
-            now = perplexity(client.score(client.valid))
-            say(f"iteration {client.iteration} of at most {most}: validation perplexity {now:.2f}")
-            # training that has diverged does not recover
-            if not math.isfinite(now):
-                break
-            looks_in_vain += 1
-            if now < best:
-                best, best_iteration, looks_in_vain = now, client.iteration, 0
-                best_snapshot = Snapshot(*model.settled())
+    kept, best, best_iteration = descend(client, method.iterate, method.steps(client), best, say)
+    best_snapshot = kept or before
     models, weights, fitted, base = [best_snapshot], None, ONE, untrained(before)
     if shared is not None:
         name, before, prior = shared
@@ -177,6 +155,56 @@ def train(
         weights=weights,
     )
     return best_snapshot if about.helped else before, about
+
+
+def descend(
+    client: Client,
+    step: Callable[[Client], None],
+    interval: int,
+    best: float,
+    say: Callable[[str], None],
+    judge: Split | None = None,
+) -> tuple[Snapshot | None, float, int]:
+    """Train a client for its total iterations at most, until `PATIENCE` evaluations in a row bring
+    no improvement. Raises ModelError if nothing is trained.
+
+    Args:
+        client: A client of a language model; its schedules begin here.
+        step: Does one iteration.
+        interval: Iterations from one evaluation to the next.
+        best: The perplexity before.
+        say: Called with a line after every evaluation.
+        judge: The text that is evaluated; None: the validation text.
+
+    Returns:
+        The model with the lowest perplexity, None if none was lower than before; that perplexity;
+        and after how many iterations it was reached.
+    """
+    model, most = client.model, client.total_iterations
+    assert isinstance(model, LanguageModel)
+    split, what = (client.valid, "validation") if judge is None else (judge, "training")
+    kept, reached, done, looks_in_vain = None, 0, 0, 0
+    with devices.forked(model.device):
+        devices.seed(derive_seed(client.seed, "personalise", client.id), model.device)
+        while done < most and looks_in_vain < PATIENCE:
+            for _ in range(min(interval, most - done)):
+                step(client)
+                done += 1
+            if not client.stats:
+                raise ModelError(
+                    "the run has nothing that a client could train by itself",
+                    "Adapt without --train.",
+                )
+            client.stats.clear()
+            now = perplexity(client.score(split))
+            say(f"iteration {done} of at most {most}: {what} perplexity {now:.2f}")
+            # training that has diverged does not recover
+            if not math.isfinite(now):
+                break
+            looks_in_vain += 1
+            if now < best:
+                kept, best, reached, looks_in_vain = Snapshot(*model.settled()), now, done, 0
+    return kept, best, reached
 
 
 def untrained(like: Snapshot) -> Snapshot:

@@ -18,7 +18,7 @@ import click
 import typer
 from typer.core import TyperGroup
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, Refused
 from coterie.core.importing import uncollected
 from coterie.core.names import normal
 from coterie.core.printing import printable
@@ -28,6 +28,7 @@ from coterie.core.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from coterie.personal import PersonalClassifier, PersonalModel
     from coterie.runs.recipes.recipe import Recipe
 
 
@@ -267,3 +268,33 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
     wait_briefly()
     app()
+
+
+def _personal(
+    run: Path,
+    clients: list[str] | None,
+    base: str | None,
+    follow: bool = False,
+    reset: bool = False,
+    writers: int = 1,
+) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
+    """Return the language models and the classifiers of a run; one of the two is empty. Raises
+    Refused if nobody's weights can follow what is written, or those of more than the `writers`.
+    """
+    from coterie import personal
+
+    models = personal.load_all(run, clients, base=base, follow=follow or reset)
+    language = {
+        i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)
+    }
+    following = [model.following for model in language.values() if model.following]
+    if (follow or reset) and not 0 < len(following) <= writers:
+        raise Refused(
+            f"--follow: one writes, and {len(following)} models of {run} have weights to follow it",
+            "Name one that mixes several parts by --client, or leave it out.",
+        )
+    for weights in following if reset else ():
+        weights.reset()
+    return language, {
+        i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)
+    }

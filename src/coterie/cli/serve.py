@@ -6,8 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.base import Base, Chat, Clients, Follow, Reset, Run, Trust, _stopping, app
-from coterie.cli.use import _personal
+from coterie.cli.base import (
+    Base,
+    Chat,
+    Clients,
+    Follow,
+    Reset,
+    Run,
+    Trust,
+    _personal,
+    _stopping,
+    app,
+)
 from coterie.core.errors import Refused
 from coterie.core.extras import require
 from coterie.core.printing import printable

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,15 +17,13 @@ from coterie.cli.base import (
     Trust,
     _line,
     _normal,
+    _personal,
     _say,
     _stopping,
     app,
 )
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
-
-if TYPE_CHECKING:
-    from coterie.personal import PersonalClassifier, PersonalModel
 
 
 @app.command()
@@ -34,19 +32,32 @@ def adapt(
         Path, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
     ],
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            help='The client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a file.'
+            help='The new client\'s images, or texts (.txt, or .jsonl with "text"): a folder or a '
+            "file."
         ),
-    ],
+    ] = None,
+    fresh: Annotated[
+        Path | None,
+        typer.Option(
+            help="New texts of a client that has trained, to which its router, then its own "
+            "experts, are refitted."
+        ),
+    ] = None,
     client: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", callback=_normal, help="Id of the new client. Default: from --data."
+            metavar="ID",
+            callback=_normal,
+            help="Id of the client. Default with --data, of a new one: from there.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A new folder. Default: clients/ID in the run's folder.")
+        Path | None,
+        typer.Option(
+            help="A new folder. Default: clients/ID in the run's folder; with --fresh, fresh in it."
+        ),
     ] = None,
     train: Annotated[
         bool,
@@ -59,17 +70,34 @@ def adapt(
         int | None,
         typer.Option(
             min=1,
-            help="Most local iterations with --train. Default: as many as a client of the run "
-            "does.",
+            help="Most local iterations with --train or --fresh. Default: as many as a client of "
+            "the run does.",
         ),
     ] = None,
     trust_remote_code: Trust = False,
 ) -> None:
-    """Make a personal model for a new client. Its data need no labels and never leave it."""
+    """Make a personal model for a new client, or refit a client's to new text. Its data need no
+    labels and never leave it.
+    """
     with _stopping("stopped. Nothing is kept."):
+        from coterie.adapt import fresh as refits
         from coterie.adapt import new_client, personalisation
         from coterie.personal import PersonalClassifier
 
+        if fresh is not None:
+            if data is not None or client is None or train:
+                raise Refused(
+                    "--fresh refits the model of a client that has trained: it needs --client, and "
+                    "neither --data nor --train",
+                    "For a new client give --data alone, or with --train.",
+                )
+            refitted = refits.refit(run, client, fresh, out, iterations=iterations, say=_say)
+            print(*refits.sentences(printable(client), refitted), sep="\n")
+            return
+        if data is None:
+            raise Refused(
+                "adapt needs the client's data", "Give --data, or --fresh for one that has trained."
+            )
         if iterations is not None and not train:
             raise Refused("--iterations needs --train", "Give both, or neither.")
         training = new_client.Training(iterations, _say) if train else None
@@ -350,33 +378,3 @@ def export(
         for note in dict.fromkeys(note for model in exported for note in model.notes):
             print(printable(note))
         print(f"{out}/export.json says what is in the files, and how they were checked.")
-
-
-def _personal(
-    run: Path,
-    clients: list[str] | None,
-    base: str | None,
-    follow: bool = False,
-    reset: bool = False,
-    writers: int = 1,
-) -> tuple[dict[str, "PersonalModel"], dict[str, "PersonalClassifier"]]:
-    """Return the language models and the classifiers of a run; one of the two is empty. Raises
-    Refused if nobody's weights can follow what is written, or those of more than the `writers`.
-    """
-    from coterie import personal
-
-    models = personal.load_all(run, clients, base=base, follow=follow or reset)
-    language = {
-        i: model for i, model in models.items() if isinstance(model, personal.PersonalModel)
-    }
-    following = [model.following for model in language.values() if model.following]
-    if (follow or reset) and not 0 < len(following) <= writers:
-        raise Refused(
-            f"--follow: one writes, and {len(following)} models of {run} have weights to follow it",
-            "Name one that mixes several parts by --client, or leave it out.",
-        )
-    for weights in following if reset else ():
-        weights.reset()
-    return language, {
-        i: model for i, model in models.items() if isinstance(model, personal.PersonalClassifier)
-    }

@@ -15,7 +15,7 @@ from coterie.core.names import encoded
 from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter
 from coterie.models.artifact import AboutMixture, Origin, read_mixture, save_mixture, verify
-from coterie.models.interpolation import interpolate
+from coterie.models.interpolation import fit_weights, interpolate
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.predictions import Prediction, joined, score_of
@@ -81,6 +81,12 @@ class PersonalMixture(PersonalModel):
         """Return the log-probabilities of the right tokens in each part, (P, T, 1), and zeros."""
         batches = list(batches)
         return joined([list(part.language.predictions(batches)) for part in self.parts.values()])
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[TextBatch], prior: float) -> None:
+        """Fit the weights to a text, see `fit_weights`."""
+        self.weights = fit_weights(self._predictions(batches)[0][..., 0], prior)
+        self.mixture = replace(self.mixture, weights=self.shares)
 
     def routing(self, ids: Tensor) -> Tensor:
         """Raise ModelError: ask one of the `parts`."""
