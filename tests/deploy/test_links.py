@@ -82,7 +82,7 @@ def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> 
 def test_the_project_is_the_app_that_is_submitted() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(
-        commands.APP
+        commands.APP.read_text()
     )["tool"]["flwr"]["app"]
 
 

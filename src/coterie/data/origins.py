@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from coterie.core.foreign import read_text, yaml_of
+
 PART = "corpora"  # the folder of the repository: outside of the package, so no wheel has it
 BUILD = "scripts/build_corpora.py"
 
@@ -13,52 +15,18 @@ BUILD = "scripts/build_corpora.py"
 class Origin(NamedTuple):
     """A source of text."""
 
-    of: tuple[str, ...]  # the languages or the topic from this source
+    of: Sequence[str]  # the languages or the topic from this source
     what: str
     address: str
     licence: str
 
 
-MULTILINGUAL = (
-    Origin(
-        ("de", "es", "fr", "it", "nl"),
-        "Wikipedia sentences of WikiNEuRal",
-        "https://huggingface.co/datasets/Babelscape/wikineural",
-        "CC BY-SA; its labels, which are not used, CC BY-NC-SA",
-    ),
-    Origin(
-        ("ca",),
-        "Softcatala's sentences and Common Voice prompts",
-        "https://github.com/Softcatala/ca-text-corpus",
-        "CC0",
-    ),
-)
-TOPICS = (
-    Origin(
-        ("books",),
-        "English novels of ELTeC",
-        "https://github.com/COST-ELTeC/ELTeC-eng",
-        "public domain",
-    ),
-    Origin(
-        ("arxiv",),
-        "the Stacks project",
-        "https://github.com/stacks/stacks-project",
-        "GFDL 1.2 or later",
-    ),
-    Origin(
-        ("stackexchange",),
-        "Quantum Computing Stack Exchange",
-        "https://archive.org/download/stackexchange/quantumcomputing.stackexchange.com.7z",
-        "CC BY-SA",
-    ),
-    Origin(
-        ("code",),
-        "CPython's standard library",
-        "https://www.python.org/ftp/python/3.11.7/Python-3.11.7.tgz",
-        "PSF",
-    ),
-)
+def _origins(corpus: str) -> tuple[Origin, ...]:
+    sources = yaml_of(read_text(Path(__file__).with_name("origins.yaml")))[corpus]
+    return tuple(Origin(**source) for source in sources)
+
+
+MULTILINGUAL, TOPICS = _origins("multilingual"), _origins("topics")
 
 
 def listed(origins: Sequence[Origin]) -> str:

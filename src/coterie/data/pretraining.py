@@ -6,52 +6,20 @@ and DBpedia. The rule stays because the repository's part of the corpora follows
 """
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
+from pathlib import Path
+
+from coterie.core.foreign import read_text, yaml_of
 
 # 154 of 256 hash buckets: about 60 % of the documents of a corpus are for pretraining, the rest is
 # for clients.
 _PRETRAINING_BUCKETS = 154
 
-# The clients of the quickstart federation: four topics of the standard library, as glob patterns
-# relative to its folder. They share a language (Python and the English of its documentation),
-# differ in topic, and are small.
-STDLIB_TOPICS: dict[str, tuple[str, ...]] = {
-    "reference": ("pydoc_data/topics.py",),
-    "network": (
-        "ftplib.py",
-        "http/cookiejar.py",
-        "http/server.py",
-        "imaplib.py",
-        "ipaddress.py",
-        "poplib.py",
-        "socketserver.py",
-        "ssl.py",
-        "urllib/*.py",
-        "wsgiref/*.py",
-    ),
-    "numbers": (
-        "_pydecimal.py",
-        "bisect.py",
-        "calendar.py",
-        "colorsys.py",
-        "fractions.py",
-        "heapq.py",
-        "random.py",
-        "statistics.py",
-    ),
-    "introspection": (
-        "ast.py",
-        "bdb.py",
-        "dataclasses.py",
-        "dis.py",
-        "enum.py",
-        "inspect.py",
-        "pdb.py",
-        "tokenize.py",
-        "traceback.py",
-        "typing.py",
-    ),
-}
+# the clients of the quickstart federation: topics of the standard library, as glob patterns
+STDLIB_TOPICS: Mapping[str, Sequence[str]] = yaml_of(
+    read_text(Path(__file__).parent / "python/topics.yaml")
+)
 
 
 def seen_in_pretraining(corpus: str, key: str) -> bool:

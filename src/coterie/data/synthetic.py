@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from random import Random
 from typing import Literal
 
 from pydantic import Field
 
+from coterie.core.foreign import read_text
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.section import Bound, Section, Source, Texts
 from coterie.data.splits import SPLITS
@@ -19,32 +21,8 @@ _NEXT = 1 / 1.5  # probability that the next word of the order follows, otherwis
 # Words that common tokenizers, the embedded base's among them, keep whole behind a space: one token
 # each.
 _SHARED = "the and for with that this from are was were which have has had not but"
-_CONTENT = """able access action added addition address afternoon air answer approximately area art
-ask author available back balance band bank base become bed best big bit black block body book born
-building business call called camp capital car care case century certain change character child
-children church class clear close code come common community company complete complex condition
-consider control corn correct cost country course cover create culture current customer dark data
-day death deep degree demand design detail different dinner direct discuss district doctor document
-door east education effect end energy engine equal event exact example exist express extra face
-fact family father feel field film final find fire form forward founded free friend front full
-function future general genus girl give given going good great ground group half hand hard head
-health heart high history hold home hope host hour house human idea impact import improve increase
-information interest key kind knowledge land large last law least leave left length less level life
-light like line list live local located long look love low main major making man mark market match
-material matter mean measure media meet member method mind mission model modern moment mother mount
-mountain movie music name natural nature new night north note nothing novel number object office
-old open order origin original page paper part particular passed path peace people perfect period
-person phone place plant play point popular port position possible post power present previous
-private problem process produced product program project proper property public put question quite
-range read real reason record red report research respect rest result return right river road rock
-role room round run same say schedule school science search second section see send sense sent
-series set several shall share short side sign similar simple single site size small social soft
-something son song sound source south space special specific stand standard star start state
-station story strange struct structure sub subject success sum super support suppose system table
-take talk tell term test text thing things thought thousand time title together too top total town
-trade travel true try turn turned type used value version video village visit voice walk want war
-water way wealth weather web week well west white whole wife wind woman wood word work world write
-year young"""
+_CONTENT = read_text(Path(__file__).with_name("synthetic_words.txt"))
+
 
 Sizes = Bound | tuple[Bound, ...]
 

@@ -10,34 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import ClientError, Refused
+from coterie.core.foreign import read_bytes
 from coterie.core.printing import printable
 from coterie.deploy.link import Link, listening
 from coterie.deploy.process import COLOUR, environment, program
 
 NAME = "coterie"  # of the connection in the configuration of Flower's command line
 _COMMAND_S = 120.0  # seconds for a command of Flower's
-APP = """[project]
-name = "coterie"
-version = "0.1.0"
-
-[tool.flwr.app]
-publisher = "coterie"
-
-[tool.flwr.app.components]
-serverapp = "coterie.deploy.apps:server"
-clientapp = "coterie.deploy.apps:client"
-
-[tool.flwr.app.config]
-recipe = "quickstart"
-set = ""
-seed = -1
-out = ""
-resume = false
-changed = false
-clients = 2
-patience = 600.0
-track = ""
-"""
+APP = Path(__file__).with_name("app.toml")  # the project that Flower is given
 _ERROR = re.compile(r"ERROR +:")
 # what Flower prints between the lines of a run
 _CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")
@@ -120,7 +100,7 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
     configure(link, home)
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "run.toml"
-        settings.with_name("pyproject.toml").write_text(APP)
+        settings.with_name("pyproject.toml").write_bytes(read_bytes(APP))
         settings.write_text("\n".join(toml(config)), encoding="utf-8")
         started = _flwr_json(["run", folder, NAME, "--run-config", str(settings)], home)
     run = str(started["run-id"])

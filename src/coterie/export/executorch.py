@@ -19,31 +19,6 @@ from coterie.personal import PersonalModel
 LONGEST = 512
 # new tokens in one step, unless the clients were trained with more
 AT_ONCE = 64
-PROGRAM = """\
-import json
-
-import torch
-from executorch.runtime import Runtime
-from safetensors.torch import load_file
-from tokenizers import Tokenizer
-
-method = Runtime.get().load_program("base.pte").load_method("forward")
-inputs = json.load(open("export.json"))["inputs"]  # in the order in which they are given
-client = load_file("CLIENT")  # of --precision f32
-cache = [entry["shape"] for name, entry in inputs.items() if name.startswith("past_key_values")]
-past = [torch.zeros(1, heads, 0, width) for _, heads, _, width in cache]
-tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = PROMPT
-for _ in range(10):
-    kept = torch.tensor([len(new) - 1])  # logits of the last token only
-    tensors = [client[name] for name in inputs if name in client]
-    logits, *past = method.execute([torch.tensor([new]), kept, *past, *tensors])
-    past, new = [part.clone() for part in past], [int(logits[0, -1].argmax())]
-    if new[0] in STOPS:
-        break
-    text = text + new
-print(tokenizer.decode(text))
-"""
 
 
 class ExecuTorchRuntime(GraphRuntime):
@@ -77,7 +52,6 @@ class ExecuTorch(GraphFormat):
     extra = "executorch"
     base = "base.pte"
     program = ExecuTorchRuntime
-    example = PROGRAM
 
     def write_graph(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         model = clients[0].model

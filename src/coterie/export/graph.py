@@ -17,6 +17,7 @@ from torch import Tensor
 from coterie.core import names
 from coterie.core.errors import ExportError
 from coterie.core.files import load, read_json, save, write_atomically
+from coterie.core.foreign import read_text
 from coterie.core.tensors import all_finite
 from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.functional import Interface, client_tensors
@@ -86,8 +87,6 @@ class GraphFormat(Format):
 
     base: ClassVar[str]  # the name of the base's file
     program: ClassVar[type[GraphRuntime]]  # runs the base
-    # a program that writes a text with the file CLIENT, see `Serving.in_program`
-    example: ClassVar[str]
     routing: ClassVar[bool] = False  # whether the graph returns the experts' weights
     precisions = PRECISIONS
     shares_base = True
@@ -130,7 +129,8 @@ class GraphFormat(Format):
     def readme(self, clients: Sequence[ClientModel]) -> str:
         """Return the text of README.md."""
         serving = clients[0].serving
-        example = serving.in_program(self.example.replace("CLIENT", own_file(clients[0])))
+        program = read_text(Path(__file__).parent / f"programs/{self.name}.py.txt")
+        example = serving.in_program(program.replace("CLIENT", own_file(clients[0])))
         files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
         return f"""# Personal models exported from coterie, as {self.name}
 

@@ -19,43 +19,6 @@ BASE_PRECISIONS = ("f32", "int8", "w8", "w4")
 _BITS = {"w8": 8, "w4": 4}
 # adjacent weights of a row that share one scale
 _BLOCK = 32
-PROGRAM = """\
-import numpy as np
-import onnxruntime
-from safetensors.numpy import load_file
-from tokenizers import Tokenizer
-
-
-def read(path):
-    stored = load_file(path)  # of --precision f16 or int8: the graph takes fp32
-    return {
-        name: value
-        if value.dtype == np.int64
-        else value.astype(np.float32) * stored.get(f"{name}.scale", np.float32(1))
-        for name, value in stored.items()
-        if not name.endswith(".scale")
-    }
-
-
-session = onnxruntime.InferenceSession("base.onnx")
-client = read("CLIENT")
-past = {
-    i.name: np.zeros((1, i.shape[1], 0, i.shape[3]), np.float32)
-    for i in session.get_inputs()
-    if i.name.startswith("past_key_values")
-}
-tokenizer = Tokenizer.from_file("tokenizer.json")
-new = text = PROMPT
-for _ in range(10):
-    kept = np.array([len(new) - 1])  # logits of the last token only
-    inputs = {"input_ids": np.array([new]), "logits_to_keep": kept, **past, **client}
-    logits, *present = session.run(None, inputs)
-    past, new = dict(zip(past, present)), [int(logits[0, -1].argmax())]
-    if new[0] in STOPS:
-        break
-    text = text + new
-print(tokenizer.decode(text))
-"""
 
 
 class OnnxRuntime(GraphRuntime):
@@ -88,7 +51,6 @@ class Onnx(GraphFormat):
     base_precisions = BASE_PRECISIONS
     base = BASE
     program = OnnxRuntime
-    example = PROGRAM
 
     def write_graph(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         interface = self.interface_of(clients[0])
