@@ -37,7 +37,7 @@ from coterie.core.tensors import from_bytes, to_bytes
 from coterie.engines.engine import Listener
 from coterie.engines.flower.apps import QUERY, client_app, packed, unpacked
 from coterie.engines.flower.engine import Flower
-from coterie.engines.flower.secagg_device import EXCHANGE, TRAIN
+from coterie.engines.flower.secagg_common import EXCHANGE, TRAIN
 from coterie.engines.messages import Member, Reply, Request, parsed
 
 SENT = {

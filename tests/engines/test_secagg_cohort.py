@@ -19,7 +19,7 @@ from coterie.core.callback import Callback
 from coterie.core.protocol import Ask
 from coterie.core.tensors import Tensors, axpy, norm
 from coterie.engines.flower.engine import Flower
-from coterie.engines.flower.secagg_device import EXCHANGE
+from coterie.engines.flower.secagg_common import EXCHANGE
 from coterie.engines.messages import Request
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend

@@ -199,6 +199,7 @@ class Multilingual(_OneFile):
     """
 
     kind: Literal["multilingual"] = "multilingual"
+    title: ClassVar[str] = "multilingual Wikipedia"
     languages: Names = Field(("de", "fr", "it", "nl"), description="one client for each")
     topics: dict[str, dict[str, str]] = Field(
         {},
@@ -220,10 +221,6 @@ class Multilingual(_OneFile):
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
     origins: ClassVar[tuple[Origin, ...]] = MULTILINGUAL
-
-    @property
-    def title(self) -> str:
-        return "multilingual Wikipedia"
 
     @property
     def names(self) -> tuple[ClientId, ...]:
@@ -289,6 +286,7 @@ class Topics(_OneFile):
     """
 
     kind: Literal["topics"] = "topics"
+    title: ClassVar[str] = "topics"
     topics: Names = Field(
         (
             "books",
@@ -302,10 +300,6 @@ class Topics(_OneFile):
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")
     origins: ClassVar[tuple[Origin, ...]] = TOPICS
-
-    @property
-    def title(self) -> str:
-        return "topics"
 
     @property
     def names(self) -> tuple[ClientId, ...]:
@@ -324,11 +318,8 @@ class Stdlib(Section):
     """
 
     kind: Literal["stdlib"] = "stdlib"
+    title: ClassVar[str] = "Python's standard library"
     fractions: TextFractions = (0.8, 0.1, 0.1)
-
-    @property
-    def title(self) -> str:
-        return "Python's standard library"
 
     def source(self) -> Source:
         return Source(stamps([MODULES]), self._read)

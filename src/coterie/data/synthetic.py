@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -40,6 +40,7 @@ class Synthetic(Section):
     """
 
     kind: Literal["synthetic"] = "synthetic"
+    title: ClassVar[str] = "a synthetic language"
     seed: int = Field(
         0,
         ge=0,
@@ -57,10 +58,6 @@ class Synthetic(Section):
     test_tokens: Sizes = Field(
         2000, description="tokens of test text: one number, or one per client"
     )
-
-    @property
-    def title(self) -> str:
-        return "a synthetic language"
 
     def source(self) -> Source:
         self._check(self._ids())

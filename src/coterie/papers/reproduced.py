@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from coterie.core.result import Evaluation, Json, Machine, MetricInfo, Row, Versions
+from coterie.core.result.parsing import Record
 from coterie.papers.figures import SeedFigures
 from coterie.papers.tables import Figure, Reproduction, stand_ins
 
@@ -40,14 +41,13 @@ class Cell(Row):
     def to_json(self) -> Json:
         """Return the JSON object."""
         return super().to_json() | {
-            "evaluations": [e.to_json() for e in self.evaluations],
             # the same at an earlier point and at every evaluation is for verdicts alone
             "seeds": [asdict(replace(s, earlier=None, course=())) for s in self.seeds],
         }
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Record):
     """Whether a statement of the paper holds in a column."""
 
     says: str
@@ -85,12 +85,11 @@ class Verdict:
         return "; ".join(filter(None, (self.detail, self.by, self.progress))) + only
 
     def to_json(self) -> Json:
-        """Return the JSON object."""
-        return {**vars(self), "verdict": self.word}
+        return super().to_json() | {"verdict": self.word}
 
 
 @dataclass(frozen=True)
-class Reproduced:
+class Reproduced(Record):
     """A table or figure of a paper, run."""
 
     name: str  # <paper>/<table or figure>
@@ -118,13 +117,3 @@ class Reproduced:
         """Return the cells of a column, in the order of the rows."""
         by_row = {cell.row: cell for cell in self.cells if cell.column == column}
         return [by_row[row] for row in self.rows if row in by_row]
-
-    def to_json(self) -> Json:
-        """Return the content of the JSON file."""
-        return vars(self) | {
-            "metrics": {column: metric.to_json() for column, metric in self.metrics.items()},
-            "cells": [cell.to_json() for cell in self.cells],
-            "statements": [verdict.to_json() for verdict in self.statements],
-            "versions": self.versions.to_json(),
-            "machine": None if self.machine is None else self.machine.to_json(),
-        }

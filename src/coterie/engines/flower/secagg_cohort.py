@@ -16,28 +16,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import Key, Stage
 
 from coterie.aggregation.secure import threshold
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.secagg_common import (
-    ABOUT,
-    CHECK_SHARES,
-    CHECKS,
-    CIPHERTEXT,
-    COMPLAINER,
-    COMPLAINTS,
-    MOST_SIGNATURE,
-    OPEN_SHARE,
-    PROOFS,
-    PUBLIC_KEY,
-    SHARE_OPENED,
-    SIGNATURES,
-    TRAIN,
-    Bound,
-    Proofs,
-    binding,
-    digest_of,
-    proves,
-    shares_hold,
-    terms,
-)
+from coterie.engines.flower import secagg_common as common
 from coterie.engines.flower.secagg_replies import (
     FOREIGN,
     NoAnswer,
@@ -67,7 +46,7 @@ class Participants:
     digest: bytes = b""  # of the exchange and the keys, see `digest_of`
     ranks: dict[int, int] = field(default_factory=dict)  # among clients with shares
     # of the secrets of clients that can be unmasked
-    proofs: dict[int, Proofs] = field(default_factory=dict)
+    proofs: dict[int, common.Proofs] = field(default_factory=dict)
     # shares by sender and receiver
     ciphertexts: dict[int, dict[int, bytes]] = field(default_factory=dict)
 
@@ -86,7 +65,8 @@ class Participants:
     def _agree_on_keys(self) -> None:
         contents = {
             node: content_with(
-                configs_of(Stage.SETUP, **terms(self.clients)), ConfigRecord({ABOUT: self.about})
+                configs_of(Stage.SETUP, **common.terms(self.clients)),
+                ConfigRecord({common.ABOUT: self.about}),
             )
             for node in self.nodes
         }
@@ -98,18 +78,20 @@ class Participants:
             else:
                 self.keys[node] = pair
         self.suffice(self.keys)
-        self.digest = digest_of(self.about, self.keys)
+        self.digest = common.digest_of(self.about, self.keys)
         self.ranks = {node: place for place, node in enumerate(sorted(self.keys), 1)}
 
     def _keys(self, node: int, content: RecordDict) -> tuple[bytes, bytes]:
         """Return a client's public keys."""
         names = (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)
-        configs = values_of(content, dict.fromkeys(names, bytes), (SIGNATURES,))
+        configs = values_of(content, dict.fromkeys(names, bytes), (common.SIGNATURES,))
         pair = cast(tuple[bytes, bytes], tuple(configs[name] for name in names))
-        proofs = cast(list[bytes], configs[SIGNATURES])
-        check_lengths(pair, [PUBLIC_KEY] * 2)
-        check_lengths([proof[MOST_SIGNATURE:] for proof in proofs], [0, 0])
-        if not all(proves(*proof, self.about, node) for proof in zip(pair, proofs, strict=True)):
+        proofs = cast(list[bytes], configs[common.SIGNATURES])
+        check_lengths(pair, [common.PUBLIC_KEY] * 2)
+        check_lengths([proof[common.MOST_SIGNATURE :] for proof in proofs], [0, 0])
+        if not all(
+            common.proves(*proof, self.about, node) for proof in zip(pair, proofs, strict=True)
+        ):
             raise TensorError("public keys that are none, or not its own", FOREIGN)
         return pair
 
@@ -121,18 +103,18 @@ class Participants:
         self.ciphertexts = {node: ciphertexts for node, (_, ciphertexts) in dealt.items()}
         self.suffice(self.proofs)
 
-    def _shares_of(self, node: int, content: RecordDict) -> tuple[Proofs, dict[int, bytes]]:
+    def _shares_of(self, node: int, content: RecordDict) -> tuple[common.Proofs, dict[int, bytes]]:
         """Return a client's proofs of its secrets, and the shares of them, by receiver."""
-        configs = values_of(content, {}, (Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, PROOFS))
+        configs = values_of(content, {}, (Key.DESTINATION_LIST, Key.CIPHERTEXT_LIST, common.PROOFS))
         others = sorted(self.keys.keys() - {node})
         destinations = cast(list[int], configs[Key.DESTINATION_LIST])
         ciphertexts = cast(list[bytes], configs[Key.CIPHERTEXT_LIST])
-        data = cast(list[bytes], configs[PROOFS])
+        data = cast(list[bytes], configs[common.PROOFS])
         if len(destinations) != len(others) or sorted(destinations) != others:
             raise TensorError("shares of keys for others than the clients of the exchange")
-        check_lengths(ciphertexts, [CIPHERTEXT] * len(others))
-        check_lengths(data, Proofs.lengths(self.clients, self.threshold))
-        proofs = Proofs.from_list(data, self.digest, node)
+        check_lengths(ciphertexts, [common.CIPHERTEXT] * len(others))
+        check_lengths(data, common.Proofs.lengths(self.clients, self.threshold))
+        proofs = common.Proofs.from_list(data, self.digest, node)
         if not proofs.is_of(self.keys[node][0]):
             raise TensorError("shares of another key than its own", FOREIGN)
         return proofs, dict(zip(destinations, ciphertexts, strict=True))
@@ -144,9 +126,9 @@ class Participants:
         contents = {}
         for node in self.proofs:
             lists = self.forwarded(node)
-            lists[CHECKS] = [self._checks(other, node) for other in lists[Key.SOURCE_LIST]]
-            contents[node] = content_with(configs_of(CHECK_SHARES, **lists))
-        complaints = self.exchange(CHECK_SHARES, contents, self._complaints)
+            lists[common.CHECKS] = [self._checks(other, node) for other in lists[Key.SOURCE_LIST]]
+            contents[node] = content_with(configs_of(common.CHECK_SHARES, **lists))
+        complaints = self.exchange(common.CHECK_SHARES, contents, self._complaints)
         self._keep(complaints)
         self._leave_out_liars(complaints)
         opened = self._opened(complaints)
@@ -168,7 +150,7 @@ class Participants:
 
     def _complaints(self, node: int, content: RecordDict) -> list[int]:
         """Return the clients whose shares a client cannot use."""
-        sources = cast(list[int], values_of(content, {}, (COMPLAINTS,))[COMPLAINTS])
+        sources = cast(list[int], values_of(content, {}, (common.COMPLAINTS,))[common.COMPLAINTS])
         if len(set(sources)) != len(sources) or not set(sources) <= self.proofs.keys() - {node}:
             raise TensorError("complaints about others than the clients of the exchange")
         return sources
@@ -203,21 +185,21 @@ class Participants:
         contents = {}
         for source, node in pairs.items():
             ciphertext = {Key.CIPHERTEXT_LIST: self.ciphertexts[source][node]}
-            configs = configs_of(OPEN_SHARE, **{COMPLAINER: node}, **ciphertext)
+            configs = configs_of(common.OPEN_SHARE, **{common.COMPLAINER: node}, **ciphertext)
             contents[source] = content_with(configs)
 
         def read(source: int, content: RecordDict) -> bytes:
             return self._shown(source, pairs[source], content)
 
-        shown = self.exchange(OPEN_SHARE, contents, read) if contents else {}
+        shown = self.exchange(common.OPEN_SHARE, contents, read) if contents else {}
         self._keep(self.proofs.keys() - pairs.keys() | shown.keys())
         return {pairs[source]: (source, plain) for source, plain in shown.items()}
 
     def _shown(self, source: int, node: int, content: RecordDict) -> bytes:
         """Return the shares that a client opened."""
-        plain = cast(bytes, values_of(content, {SHARE_OPENED: bytes})[SHARE_OPENED])
-        with binding(Bound(self.digest)):
-            if not shares_hold(plain, source, node, self._checks(source, node)):
+        plain = cast(bytes, values_of(content, {common.SHARE_OPENED: bytes})[common.SHARE_OPENED])
+        with common.binding(common.Bound(self.digest)):
+            if not common.shares_hold(plain, source, node, self._checks(source, node)):
                 raise TensorError("shares of keys that are wrong", FOREIGN)
         return plain
 
@@ -243,7 +225,7 @@ class Participants:
         node's reply, and raises TensorError or whatever an impossible message leads to.
         """
         answered = self.carry(
-            {node: Message(content, node, TRAIN) for node, content in contents.items()}
+            {node: Message(content, node, common.TRAIN) for node, content in contents.items()}
         )
         fitting = {}
         for node in contents:

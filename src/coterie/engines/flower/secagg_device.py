@@ -45,31 +45,7 @@ from flwr.compat.common import recorddict_compat as compat
 
 from coterie.aggregation.secure import FEWEST, RANGE, UPDATE, levels
 from coterie.core.errors import CoterieError, TensorError
-from coterie.engines.flower.secagg_common import (
-    ABOUT,
-    CHECK_SHARES,
-    CHECKS,
-    COMPLAINER,
-    COMPLAINTS,
-    EXCHANGE,
-    OPEN_SHARE,
-    OPENED,
-    PROOFS,
-    SAME_VERSION,
-    SHARE_OPENED,
-    SIGNATURES,
-    TEXT,
-    TRAIN,
-    Bound,
-    binding,
-    digest_of,
-    exchange_name,
-    share_read,
-    shares_hold,
-    signatures,
-    terms,
-    weight_sent,
-)
+from coterie.engines.flower import secagg_common as common
 from coterie.engines.messages import Reply, Request, parsed
 
 Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
@@ -85,7 +61,7 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
     try:
         stage = _admitted(message, context)
         bound = _bound_by(message, context, stage)
-        with binding(bound):
+        with common.binding(bound):
             if stage in _OWN_STAGES:
                 return Message(_OWN_STAGES[stage](message, context), reply_to=message)
             reply = secaggplus_mod(
@@ -107,41 +83,41 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
 
 def _forget(context: Context) -> None:
     """Delete the keys of an exchange."""
-    for record in (RECORD_KEY_STATE, EXCHANGE):
+    for record in (RECORD_KEY_STATE, common.EXCHANGE):
         context.state.config_records.pop(record, None)
 
 
-def _bound_by(message: Message, context: Context, stage: str) -> Bound:
+def _bound_by(message: Message, context: Context, stage: str) -> common.Bound:
     """Return the digests known by this stage, which are kept until the last. Raises TensorError:
     the server names no exchange, or another one than at first.
     """
     content, state = message.content, context.state.config_records
     if stage == Stage.SETUP:
-        about = content.config_records.get(EXCHANGE, ConfigRecord()).get(ABOUT)
+        about = content.config_records.get(common.EXCHANGE, ConfigRecord()).get(common.ABOUT)
         if not isinstance(about, str):
             raise TensorError(
-                "secure aggregation: the server does not name the exchange", SAME_VERSION
+                "secure aggregation: the server does not name the exchange", common.SAME_VERSION
             )
-        state[EXCHANGE] = ConfigRecord({ABOUT: about})
-    if EXCHANGE not in state:
+        state[common.EXCHANGE] = ConfigRecord({common.ABOUT: about})
+    if common.EXCHANGE not in state:
         raise TensorError(f"asked for {stage} before the first stage")
-    about = str(state[EXCHANGE][ABOUT])
+    about = str(state[common.EXCHANGE][common.ABOUT])
     if stage == Stage.SHARE_KEYS:
         configs = content.config_records[RECORD_KEY_CONFIGS]
         nodes = sorted(int(node) for node in configs if node != Key.STAGE)
         keys = {node: cast(Sequence[bytes], configs[str(node)]) for node in nodes}
-        state[EXCHANGE][_COHORT] = digest_of(about, keys)
+        state[common.EXCHANGE][_COHORT] = common.digest_of(about, keys)
         ordered = {str(node): list(keys[node]) for node in nodes}  # a client's place is its rank
         content.config_records[RECORD_KEY_CONFIGS] = ConfigRecord({Key.STAGE: stage, **ordered})
     sent = b""
     if stage == Stage.COLLECT_MASKED_VECTORS:
         ins = compat.recorddict_to_fitins(content, keep_input=True)
-        if exchange_name(parsed(Request, str(ins.config[TEXT]))) != about:
+        if common.exchange_name(parsed(Request, str(ins.config[common.TEXT]))) != about:
             raise TensorError("the masks are for another exchange than the update asked for")
         sent = sha256(ins.parameters.tensors[0]).digest()
         _take_opened(content, context)
-    cohort = cast(bytes, state[EXCHANGE].get(_COHORT, b""))
-    return Bound(cohort, sent, message.metadata.dst_node_id)
+    cohort = cast(bytes, state[common.EXCHANGE].get(_COHORT, b""))
+    return common.Bound(cohort, sent, message.metadata.dst_node_id)
 
 
 def _flower_state(context: Context) -> SecAggPlusState:
@@ -157,21 +133,21 @@ def _flower_state(context: Context) -> SecAggPlusState:
 def _checked(message: Message, context: Context) -> RecordDict:
     """Return whose shares this device cannot use."""
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
-    lists = (configs[key] for key in (Key.SOURCE_LIST, Key.CIPHERTEXT_LIST, CHECKS))
+    lists = (configs[key] for key in (Key.SOURCE_LIST, Key.CIPHERTEXT_LIST, common.CHECKS))
     dealt = zip(*(cast(list[Any], values) for values in lists), strict=True)
     complaints = [
         source
         for source, ciphertext, checks in dealt
         if not _usable(state, source, ciphertext, checks)
     ]
-    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({COMPLAINTS: complaints})})
+    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({common.COMPLAINTS: complaints})})
 
 
 def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: bytes) -> bool:
     """Return whether a device can use the shares that it got of a client."""
     try:
         plain = decrypt(state.ss2_dict[source], ciphertext)
-        return shares_hold(plain, source, state.nid, checks)
+        return common.shares_hold(plain, source, state.nid, checks)
     except (InvalidToken, TensorError, ValueError):
         return False
 
@@ -183,28 +159,30 @@ def _opened(message: Message, context: Context) -> RecordDict:
     shares.
     """
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
-    complainer = cast(int, configs[COMPLAINER])
-    record = context.state.config_records[EXCHANGE]
-    if record.get(OPENED, complainer) != complainer:
+    complainer = cast(int, configs[common.COMPLAINER])
+    record = context.state.config_records[common.EXCHANGE]
+    if record.get(common.OPENED, complainer) != complainer:
         raise TensorError("asked to open the shares of a second client")
-    record[OPENED] = complainer
+    record[common.OPENED] = complainer
     plain = decrypt(state.ss2_dict[complainer], cast(bytes, configs[Key.CIPHERTEXT_LIST]))
-    if share_read(plain)[:2] != (state.nid, complainer):
+    if common.share_read(plain)[:2] != (state.nid, complainer):
         raise TensorError("asked to open shares that this device did not deal")
-    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({SHARE_OPENED: plain})})
+    return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({common.SHARE_OPENED: plain})})
 
 
-_OWN_STAGES = {CHECK_SHARES: _checked, OPEN_SHARE: _opened}
+_OWN_STAGES = {common.CHECK_SHARES: _checked, common.OPEN_SHARE: _opened}
 
 
 def _take_opened(content: RecordDict, context: Context) -> None:
     """Replace the shares that this device could not use by those that their dealer opened."""
-    opened = content.config_records.get(EXCHANGE)
+    opened = content.config_records.get(common.EXCHANGE)
     if opened is None:
         return
     configs, state = content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
-    place = cast(list[int], configs[Key.SOURCE_LIST]).index(source := cast(int, opened[OPENED]))
-    plain = cast(bytes, opened[SHARE_OPENED])
+    place = cast(list[int], configs[Key.SOURCE_LIST]).index(
+        source := cast(int, opened[common.OPENED])
+    )
+    plain = cast(bytes, opened[common.SHARE_OPENED])
     cast(list[bytes], configs[Key.CIPHERTEXT_LIST])[place] = encrypt(state.ss2_dict[source], plain)
 
 
@@ -212,7 +190,7 @@ def _admitted(message: Message, context: Context) -> str:
     """Return a message's stage if a device accepts it. Raises TensorError: Flower would not mask
     the reply, the settings differ, or both masks of a client are asked for.
     """
-    if message.metadata.message_type != TRAIN:
+    if message.metadata.message_type != common.TRAIN:
         raise TensorError(
             f"a message of type {message.metadata.message_type!r}, whose reply would not be masked",
             "It did not come from coterie.",
@@ -227,11 +205,11 @@ def _admitted(message: Message, context: Context) -> str:
     settings = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
         clients = settings.get(Key.SAMPLE_NUMBER)
-        if not isinstance(clients, int) or clients < FEWEST or settings != terms(clients):
+        if not isinstance(clients, int) or clients < FEWEST or settings != common.terms(clients):
             expected = (
                 f"at least {FEWEST} clients"
                 if not isinstance(clients, int) or clients < FEWEST
-                else f"{terms(clients)}"
+                else f"{common.terms(clients)}"
             )
             raise TensorError(f"secure aggregation with settings {settings}, expected {expected}")
     if stage == Stage.COLLECT_MASKED_VECTORS:
@@ -262,7 +240,7 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     from safetensors.numpy import load
 
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
-    text = str(ins.config[TEXT])
+    text = str(ins.config[common.TEXT])
     if not parsed(Request, text).masked:
         raise TensorError("secure aggregation asked for a reply that is not to be masked")
     text, body = handle(dict(context.node_config), text, ins.parameters.tensors[0])
@@ -273,12 +251,15 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     if update.dtype != np.float64 or update.ndim != 1 or not (np.abs(update) <= RANGE).all():
         raise TensorError(f"an update of {update.dtype}{list(update.shape)} that cannot be masked")
     done = FitRes(
-        Status(Code.OK, ""), ndarrays_to_parameters([update]), num_examples=1, metrics={TEXT: text}
+        Status(Code.OK, ""),
+        ndarrays_to_parameters([update]),
+        num_examples=1,
+        metrics={common.TEXT: text},
     )
     return Message(compat.fitres_to_recorddict(done, keep_input=True), reply_to=message)
 
 
-def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> None:
+def _complete(reply: Message, context: Context, stage: str, bound: common.Bound) -> None:
     """Add to Flower's reply the proofs for other clients. Raises TensorError if it has unmasked
     tensors.
     """
@@ -291,10 +272,10 @@ def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> Non
     state = context.state.config_records[RECORD_KEY_STATE]
     if stage == Stage.SETUP:
         keys = [cast(bytes, state[name]) for name in ("sk1", "sk2")]
-        about = str(context.state.config_records[EXCHANGE][ABOUT])
-        configs[SIGNATURES] = signatures(keys, about, bound.node)
+        about = str(context.state.config_records[common.EXCHANGE][common.ABOUT])
+        configs[common.SIGNATURES] = common.signatures(keys, about, bound.node)
     if stage == Stage.SHARE_KEYS:
-        configs[PROOFS] = bound.published
+        configs[common.PROOFS] = bound.published
     if (Key.MASKED_PARAMETERS in configs) != (stage == Stage.COLLECT_MASKED_VECTORS):
         raise TensorError(
             "Flower did not mask the update", "This release of Flower cannot be used."
@@ -303,7 +284,7 @@ def _complete(reply: Message, context: Context, stage: str, bound: Bound) -> Non
         _show_weight(configs, bound, cast(int, state["sample_num"]))
 
 
-def _show_weight(configs: ConfigRecord, bound: Bound, clients: int) -> None:
+def _show_weight(configs: ConfigRecord, bound: common.Bound, clients: int) -> None:
     """Replace the masked weight by one that everybody can check. Raises TensorError: it was not
     masked, as it is but with a chance of 2^-32.
     """
@@ -312,5 +293,5 @@ def _show_weight(configs: ConfigRecord, bound: Bound, clients: int) -> None:
         raise TensorError(
             "Flower did not mask the update", "This release of Flower cannot be used."
         )
-    shown = ndarray_to_bytes(np.array([weight_sent(bound, clients)]))
+    shown = ndarray_to_bytes(np.array([common.weight_sent(bound, clients)]))
     configs[Key.MASKED_PARAMETERS] = [shown, *values[1:]]

@@ -22,21 +22,8 @@ from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, levels, step
 from coterie.aggregation.sharing import SHARE, Share, combined
 from coterie.core.errors import TensorError
+from coterie.engines.flower import secagg_common as common
 from coterie.engines.flower.secagg_cohort import Carry, Participants
-from coterie.engines.flower.secagg_common import (
-    EXCHANGE,
-    OPENED,
-    SAME_VERSION,
-    SEED,
-    SHARE_OPENED,
-    TEXT,
-    Bound,
-    binding,
-    exchange_name,
-    expanded,
-    private_key,
-    weight_sent,
-)
 from coterie.engines.flower.secagg_replies import (
     FOREIGN,
     check_lengths,
@@ -78,7 +65,7 @@ def summed(
         TensorError: Exchanges or tensors differ between nodes. No node was asked.
     """
     if (
-        len({exchange_name(request) for request in requests.values()}) > 1
+        len({common.exchange_name(request) for request in requests.values()}) > 1
         or len({bodies.get(node, b"") for node in requests}) > 1
     ):
         raise TensorError(
@@ -92,7 +79,7 @@ def summed(
         )
         return Sum(problems=dict.fromkeys(requests, few))
     first = next(iter(requests))
-    cohort, result = Participants(carry, exchange_name(requests[first]), requests), Sum()
+    cohort, result = Participants(carry, common.exchange_name(requests[first]), requests), Sum()
     result.problems = cohort.problems
     try:
         result.mean = _Exchange(cohort, requests, bodies.get(first, b""), size, result).mean()
@@ -134,7 +121,7 @@ class _Exchange:
         """Have clients train; return the sum of their masked updates, (d,) int64."""
         contents = {}
         for node in self.cohort.proofs:
-            text = {TEXT: self.requests[node].model_dump_json()}
+            text = {common.TEXT: self.requests[node].model_dump_json()}
             content = compat.fitins_to_recorddict(
                 FitIns(Parameters([self.body], "safetensors"), cast(Any, text)), keep_input=True
             )
@@ -143,8 +130,8 @@ class _Exchange:
             )
             if node in opened:
                 source, plain = opened[node]
-                content.config_records[EXCHANGE] = ConfigRecord(
-                    {OPENED: source, SHARE_OPENED: plain}
+                content.config_records[common.EXCHANGE] = ConfigRecord(
+                    {common.OPENED: source, common.SHARE_OPENED: plain}
                 )
             contents[node] = content
         sent = self.cohort.exchange(Stage.COLLECT_MASKED_VECTORS, contents, self._masked)
@@ -162,16 +149,16 @@ class _Exchange:
             raise TensorError(f"a masked update of {len(parts)} parts, {expected}")
         weight = integers_of(parts[0], 1, expected)
         vector = integers_of(parts[1], self.size, expected)
-        if int(weight[0]) != weight_sent(self._bound(node), self.cohort.clients):
+        if int(weight[0]) != common.weight_sent(self._bound(node), self.cohort.clients):
             raise TensorError(
                 "it did not follow the protocol: its update is not masked, has another weight than "
                 "1, or is of another model",
-                SAME_VERSION,
+                common.SAME_VERSION,
             )
         return reply, vector
 
-    def _bound(self, node: int = 0) -> Bound:
-        return Bound(self.cohort.digest, sha256(self.body).digest(), node)
+    def _bound(self, node: int = 0) -> common.Bound:
+        return common.Bound(self.cohort.digest, sha256(self.body).digest(), node)
 
     def _unmasked(self, total: np.ndarray, dealers: set[int]) -> np.ndarray:
         """Return the mean, (d,) float64, of a masked sum, (d,), with pairwise masks of the dealers:
@@ -179,15 +166,15 @@ class _Exchange:
         """
         active = set(self.result.replies)
         shares = self._shares(active, dealers - active)
-        with binding(self._bound()):
+        with common.binding(self._bound()):
             # A client that sent has added its own mask, PRG(seed): take it away.
             for node in active:
-                seed = combined(shares[node]) % (1 << 8 * SEED)
-                total = total - self._mask(seed.to_bytes(SEED))
+                seed = combined(shares[node]) % (1 << 8 * common.SEED)
+                total = total - self._mask(seed.to_bytes(common.SEED))
             # A client that did not send leaves its pairwise masks in the others' updates; the
             # sign of a pair's mask follows the order of the two nodes, as Flower adds it.
             for node in dealers - active:
-                private = private_key(combined(shares[node]))
+                private = common.private_key(combined(shares[node]))
                 for other in active:
                     public = bytes_to_public_key(self.cohort.keys[other][0])
                     mask = self._mask(generate_shared_key(private, public))
@@ -201,7 +188,7 @@ class _Exchange:
 
     def _mask(self, seed: bytes) -> np.ndarray:
         """Return an update's mask, (d,) int64; the stream's first value is for the weight."""
-        return expanded(seed, MODULUS, [(1,), (self.size,)])[1]
+        return common.expanded(seed, MODULUS, [(1,), (self.size,)])[1]
 
     def _shares(self, active: Collection[int], dead: Collection[int]) -> dict[int, list[Share]]:
         """Return enough shares by client: of seeds if it sent an update, otherwise of keys."""
