@@ -22,7 +22,7 @@ from coterie.core.extras import require
 from coterie.core.foreign import opened, path_of
 from coterie.data.federation import Federation
 from coterie.data.fetching import Root, download, fetch_splits, located
-from coterie.data.partition import Labelled, Partitioner
+from coterie.data.partition import CLASSES, Labelled, Partitioner
 from coterie.data.plain_text import decompressed
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
@@ -176,18 +176,6 @@ def _write(images: Labelled, folder: Path) -> None:
         np.save(folder / f"{field.name}.npy", getattr(images, field.name))
 
 
-_THINGS = (  # of CIFAR-100
-    "apple aquarium_fish baby bear beaver bed bee beetle bicycle bottle bowl boy bridge bus "
-    "butterfly camel can castle caterpillar cattle chair chimpanzee clock cloud cockroach couch "
-    "crab crocodile cup dinosaur dolphin elephant flatfish forest fox girl hamster house kangaroo "
-    "keyboard lamp lawn_mower leopard lion lizard lobster man maple_tree motorcycle mountain "
-    "mouse mushroom oak_tree orange orchid otter palm_tree pear pickup_truck pine_tree plain "
-    "plate poppy porcupine possum rabbit raccoon ray road rocket rose sea seal shark shrew skunk "
-    "skyscraper snail snake spider squirrel streetcar sunflower sweet_pepper table tank telephone "
-    "television tiger tractor train trout tulip turtle wardrobe whale willow_tree wolf woman worm"
-)
-
-
 class Digits(Images):
     """Handwritten digits of 8 x 8 pixels, which come with scikit-learn. A third of each class is
     for testing.
@@ -232,7 +220,7 @@ class Cifar100(StoredImages):
     folder: ClassVar[str] = "cifar100"
     dataset: ClassVar[str] = "uoft-cs/cifar100"
     columns: ClassVar[tuple[str, str]] = ("img", "fine_label")
-    class_names: ClassVar[tuple[str, ...]] = tuple(_THINGS.split())
+    class_names: ClassVar[tuple[str, ...]] = tuple(CLASSES["cifar100"].split())
 
 
 class Cifar10(StoredImages):

@@ -14,11 +14,10 @@ import numpy.typing as npt
 from pydantic import Field
 
 from coterie.core.errors import DataError
-from coterie.core.foreign import read_text, yaml_of
 from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
 from coterie.data.fetching import Root, fetch_splits, located
-from coterie.data.partition import Labelled, Partitioner
+from coterie.data.partition import CLASSES, Labelled, Partitioner
 from coterie.data.partition_fields import Positive
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers, Tokens
@@ -206,23 +205,13 @@ def _padded(part: Mapping[str, Tokens]) -> Numbers:
     return ids
 
 
-DOMAINS: Mapping[str, str] = yaml_of(read_text(Path(__file__).with_name("clinc150.yaml")))
+DOMAINS: Mapping[str, str] = CLASSES["clinc150"]
 _DOMAIN = {
     intent: domain
     for domain, (_, intents) in enumerate(sorted(DOMAINS.items()))
     for intent in intents.split()
 }
 INTENTS = tuple(sorted(_DOMAIN))
-
-_DBPEDIA = (
-    "company, educational institution, artist, athlete, office holder, mean of transportation, "
-    "building, natural place, village, animal, plant, album, film, written work"
-)
-_TOPICS = (  # of Yahoo! Answers
-    "Society & Culture, Science & Mathematics, Health, Education & Reference, "
-    "Computers & Internet, Sports, Business & Finance, Entertainment & Music, "
-    "Family & Relationships, Politics & Government"
-)
 
 
 class Clinc150(LabelledTexts):
@@ -290,7 +279,7 @@ class DBpedia14(LabelledTexts):
     kinds: ClassVar[int] = 14
     dataset: ClassVar[str] = "fancyzhx/dbpedia_14"
     hub_columns: ClassVar[tuple[str, ...]] = ("content", "label")
-    class_names: ClassVar[tuple[str, ...]] = tuple(_DBPEDIA.split(", "))
+    class_names: ClassVar[tuple[str, ...]] = tuple(CLASSES["dbpedia14"].split(", "))
 
     def from_hub(self, data: Any) -> Rows:
         rows: Rows = data.rename_column("content", "text")
@@ -319,7 +308,7 @@ class YahooAnswers(LabelledTexts):
     kinds: ClassVar[int] = 10
     dataset: ClassVar[str] = "community-datasets/yahoo_answers_topics"
     hub_columns: ClassVar[tuple[str, ...]] = tuple(columns)
-    class_names: ClassVar[tuple[str, ...]] = tuple(_TOPICS.split(", "))
+    class_names: ClassVar[tuple[str, ...]] = tuple(CLASSES["yahoo-answers"].split(", "))
 
     def text(self, row: Mapping[str, Any]) -> str:
         return " ".join(part for part in (row["question_title"], row["question_content"]) if part)

@@ -1,14 +1,16 @@
 """Division of labelled examples among anchors, other clients, unseen clients and a public set."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
+from coterie.core.foreign import read_text, yaml_of
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, ClientInfo, Federation
@@ -16,6 +18,9 @@ from coterie.data.partition_fields import numbered
 from coterie.data.refusals import Refusals
 from coterie.data.schemes import UNSEEN_ANCHORS, ClientShare, PartitionSchemes
 from coterie.data.splits import SPLITS, Numbers
+
+# the names of classes, by data set
+CLASSES: Mapping[str, Any] = yaml_of(read_text(Path(__file__).with_name("classes.yaml")))
 
 
 @dataclass(frozen=True)

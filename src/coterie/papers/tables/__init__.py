@@ -97,26 +97,8 @@ class Near(_Stated):
     only_worse: str | None = None  # the paper's words for which being better is no contradiction
 
 
-FIGURES = {  # of a row, by name, with what they are in words
-    "weights_error": "W error",  # the share of collaboration weights on the wrong side
-    # "favour ca es": by how much the weight of ca for es is above that for any other client
-    "favour": "weight above that for any other client, in the mean over training,",
-    "improved": "Imp.%",
-    # percent of unseen samples that go to an expert whose anchor has their class
-    "gate_accuracy": "gate accuracy",
-    # the mean routing weight over clients and blocks at the end, and its change in training
-    "generalist": "generalists' weight at the end",
-    "generalist_change": "change of the generalists' weight",
-    # by how many percent of tokens a generalist is the first choice more often
-    "function_first": "generalist first, function words above others, first block",
-    "function_last": "generalist first, function words above others, last block",
-    "foreign_first": "generalist first, others' texts above its own, first block",
-    "foreign_last": "generalist first, others' texts above its own, last block",
-    "bytes": "bytes per client and round",  # sent and received
-    "flops": "operations of a prediction",
-    "parameters": "trained parameters",
-    "reached": "percent of the run until it is as good",  # as `level`
-}
+# in words, by name
+FIGURES = {name: str(words) for name, words in read(FOLDER / "figures.yaml").items()}
 
 
 class Figure(_Stated):

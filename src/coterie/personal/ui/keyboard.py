@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import CoterieError
+from coterie.core.foreign import read_text, yaml_of
 from coterie.data.chats.messages import user
 from coterie.data.chats.reading import Conversation
 from coterie.data.section import Section
@@ -25,24 +26,7 @@ from coterie.runs.recipes import recipe as recipes
 SHOWN = 3  # suggestions for each client
 CHOSEN = 8  # clients that are shown at first
 OFFERED = 4  # examples that are shown
-EXAMPLES = (
-    "In my free time, I like to",
-    "The weather",
-    "Yesterday I",
-    "The first thing to do is",
-    "Returns the",
-    "A new",
-    "It was found that",
-    "My favourite",
-)
-MESSAGES = (
-    "How are you?",
-    "What should I do in my free time?",
-    "What is this about?",
-    "Can you help me?",
-    "Tell me something new.",
-    "Why is that?",
-)
+EXAMPLES, MESSAGES = yaml_of(read_text(Path(__file__).with_name("examples.yaml"))).values()
 BASE = "(the base, untrained)"  # no client's name contains brackets
 TITLE, CHAT_TITLE = "What would each client write next?", "What would each client answer?"
 _ON_DISK = ("folders", "table", "stdlib")  # kinds of data that are files of this machine
