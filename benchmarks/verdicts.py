@@ -61,6 +61,21 @@ class Table:
         return {c: own[c].title for c in own if c in run or (not run and "small" in own[c].recipes)}
 
     @property
+    def not_run(self) -> list[str]:
+        """Titles of the rows that may stand in a column that was run, and were not."""
+        run = {row for found in (self.fixed, self.tuned) if found for row in found["rows"]}
+        own = self.reproduction
+        return [
+            row.title
+            for r, row in own.rows.items()
+            if r not in run
+            and any(
+                c in (row.columns or [c]) and r in (own.columns[c].only or [r])
+                for c in self.columns
+            )
+        ]
+
+    @property
     def statements(self) -> list[tuple[Key, str]]:
         """Statements and columns, with where each stands in the paper."""
         found = []
@@ -151,6 +166,8 @@ def _section(table: Table) -> list[str]:
             lines += [f"{kind}: `{command}`, {found['hours']:.1f} hours of one thread.  "]
     if table.fixed is None and table.tuned is None:
         return [*lines, f"`coterie reproduce {table.name} --seeds 3`: not run yet.", ""]
+    if missing := table.not_run:
+        lines += [f"Rows not run yet: {'; '.join(missing)}.  "]
     lines += ["", "| verdict | statement | on | fixed | tuned |", "| --- | --- | --- | --- | --- |"]
     lines += [_line(table, key, source) for key, source in table.statements]
     return [*lines, ""]

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, object]] = {
         "router_steps": 2,
         "gamma": 3,
     },
+    "comigs-auto": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "interpolation": {"rounds": 2, "local_steps": 2, "parts": ["local", "fedavg"]},
     "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},

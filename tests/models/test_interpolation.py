@@ -14,7 +14,15 @@ from torch import Tensor
 
 from coterie.core.errors import TensorError
 from coterie.core.tensors import from_bytes, to_bytes
-from coterie.models.interpolation import Follower, evidence, fit_weights, grid, interpolate, settled
+from coterie.models.interpolation import (
+    Follower,
+    evidence,
+    fit_weights,
+    grid,
+    interpolate,
+    settled,
+    simplest,
+)
 
 PROBABILITIES = st.one_of(
     st.sampled_from([0.0, 1e-300, 1e-30, 1e-9, 0.05, 0.5, 0.999, 1.0]), st.floats(1e-300, 1)
@@ -209,6 +217,41 @@ def test_a_part_for_which_something_that_happened_is_impossible_never_stands_alo
     assert settled(scores, weights).tolist() == [1, 0]
     scores[1, 100:900] = -math.inf
     assert settled(scores, weights).tolist() == [1, 0]
+
+
+def naive_simplest(scores: list[list[float]]) -> int:
+    """The one-standard-error rule, block by block."""
+    blocks = min(100, math.isqrt(len(scores[0])))
+    length = len(scores[0]) // blocks
+    best = max(range(len(scores)), key=lambda part: sum(scores[part]))
+    for part, own in enumerate(scores):
+        behind = [b - a for a, b in zip(own, scores[best], strict=True)]
+        means = [sum(behind[k * length : (k + 1) * length]) / length for k in range(blocks)]
+        mean = sum(means) / blocks
+        spread = math.sqrt(sum((m - mean) ** 2 for m in means) / (blocks - 1))
+        if mean <= spread / math.sqrt(blocks):
+            return part
+    raise AssertionError(best)
+
+
+@pytest.mark.parametrize("behind", [0.0, 0.01, 0.03, 0.06, 0.1, 0.3])
+def test_the_simplest_part_within_one_standard_error_is_chosen(behind: float) -> None:
+    for seed in range(5):
+        noise = seeded(seed, 3, 1000)
+        scores = torch.stack([noise[0] - 2 * behind, noise[1] - behind, noise[2]]) - 5
+        assert simplest(scores) == naive_simplest(scores.tolist())
+
+
+def test_more_is_chosen_only_if_it_is_surely_better() -> None:
+    noise = seeded(1, 2, 2000)
+    assert simplest(torch.stack([noise[0], noise[0] + 0.01])) == 1  # paired: always better
+    assert simplest(torch.stack([noise[0], noise[1] + 0.01])) == 0
+    assert simplest(torch.stack([noise[0], noise[0] - 1])) == 0
+    assert simplest(torch.tensor([[-2.0], [-1.0]]).repeat(1, 63)) == 0  # too few tokens to tell
+    impossible = torch.stack([noise[0], noise[0]])
+    impossible[0, ::2] = -math.inf
+    assert simplest(impossible) == 1
+    assert simplest(torch.zeros(2, 0)) == 0
 
 
 def test_the_grid_is_even_and_has_every_part_alone() -> None:

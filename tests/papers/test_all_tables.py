@@ -82,7 +82,7 @@ def test_the_page_has_every_statement_of_the_three_papers(driver: ModuleType) ->
             assert f"### {tables.load(name).title}" in text
 
 
-def found_of(name: str, verdicts: dict[tuple[str, str], str]) -> str:
+def found_of(name: str, verdicts: dict[tuple[str, str], str], rows: list[str] | None = None) -> str:
     """A table's JSON file with some verdicts."""
     statements = [
         {
@@ -98,6 +98,7 @@ def found_of(name: str, verdicts: dict[tuple[str, str], str]) -> str:
     columns = dict.fromkeys((column for _, column in verdicts), "")
     about = {"hours": 1.26, "seeds": [0, 1, 2], "part": [], "overrides": ["a.b=1"]}
     about["columns"] = columns
+    about["rows"] = dict.fromkeys(tables.load(name).rows if rows is None else rows, "")
     return json.dumps({"name": name, "statements": statements, **about})
 
 
@@ -132,6 +133,24 @@ def test_a_verdict_is_that_of_fixed_and_tuned_rows(
     for word in (fixed, tuned):
         told = f"{word}: by 1 ({word}); no row still improves"
         assert word is None or told in section
+
+
+def test_rows_that_were_not_run_are_named(driver: ModuleType, tmp_path: Path) -> None:
+    says = next(iter(tables.load("comigs/figure9").statements)).says
+    verdicts = {(says, "slimpajama"): "does not hold"}
+    for rows, missing in (
+        (
+            ["n2222", "n2244", "n2288", "n2222-published", "n2244-published"],
+            "n = (2, 2, 8, 8), with",
+        ),
+        (None, None),
+    ):
+        text = found_of("comigs/figure9", verdicts, rows)
+        (tmp_path / "comigs-figure9-small.json").write_text(text)
+        section = driver.verdicts.page(tmp_path).split("### CoMiGS, Figure 9")[1].split("###")[0]
+        line = f"Rows not run yet: {missing} the published leak.  \n"
+        assert (line in section) == (missing is not None)
+        assert "not run yet" not in section.replace(line, "")
 
 
 def test_runs_that_are_done_keep_no_models(driver: ModuleType, tmp_path: Path) -> None:

@@ -114,6 +114,17 @@ def test_what_holds_only_with_something_else_says_so() -> None:
     assert judged(s, row("a", [1.0, 1.1, 1.3]), x, worse).word == "holds"
 
 
+def test_a_row_may_stand_in_on_either_side() -> None:
+    """A row with the leak is compared with another one with the leak."""
+    s = LOWER.model_copy(update={"only_with": {"the leak": {"a": "leaky a", "x": "leaky x"}}})
+    a, x = row("a", [3.0, 3.1, 3.2]), row("x", [2.0, 2.1, 2.3])
+    leaky = row("leaky a", [5.0, 5.1, 5.2])
+    other = row("leaky x", [6.0, 6.2, 6.1])
+    assert judged(s, a, x, leaky, other).word == "holds only with the leak"
+    assert judged(s, a, x, leaky, row("leaky x", [4.0, 4.1, 4.2])).word == "does not hold"
+    assert judged(s, a, x, leaky).word == "does not hold"  # not all were run
+
+
 def test_rows_that_stand_in_must_be_rows() -> None:
     known = {"columns": {}, "rows": {}, "title": ""}
     other = {"says": "", "source": "", "columns": [], "better": [], "than": []}

@@ -6,8 +6,9 @@ module and class, `my_package.my_file:MyMethod`; a method of an installed packag
 of the group `coterie.methods`.
 """
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +47,7 @@ def _shipped() -> Mapping[str, Entry]:
 
 
 GROUP = "coterie.methods"  # of the entry points
+_SIZES = re.compile(r"comigs-(\d{1,2})g(\d{1,2})s")  # as the parts of `comigs-auto` are called
 
 
 class _Methods(Mapping[str, Entry]):
@@ -61,6 +63,10 @@ class _Methods(Mapping[str, Entry]):
     def __getitem__(self, name: str) -> Entry:
         if name in _shipped():
             return _shipped()[name]
+        if sizes := _SIZES.fullmatch(name):
+            fixed = dict(zip(("generalists", "specialists"), map(int, sizes.groups()), strict=True))
+            title = f"CoMiGS-{name.removeprefix('comigs-').upper()}"
+            return replace(_shipped()["comigs"], title=title, fixed=fixed)
         if name in installed(GROUP):
             point = installed(GROUP)[name]
             return _entry(point.value, package_of(point))

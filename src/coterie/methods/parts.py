@@ -1,17 +1,18 @@
 """The base class of methods that are several methods at once."""
 
-from collections.abc import Generator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from coterie.client.blueprint import Blueprint
-from coterie.client.parts import ClientOfParts
+from coterie.client.client import Client
+from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.client.settings import Training
+from coterie.client.state import improves, recall, remember
 from coterie.core.protocol import (
     PARTS,
     Adaptation,
@@ -29,8 +30,9 @@ from coterie.core.protocol import (
 )
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method
-from coterie.methods.section import build_method
+from coterie.models.interpolation import interpolate
 from coterie.models.layout import Layout, PartsLayout
+from coterie.models.predictions import joined, likelihoods, score_of
 
 R = TypeVar("R")
 _WIDEST = (Sends.NOTHING, Sends.SCORES, Sends.UPDATE, Sends.PRIVATE)
@@ -44,15 +46,6 @@ class OfParts(Method):
     Every part is exactly that method alone. What leaves a client is what the parts send, named
     `<part>/<tensor>`, as is all of the server's and the clients' state.
     """
-
-    parts: Annotated[
-        tuple[str | dict[str, Any], ...],
-        Field(
-            min_length=2,
-            description="the methods whose models are mixed: names, or sections with a `name` and "
-            "settings of its own",
-        ),
-    ] = ("local", "fedavg")
 
     def __post_init__(self) -> None:
         methods = self.methods.values()
@@ -69,19 +62,6 @@ class OfParts(Method):
             raise ValueError("parts: a method that trains on all clients' data is no part")
 
     stateful: ClassVar[bool] = True  # the weights of the parts
-
-    @cached_property
-    def methods(self) -> Mapping[str, Method]:
-        methods: dict[str, Method] = {}
-        common = {name: getattr(self, name) for name in ("rounds", "local_steps", "local_epochs")}
-        for part in self.parts:
-            section = {"name": part} if isinstance(part, str) else part
-            method = build_method(common | section)
-            name = str(section["name"])
-            if name in methods or method.methods or not method.total_iterations:
-                raise ValueError(f"parts: {name} is in them twice, or trains no single model")
-            methods[name] = method
-        return methods
 
     @property
     def by_examples(self) -> bool:
@@ -198,7 +178,7 @@ class OfParts(Method):
 
     def __getattr__(self, name: str) -> Task:
         """Return the task in which a client does one task of each part; "" for none."""
-        if name.count(PARTS) != len(self.parts) - 1:
+        if name.count(PARTS) != len(self.methods) - 1:
             raise AttributeError(name)
         named = zip(self.methods.items(), name.split(PARTS), strict=True)
         tasks = {part: find_task(method, its) for (part, method), its in named if its}
@@ -229,3 +209,80 @@ class OfParts(Method):
             with client.part(name) as one:
                 part.keep(one, under(name, tensors))
         return {}
+
+    # Scores of the mixture of the parts' predictions
+
+    @abstractmethod
+    def weights(self, client: ClientOfParts, tensors: Tensors, valid: Tensor) -> Tensor:
+        """Return the weight of each part's predictions at a client, (P,) float64.
+
+        Args:
+            client: The client.
+            tensors: What it was sent to be scored.
+            valid: The parts' log-probabilities of what is right in its validation data, (P, T).
+        """
+
+    def score_spec(self, scores: Tensors) -> Tensors:
+        sums = torch.stack([scores["valid"], scores["test"]]).expand(len(self.methods), -1, -1)
+        weights = torch.empty(len(self.methods), dtype=torch.float64)
+        whole = {name: scores[name] for name in ("valid", "test")}  # no choices of a pool's gate
+        return whole | {"parts": sums, WEIGHTS: weights}
+
+    @task(Sends.SCORES)
+    def score(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
+        return self._scored(client, tensors, keep=False)
+
+    @task(Sends.SCORES)
+    def score_and_keep(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
+        """Return `score`; of each part, keep the model that is the best on validation."""
+        return self._scored(client, tensors, keep=True)
+
+    def _each(self, client: ClientOfParts, tensors: Tensors) -> Iterator[Client]:
+        """Yield the client of each part, with that part's tensors on loan."""
+        for name, part in self.methods.items():
+            with client.part(name) as one, one.borrowing(part.loadable(one, under(name, tensors))):
+                yield one
+
+    def _scored(self, client: ClientOfParts, tensors: Tensors, keep: bool) -> Tensors:
+        """Choose the weights by validation data; return scores of the mixture and of each part."""
+        by_part, scores = [], []
+        for one in self._each(client, tensors):
+            by_part.append((one.predictions(one.valid), one.predictions(one.test)))
+            its = dict(zip(("valid", "test"), map(score_of, by_part[-1]), strict=True))
+            if keep and improves(one, its["valid"]):
+                remember(one, its, one.round)
+            scores.append(torch.stack(list(its.values())))
+        valid, test = map(joined, zip(*by_part, strict=True))
+        client.state[WEIGHTS] = weights = self.weights(client, tensors, likelihoods(*valid))
+        return {
+            "valid": score_of([(interpolate(valid[0], weights), valid[1])]),
+            "test": score_of([(interpolate(test[0], weights), test[1])]),
+            "parts": torch.stack(scores),
+            WEIGHTS: weights,
+        }
+
+    @task(Sends.SCORES)
+    def score_test(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
+        return {"test": self.score_part(client, tensors, None)["test"]}
+
+    def score_part(self, client: ClientOfParts, tensors: Tensors, rows: int | None) -> Tensors:
+        """Return the scores on so many rows of test data, and each part's with its weight."""
+        by_part = [one.predictions(one.test, rows) for one in self._each(client, tensors)]
+        log_probs, right = joined(by_part)
+        weights = torch.tensor(list(client.weights.values()), dtype=torch.float64)
+        return {
+            "test": score_of([(interpolate(log_probs, weights), right)]),
+            "parts": torch.stack([score_of(predictions)[None] for predictions in by_part]),
+            WEIGHTS: weights,
+        }
+
+    @task(Sends.SCORES)
+    def recall(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
+        """Make each part's best model the client's; return the scores of their mixture, and the
+        last of the parts' rounds.
+        """
+        rounds = []
+        for name in self.methods:
+            with client.part(name) as one:
+                rounds.append(recall(one)["round"])
+        return self._scored(client, {}, keep=False) | {"round": max(rounds)}

@@ -89,20 +89,43 @@ def settled(log_likelihoods: Tensor, weights: Tensor) -> Tensor:
     100 at most (batch means: Flegal and Jones, 2010); fewer than 8, of 64 tokens, settle nothing.
     """
     scores = _possible(log_likelihoods)
-    blocks = min(100, math.isqrt(scores.shape[1]))
     best = int(scores.sum(dim=1).argmax())
-    if blocks < 8 or scores[best].isinf().any():
+    if scores[best].isinf().any():
         return weights
     gain = interpolate(scores, weights) - scores[best]
-    paired = torch.cat([scores[best] - scores, gain[None]]).clamp(-_SURPRISE, _SURPRISE)
-    length = paired.shape[1] // blocks
-    means = paired[:, : blocks * length].reshape(-1, blocks, length).mean(dim=2)
-    mean, error = means.mean(dim=1), means.std(dim=1) / math.sqrt(blocks)
+    mean, error = _batch_means(torch.cat([scores[best] - scores, gain[None]]))
     ahead = mean[:-1] > 2 * error[:-1]
     ahead[best] = True
-    alone = torch.zeros_like(weights)
-    alone[best] = 1.0
-    return alone if ahead.all() and mean[-1] <= min(float(error[-1]), ONE_PART_COSTS) else weights
+    enough = ahead.all() and mean[-1] <= min(float(error[-1]), ONE_PART_COSTS)
+    return one_of(len(weights), best) if enough else weights
+
+
+def simplest(log_likelihoods: Tensor) -> int:
+    """Return the first of P parts, from the simplest on, whose mean loss of T tokens is within one
+    standard error of the difference from the least (Breiman et al., 1984: the one-standard-error
+    rule), given their log-probabilities, (P, T). Errors are those of `settled`.
+    """
+    scores = _possible(log_likelihoods).clamp(min=-_SURPRISE)
+    mean, error = _batch_means(scores[int(scores.sum(dim=1).argmax())] - scores)
+    return int((~(mean > error)).nonzero()[0])
+
+
+def one_of(parts: int, chosen: int) -> Tensor:
+    """Return the weights, (P,) float64, of one part alone."""
+    return torch.eye(parts, dtype=torch.float64)[chosen]
+
+
+def _batch_means(differences: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of (P, T) differences and their standard errors, (P,) each; infinite errors
+    of fewer than 64 tokens.
+    """
+    blocks = min(100, math.isqrt(differences.shape[1]))
+    length = differences.shape[1] // max(blocks, 1)
+    if blocks < 8:
+        return differences.mean(dim=1), torch.full((len(differences),), math.inf)
+    differences = differences.clamp(-_SURPRISE, _SURPRISE)[:, : blocks * length]
+    means = differences.reshape(-1, blocks, length).mean(dim=2)
+    return means.mean(dim=1), means.std(dim=1) / math.sqrt(blocks)
 
 
 def _possible(log_likelihoods: Tensor) -> Tensor:

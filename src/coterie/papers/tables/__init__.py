@@ -238,9 +238,9 @@ def compared_with(statement: Statement) -> list[str]:
 
 
 def with_other_rows(statement: Statement, rows: Mapping[str, str]) -> Statement:
-    """Return a statement with `rows` in place of those that it speaks of."""
+    """Return a statement with `rows` in place of those that it compares."""
     changed: dict[str, Any] = {}
-    for field in _SUBJECTS:
+    for field in (*_SUBJECTS, "than", "best_of"):
         if isinstance(names := getattr(statement, field, None), str):
             changed[field] = rows.get(names, names)
         elif names is not None:
