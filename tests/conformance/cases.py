@@ -163,6 +163,14 @@ VARIANTS: dict[str, dict[str, object]] = {
         "warmup": 1,
         "load": 1.0,
     },
+    "ddome, chosen on devices": {
+        "name": "ddome",
+        "rounds": 2,
+        "local_steps": 2,
+        "pool": 3,
+        "choice": "device",
+        "aggregation": {"weighting": "uniform"},
+    },
     "ddome without anchors": {
         "name": "ddome",
         "rounds": 2,
@@ -177,6 +185,7 @@ NETWORKS = (
     *("fedsr", "fedadg", "common-expert", "fedmix", "ensemble"),
     *("ddome", "ddome, as printed", "ddome without anchors", "ddome, by medians"),
     "ddome, warmed up",
+    "ddome, chosen on devices",
 )
 # Those that can train LoRAs or a whole network.
 PICTURES = (

@@ -46,6 +46,8 @@ class Method(ABC):
     stateless: ClassVar[bool] = False
     # Whether the server takes a step of its own: a single client does not get back what it sent.
     server_steps: ClassVar[bool] = False
+    # Why clients' single updates have to be seen, where `needs_only_mean` does not hold.
+    beyond_mean: ClassVar[str] = "needs more of its clients than the uniform mean of their updates"
     # Modules of other packages that it needs besides coterie's core.
     packages: ClassVar[tuple[str, ...]] = ()
 

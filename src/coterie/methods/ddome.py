@@ -17,19 +17,19 @@ from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
 from coterie.core.errors import RecipeError
 from coterie.core.extras import require
-from coterie.core.protocol import Adaptation, Ask, ClientId, Round, Sends, State, task
+from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import Examples
-from coterie.methods.pools import Pooling, ask_scores, chosen_experts, own_scores
+from coterie.methods.pool_choice import ANCHOR, ChosenPool
+from coterie.methods.pools import ask_scores, chosen_experts
 from coterie.models.layout import GateTarget, Layout, PoolLayout
 
-ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
 WARMUP = "warmup"  # tells a client to leave the gate to anchors; at the server, rounds left of that
 
 
 @dataclass(frozen=True)
-class DDOME(Pooling):
+class DDOME(ChosenPool):
     """In each round the active clients get the gate; an anchor its own expert, a normal client the
     K experts that its data score highest.
 
@@ -39,14 +39,13 @@ class DDOME(Pooling):
     expert, and gets K of them; each of its samples is classified by the one with the highest score.
     Neither data nor embeddings ever leave a client.
 
-    The server's state is that of `Pooling`, `anchor/<client>`, the number of the expert that an
+    The server's state is that of `ChosenPool`, `anchor/<client>`, the number of the expert that an
     anchor is tied to, and `warmup`, if any, rounds left of it. In the joint loss the paper
     multiplies outputs by the gate's scores over all M experts, which collapsed the gate in a trial;
     so logits are mixed with scores renormalised over the K.
     """
 
     pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5
-    top_k: Annotated[int, Field(ge=1, description="K, experts that each client gets")] = 2
     anchors: Annotated[bool, Field(description="whether each anchor is tied to one expert")] = True
     mixture: Annotated[
         Literal["logits", "probabilities", "scores"],
@@ -87,6 +86,10 @@ class DDOME(Pooling):
             self.check_anchors(len(model.anchors))
         if self.warmup and not (self.anchors and model.anchors):
             raise RecipeError("method", ["method.warmup: needs anchors (data.anchors)"])
+        if self.choice == "device" and (self.load or self.warmup):
+            field = "load" if self.load else "warmup"
+            mistake = f"method.{field}: needs a server that sees who has which expert"
+            raise RecipeError("method", [f"{mistake}; use null, or method.choice: server"])
         if self.load is not None:
             require("method.load", "scipy", "scipy")
 
@@ -97,6 +100,8 @@ class DDOME(Pooling):
         return super().init(model, clients) | tied | warmup
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        if self.choice == "device":
+            return (yield from self.mean_round(state, clients))
         anchored = {q: int(state[f"{ANCHOR}/{q}"]) for q in clients if f"{ANCHOR}/{q}" in state}
         normal = [s for s in clients if s not in anchored]
         scores = yield ask_scores(self.score_experts, state, normal, self.pool)
@@ -108,25 +113,10 @@ class DDOME(Pooling):
         replies = yield Ask(self.train, requests, self.reply_spec)
         return state | warmup | self.combine(replies, state)  # experts without a client stay
 
-    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
-        scores = yield ask_scores(self.score_experts_unlabelled, state, clients, self.pool)
-        chosen = chosen_experts(scores, self.top_k)
-        return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
-
     def reply_spec(self, sent: Named) -> Named:
         """Return the specification of a pool, without marks, nor a gate that was not trained."""
         unsent = {ANCHOR, WARMUP} | ({GATE} if WARMUP in sent else set())
         return super().reply_spec({name: t for name, t in sent.items() if name not in unsent})
-
-    @task(Sends.SCORES)
-    def score_experts(self, client: Client, gate: Tensors) -> Tensors:
-        """Return sum_i softmax g(x_i), (M,), over the training data: all that the server learns."""
-        return own_scores(client, gate, client.train)
-
-    @task(Sends.SCORES)
-    def score_experts_unlabelled(self, client: Client, gate: Tensors) -> Tensors:
-        """Return the same over the data that a new client wants to classify."""
-        return own_scores(client, gate, client.test)
 
     @task(Sends.UPDATE)
     def train(self, client: Client, received: Tensors) -> Tensors:

@@ -8,7 +8,7 @@ the authors' code.
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -39,6 +39,10 @@ class SamplingPairs(Method):
     pair is then compared about 980 times (authors' code: 544); with c = 1 it would be 204. Their
     code has a `switch` of 800 of 40,000 rounds.
     """
+
+    beyond_mean: ClassVar[str] = (
+        "sends each client sums of single clients' models, by weights from pairs of their gradients"
+    )
 
     pairs: Annotated[
         Literal["all", "constant", "time", "mixed"],

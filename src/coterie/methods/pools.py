@@ -108,11 +108,17 @@ class Pooling(Aggregating):
 
     @task(Sends.SCORES)
     def score(self, client: Client, tensors: Tensors) -> Tensors:
-        """Return any method's score, and `choices` of the test set, see `PoolClassifier.judge`."""
-        with client.borrowing(tensors):
+        """Return any method's score, and `choices` of the test set, see `PoolClassifier.judge`,
+        unless the server needs only means.
+        """
+        with client.borrowing(self.loadable(client, tensors)):
             assert isinstance(client.model, PoolClassifier)
             test, choices = client.model.judge(client.batches(client.test))
-            return {"valid": client.score(client.valid), "test": test, "choices": choices}
+            scores = {"valid": client.score(client.valid), "test": test}
+        return scores if self.needs_only_mean else {**scores, "choices": choices}
+
+    def score_spec(self, scores: Tensors) -> Tensors:
+        return {n: t for n, t in scores.items() if n != "choices" or not self.needs_only_mean}
 
     def check_anchors(self, anchors: int) -> None:
         """Raise RecipeError if there are more anchors than experts."""
@@ -127,6 +133,10 @@ class Pooling(Aggregating):
 @dataclass(frozen=True)
 class WholePool(Pooling):
     """Every client gets and trains the whole pool."""
+
+    @property
+    def needs_only_mean(self) -> bool:
+        return self.aggregation.needs_only_mean
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.train, dict.fromkeys(clients, state), self.reply_spec)

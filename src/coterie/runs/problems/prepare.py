@@ -207,10 +207,8 @@ def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
     if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"
-    return [
-        f"{field}: {recipe.method['name']} needs more of its clients than the uniform mean of "
-        f"their updates; possible with {able}"
-    ]
+    why = f"{recipe.method['name']} {method.beyond_mean}"
+    return [f"{field}: {why} (docs/privacy.md); possible with {able}"]
 
 
 def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[str]:
