@@ -328,7 +328,8 @@ def export(
         str | None,
         typer.Option(
             metavar="PRECISION",
-            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 too; of clients' "
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 "
+            "too, and original, where model.base is a GGUF file; of clients' "
             "files of onnx, web and executorch int8.",
         ),
     ] = None,

@@ -4,6 +4,7 @@ its experts and its router. Stock programs run them; each request names its clie
 
 import json
 import secrets
+import shutil
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,10 +24,12 @@ from coterie.export.format import ClientModel, Format, Options, Runtime, Written
 from coterie.export.gguf_tokens import Tokens, check_serving
 from coterie.export.mixtral import refused, relative_of
 from coterie.export.serving import QUESTION, Serving
+from coterie.models import gguf_base
 from coterie.personal import PersonalModel
 
 README = "README.md"
 QUANTIZED = ("q8_0", "q4_0")
+ORIGINAL = "original"  # the base is a GGUF file, which is taken as it is
 # the most log-probabilities that are compared: the server returns each as an entry of a JSON
 COMPARED = 100_000
 GREEDY = {"samplers": ["top_k"], "top_k": 1}
@@ -39,7 +42,7 @@ class Gguf(Format):
     name = "gguf"
     about = "a base and a routed LoRA for each client, for llama.cpp, of Llama, Mistral and Qwen3"
     packages = ("gguf", "xllamacpp")
-    precisions = ("f16", "f32", *QUANTIZED)
+    precisions = ("f16", "f32", *QUANTIZED, ORIGINAL)
     shares_base = True
 
     def check(self, client: ClientModel, options: Options) -> None:
@@ -47,6 +50,8 @@ class Gguf(Format):
         model = client.model
         if (obstacle := next(_obstacles(model), None)) is not None:
             raise refused(client, obstacle, self.name)
+        if options.precision == ORIGINAL:
+            _check_original(client)
         if options.precision in QUANTIZED and (rows := gguf_files.undividable(model)):
             raise Refused(
                 f"--precision {options.precision}: blocks of {gguf_files.BLOCK} weights have one "
@@ -59,7 +64,10 @@ class Gguf(Format):
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         bases = {_base(client.model, options.precision): client for client in clients}
         for name, client in bases.items():
-            gguf_files.write_base(folder / name, client, options.precision)
+            if options.precision == ORIGINAL:
+                shutil.copyfile(gguf_base.file_of(client.model.about.base), folder / name)
+            else:
+                gguf_files.write_base(folder / name, client, options.precision)
         write_atomically(folder / README, _readme(clients, options.precision).encode())
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
@@ -92,9 +100,33 @@ class Gguf(Format):
 
 def _base(model: PersonalModel, precision: str) -> str:
     """Return the name of the base's file for models of one layout."""
+    if precision == ORIGINAL:
+        return gguf_base.file_of(model.about.base).name
     n, k = model.layout.experts, model.layout.active
     experts = "" if n == 1 else f"-{n}-experts" + ("" if k == n else f"-top-{k}")
     return f"base-{precision}{experts}.gguf"
+
+
+def _check_original(client: ClientModel) -> None:
+    """Refuse a model that llama.cpp cannot attach to the file that its base is."""
+    base, layout = client.model.about.base, client.model.layout
+    if not gguf_base.names_file(base):
+        raise Refused(
+            f"--precision {ORIGINAL}: the base {base} is no GGUF file",
+            "Use --precision f16.",
+        )
+    if layout.experts > 1:
+        raise Refused(
+            f"{client.client} has {layout.experts} experts: the base's file repeats every MLP for "
+            f"each, and {base} does not",
+            "Use --precision q8_0, which writes such a file.",
+        )
+    if client.model.about.quantise is not None:
+        raise Refused(
+            f"{client.client} was trained on the base in {client.model.about.quantise}, which has "
+            f"other values than {base}",
+            "Use --precision f16.",
+        )
 
 
 def _client_file(client: ClientModel) -> str:

@@ -16,6 +16,7 @@ from coterie.core.errors import Refused
 from coterie.core.files import save, write_atomically
 from coterie.export.format import ClientModel, Format, Options, Runtime, TorchRuntime, Written
 from coterie.export.layers import check_text, folded, mean_weights, pair
+from coterie.models import gguf_base
 from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import EMBEDDED, locate, trusted
 from coterie.models.families import Family, is_transposed
@@ -190,7 +191,7 @@ def _left_out(model: PersonalModel, index: int) -> list[str]:
 
 def portable(base: str) -> str:
     """Return a base's name for other machines: "embedded", a Hub id, or the last part of a path."""
-    local = base != EMBEDDED and Path(locate(base)).is_dir()
+    local = base != EMBEDDED and Path(base if gguf_base.names_file(base) else locate(base)).exists()
     return Path(base).expanduser().name if local else base
 
 
@@ -199,6 +200,9 @@ def _location(base: str) -> tuple[str, str]:
     if base == EMBEDDED:
         imported = "\nfrom coterie.models.architecture import locate  # the base comes with coterie"
         return 'locate("embedded")', imported
+    if gguf_base.names_file(base):
+        folder, _, file = base.rpartition("/")
+        return f'"{folder if portable(base) == base else "path/to"}", gguf_file="{file}"', ""
     if portable(base) != base:
         return f'"path/to/{portable(base)}"', ""
     return repr(base), ""

@@ -18,7 +18,7 @@ from coterie.core.version import __version__
 from coterie.data.section import Section
 from coterie.export.peft import portable
 from coterie.methods import METHODS
-from coterie.models import artifact
+from coterie.models import artifact, gguf_base
 from coterie.models.architecture import EMBEDDED, tokenizer
 from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS
 from coterie.personal import folder_of
@@ -300,7 +300,8 @@ def _front_matter(facts: Facts) -> str:
     """Return the metadata of a card, with the base if it is on the Hub."""
     lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
     if facts.base and facts.base != EMBEDDED and "/" in facts.base:
-        lines += [f"base_model: {facts.base}"]
+        id = facts.base.rpartition("/")[0] if gguf_base.names_file(facts.base) else facts.base
+        lines += [f"base_model: {id}"]
     if not facts.classifies:
         lines += ["pipeline_tag: text-generation"]
     return "\n".join(["---", *lines, "---"])

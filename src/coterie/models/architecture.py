@@ -15,6 +15,7 @@ from torch import nn
 from coterie.core.errors import ModelError
 from coterie.core.foreign import json_of, opened, read_bytes, refusing
 from coterie.core.importing import uncollected
+from coterie.models import gguf_base
 from coterie.models.families import (
     REMEDY,
     BlockShape,
@@ -129,9 +130,13 @@ def _check_parts(settings: Mapping[str, Any], source: str) -> None:
 
 
 def locate(base: str | Path) -> str:
-    """Return the folder of a base, or its Hub id. Raises ModelError for a path that is no base."""
+    """Return the folder of a base, or its Hub id; of a GGUF file, the folder that is made of it.
+    Raises ModelError for a path that is no base.
+    """
     if str(base) == EMBEDDED:
         base = _EMBEDDED_FOLDER
+    elif gguf_base.names_file(base) and not Path(base).expanduser().is_dir():
+        base = Path(gguf_base.folder_of(base, _check_parts))
     path = Path(base).expanduser()
     if path.is_dir():
         refuse_adapter(path)

@@ -50,7 +50,8 @@ class LanguageSection(BaseModel):
     base: str = Field(
         "embedded",
         min_length=1,
-        description="Hub id or local folder of a causal LM; `embedded` is the one in the package",
+        description="Hub id or local folder of a causal LM, or a GGUF file of one (a path, or "
+        "OWNER/NAME/FILE.gguf on the Hub); `embedded` is the one in the package",
     )
     dtype: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="dtype of the base; auto: bf16 on an accelerator that has it, else fp32"

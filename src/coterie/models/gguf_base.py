@@ -1,0 +1,191 @@
+"""A base in a GGUF file, as llama.cpp and Ollama use them: read once by transformers, dequantised,
+and kept in the cache as a folder like any other.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from coterie.core import foreign
+from coterie.core.errors import ModelError, extra
+from coterie.data.store import cached, default_cache
+
+Check = Callable[[Mapping[str, Any], str], None]
+ENDING = ".gguf"
+FORMAT = 1  # raise it whenever equal keys would no longer mean equal folders
+_IN_FP32 = 10**9  # weights; beyond it, those of quantised files take half of the space in bf16
+_LAST = "generation_config.json"  # written last
+
+
+def names_file(base: str | Path) -> bool:
+    """Whether a base is a GGUF file: a path, or OWNER/NAME/FILE.gguf on the Hub."""
+    return str(base).lower().endswith(ENDING)
+
+
+def folder_of(base: str | Path, check: Check) -> str:
+    """Return the folder with a GGUF file's configuration, weights, tokenizer and chat template,
+    written to the cache at the first call.
+
+    Args:
+        base: See `names_file`.
+        check: Is given the configuration and what it is of, and raises if no model can be made.
+
+    Raises:
+        ModelError: There is no such file, or transformers cannot read its family or quantisation.
+        SaveError: The cache cannot be written.
+    """
+    path = file_of(base)
+    remedy = "Check its permissions, or get it again."
+    with (
+        foreign.refusing(ModelError, str(path), remedy),
+        foreign.opened(path) as file,
+    ):
+        if file.read(4) != b"GGUF":
+            raise ModelError(f"{path} is not a GGUF file", "Get it again.")
+    about = path.stat()
+    return _converted(path, (about.st_size, about.st_mtime_ns), check)
+
+
+def file_of(base: str | Path) -> Path:
+    """Return the file on this machine; one of the Hub is downloaded once. Raises ModelError."""
+    path = Path(base).expanduser()
+    if path.is_file():
+        return path.resolve()
+    owner, _, rest = str(base).partition("/")
+    name, _, file = rest.partition("/")
+    if path.is_absolute() or str(base).startswith((".", "~")) or not file or path.parent.exists():
+        raise ModelError(
+            f"no GGUF file at {path}",
+            "Check the path, or give OWNER/NAME/FILE.gguf of the Hub.",
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(f"{owner}/{name}", file))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ModelError(
+            f"cannot get {file} of {owner}/{name} from the Hub: {_first_line(error)}",
+            "Check the name and the network, or download it once and give its path.",
+        ) from error
+
+
+@lru_cache(maxsize=2)
+def _converted(path: Path, stamp: tuple[int, int], check: Check) -> str:
+    digest = blake2b(repr((FORMAT, str(path), stamp)).encode(), digest_size=16).hexdigest()
+    entry = default_cache() / f"gguf-{path.stem[:60]}-{digest}"
+
+    def read(entry: Path) -> str | None:
+        return str(entry) if (entry / _LAST).is_file() else None
+
+    return cached(entry, "base", read, lambda: _read(path, check))
+
+
+def _read(path: Path, check: Check) -> Callable[[Path], None]:
+    """Return what writes the folder of a file. Raises ModelError."""
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        PreTrainedConfig,
+    )
+    from transformers.utils import is_gguf_available, logging
+
+    if not is_gguf_available():
+        raise ModelError(f"{path.name} needs the package gguf", extra("device"))
+    where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        settings, _ = PreTrainedConfig.get_config_dict(path.parent, **where)
+        check(settings, str(path))
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
+        config = AutoConfig.from_pretrained(path.parent, **where)
+        _scale_positions(path, config)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path.parent, config=config, **where, dtype=torch.float32, output_loading_info=True
+        )
+    except ModelError:
+        raise
+    except Exception as error:  # whatever its reader happens to raise
+        raise ModelError(
+            f"transformers cannot read {path}: {_first_line(error)}", _supported()
+        ) from error
+    finally:
+        logging.set_verbosity(before)
+    if missing := sorted(report["missing_keys"]):
+        raise ModelError(
+            f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all)",
+            "The file is incomplete: get it again.",
+        )
+    if sum(parameter.numel() for parameter in model.parameters()) > _IN_FP32:
+        model.to(torch.bfloat16)
+    # what is written is not quantised any more
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.is_quantized = False
+    generation = GenerationConfig.from_model_config(model.config)
+
+    def write(folder: Path) -> None:
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        generation.save_pretrained(folder)
+
+    return write
+
+
+def _scale_positions(path: Path, config: Any) -> None:
+    """Set how rotary positions are scaled, of which transformers' reader knows nothing: by the
+    factors of Llama 3.1 to 3.3. Raises ModelError for others.
+    """
+    from gguf import GGUFReader
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    reader = GGUFReader(path)
+    tensors = {tensor.name: tensor.data for tensor in reader.tensors}
+    scaling = reader.fields.get(f"{config.model_type}.rope.scaling.type")
+    if (kind := scaling and scaling.contents()) not in (None, "none") or any(
+        name.startswith("rope_factors") for name in tensors
+    ):
+        raise ModelError(
+            f"{path} scales its positions ({kind or 'by tensors'}), which transformers does not "
+            f"read from such a file",
+            "Give the folder or Hub id of the model that it was made of.",
+        )
+    if (divisors := tensors.get("rope_freqs.weight")) is None:
+        return
+    plain, stored = dict(config.rope_parameters), torch.from_numpy(divisors.copy())
+    initial, theta = ROPE_INIT_FUNCTIONS["llama3"], plain["rope_theta"]
+    half = len(stored)
+    unscaled = theta ** -(torch.arange(half) / half)
+    for context in (2**n for n in range(4, 18)):
+        scale = {"factor": float(stored.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        scale["original_max_position_embeddings"] = context
+        config.rope_parameters = plain | scale | {"rope_type": "llama3"}
+        if torch.allclose(unscaled / initial(config, "cpu")[0], stored, rtol=1e-3):
+            return
+    raise ModelError(
+        f"{path} scales its positions in a way that is not that of Llama 3",
+        "Give the folder or Hub id of the model that it was made of.",
+    )
+
+
+def _supported() -> str:
+    """Say which files transformers reads."""
+    from gguf.quants import _type_traits
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    families = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    kinds = ", ".join(["F32", "F16", *(kind.name for kind in _type_traits)])
+    return f"It reads the families {', '.join(families)}, quantised as {kinds}."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
