@@ -42,7 +42,7 @@ def test_the_exact_interval_is_clopper_and_pearsons() -> None:
         pytest.approx(0.1871, abs=1e-4),
         pytest.approx(0.8129, abs=1e-4),
     )
-    with pytest.raises(ValueError, match="3 of 2"):
+    with pytest.raises(ValueError, match=r"\(3\) must not be greater than n \(2\)"):
         proportion(3, 2)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from coterie.aggregation.noise import check_installed
 from coterie.aggregation.privacy import Privacy
-from coterie.core.errors import Refused, extra
+from coterie.core.extras import require
 from coterie.core.result import PrivacySpent
 
 # alpha of the Rényi divergences that are tried
@@ -263,10 +263,7 @@ def _log_moment(rate: float, multiplier: float, order: int) -> float:
 
 def library() -> tuple[ModuleType, ModuleType]:
     """Return opacus' Gaussian and Rényi accounting. Raises Refused if it is not installed."""
-    try:
-        from opacus.accountants.analysis import gdp, rdp
-    except ImportError:
-        raise Refused(
-            "privacy: opacus, which computes the privacy spent, is not installed", extra("privacy")
-        ) from None
+    require("privacy: counting what is spent", "privacy", "opacus")
+    from opacus.accountants.analysis import gdp, rdp
+
     return gdp, rdp

@@ -32,8 +32,9 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock
 
-from coterie.core.errors import Refused, SaveError, TensorError, extra
-from coterie.core.foreign import opened
+from coterie.core.errors import Refused, SaveError, TensorError
+from coterie.core.extras import require
+from coterie.core.foreign import opened, refusing
 
 KEY = 32  # bytes
 # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic
@@ -281,14 +282,9 @@ def kept_key(path: Path) -> bytes:
     with FileLock(path.with_name(f"{path.name}.lock")):
         if not path.exists():
             _write_key(path)
-        try:
-            with opened(path) as file:
-                key = file.read(KEY + 1)
-        except OSError as error:
-            raise Refused(
-                f"cannot read {path}: {error.strerror}",
-                "It must be readable by the user of this process, and by nobody else.",
-            ) from None
+        remedy = "It must be readable by the user of this process, and by nobody else."
+        with refusing(Refused, str(path), remedy), opened(path) as file:
+            key = file.read(KEY + 1)
     if len(key) != KEY:
         raise Refused(
             f"{path} holds {'more' if len(key) > KEY else len(key)} bytes, expected a key of {KEY}",
@@ -325,9 +321,7 @@ def _digest(purpose: Sequence[int | str], key: bytes = b"") -> bytes:
 
 
 def _cipher(key: bytes) -> Any:
-    try:
-        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-    except ImportError:
-        problem = "privacy: cryptography, which draws secret random numbers, is not installed"
-        raise Refused(problem, extra("privacy")) from None
+    require("privacy: drawing secret random numbers", "privacy", "cryptography")
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
     return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()

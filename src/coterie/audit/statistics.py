@@ -35,15 +35,11 @@ def proportion(successes: int, trials: int) -> Estimate:
     """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934). Raises
     ValueError without trials.
     """
-    from scipy.stats import beta
+    from scipy.stats import binomtest
 
-    if not 0 <= successes <= trials or not trials:
-        raise ValueError(f"{successes} of {trials}")
-    tail = (1 - LEVEL) / 2
-    low = beta.ppf(tail, successes, trials - successes + 1) if successes else 0.0
-    high = beta.ppf(1 - tail, successes + 1, trials - successes) if successes < trials else 1.0
+    ends = binomtest(successes, trials).proportion_ci(LEVEL, "exact")
     value, interval = successes / trials, f"{LEVEL:.0%}, exact binomial over {trials:,}"
-    return Estimate(value=value, low=float(low), high=float(high), interval=interval)
+    return Estimate(value=value, low=float(ends.low), high=float(ends.high), interval=interval)
 
 
 def auc(members: Values, others: Values) -> float:

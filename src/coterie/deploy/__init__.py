@@ -2,4 +2,4 @@
 
 from coterie.core.extras import require
 
-require("a deployment", "flower", "flwr")
+require("a deployment", "flower")

@@ -15,16 +15,12 @@ from functools import cache
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
+
 from coterie.core.errors import ClientError, CoterieError, Refused, extra
 from coterie.core.printing import printable
+from coterie.deploy import guard
 from coterie.engines.flower import POSTED
-
-try:
-    import psutil
-
-    from coterie.deploy import guard
-except ImportError:  # pragma: no cover - it comes with the extra
-    raise Refused("psutil is not installed", extra("flower")) from None
 
 # No telemetry, no installations, and a look for new messages ten times a second.
 _QUIET = {
