@@ -32,8 +32,9 @@ from typing import Any, TypeVar
 import numpy as np
 from filelock import FileLock
 
-from coterie.core.errors import Refused, SaveError, TensorError
+from coterie.core.errors import Refused, TensorError
 from coterie.core.extras import require
+from coterie.core.files import writing
 from coterie.core.foreign import opened, refusing
 
 KEY = 32  # bytes
@@ -296,16 +297,12 @@ def kept_key(path: Path) -> bytes:
 def _write_key(path: Path) -> None:
     """Write a key file atomically. Raises SaveError."""
     new = path.with_name(f"{path.name}.new")
-    try:
+    with writing(path, "Free some space, or choose another folder."):
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(os.urandom(KEY))
             file.flush()
             os.fsync(file.fileno())
         new.replace(path)
-    except OSError as error:
-        raise SaveError(
-            f"cannot write {path}: {error.strerror}", "Free some space, or choose another folder."
-        ) from error
 
 
 def check_installed() -> None:

@@ -50,6 +50,15 @@ def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:
     return SaveError(f"cannot write {path}: {reason}; what was there before is unchanged", remedy)
 
 
+@contextmanager
+def writing(what: Path | str, remedy: str) -> Iterator[None]:
+    """Raise an OSError of the block as a SaveError: `what` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"cannot write {what}: {error.strerror}", remedy) from error
+
+
 def save(
     path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True
 ) -> None:

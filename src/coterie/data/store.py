@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from coterie.core.errors import SaveError
+from coterie.core.files import writing
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.protocol import ClientId
 from coterie.data.splits import Tokens
@@ -93,12 +94,8 @@ def cached(
             cache; returns what writes it to an empty folder.
     """
     if (content := read(entry)) is None:
-        try:
+        with writing(f"the {kind} cache {entry}", NO_SPACE):
             _replace(entry, read, build())
-        except OSError as error:
-            raise SaveError(
-                f"cannot write the {kind} cache {entry}: {error.strerror}", NO_SPACE
-            ) from error
         content = read(entry)
     if content is None:
         raise SaveError(

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from coterie.core.errors import DataError, SaveError
+from coterie.core.errors import DataError
+from coterie.core.files import writing
 from coterie.data.by_client import ByClient
 from coterie.data.refusals import outward_links
 from coterie.data.rows import ENDINGS, rows_of
@@ -136,14 +137,9 @@ def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:
     path = folder / f"{blake2b(text, digest_size=12).hexdigest()}.jsonl"
     if path.is_file() and path.read_bytes() == text:
         return path
-    try:
+    with writing(f"the table to {folder}", NO_SPACE):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
             file.write(text)
         os.replace(file.name, path)
-    except OSError as error:
-        raise SaveError(
-            f"cannot write the table to {folder}: {error.strerror}",
-            NO_SPACE,
-        ) from error
     return path

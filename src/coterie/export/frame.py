@@ -15,9 +15,9 @@ from typing import Any
 
 from coterie.core import names
 from coterie.core.checksums import write_all_sums
-from coterie.core.errors import Refused, SaveError
+from coterie.core.errors import Refused
 from coterie.core.extras import require
-from coterie.core.files import digest_of, make_folder, write_json
+from coterie.core.files import digest_of, make_folder, write_json, writing
 from coterie.core.version import __version__
 from coterie.export.check import Check, checked
 from coterie.export.executorch import ExecuTorch
@@ -115,16 +115,11 @@ def export(
         make_folder(new)
         with quiet():
             exported = _write_all(kind, options, clients, new, source.everyone, say)
-        try:
+        with writing(out, "Free some space there, or choose another --out."):
             # it is empty, and some systems cannot rename a folder to the name of another
             if out.exists():
                 out.rmdir()
             os.rename(new, out)
-        except OSError as error:
-            raise SaveError(
-                f"cannot write {out}: {error.strerror}",
-                "Free some space there, or choose another --out.",
-            ) from error
     return [replace(one, folder=out / one.folder.relative_to(new)) for one in exported]
 
 

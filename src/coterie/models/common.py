@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from coterie.core import devices
-from coterie.core.errors import CheckpointError, CoterieError, ModelError, SaveError
-from coterie.core.files import save
+from coterie.core.errors import CheckpointError, CoterieError, ModelError
+from coterie.core.files import save, writing
 from coterie.core.protocol import derive_seed
 from coterie.core.tensors import Named, Tensors, all_finite
 from coterie.data.examples import ExampleSplit
@@ -266,13 +266,9 @@ def _train(
 
 def _write(entry: Path, tensors: Named) -> None:
     """Write an entry, safely if several processes do so at once. Raises SaveError."""
-    try:
+    remedy = "Free some space there, or set COTERIE_CACHE to another folder."
+    with writing(f"the common expert {entry}", remedy):
         entry.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent) as folder:
             save(Path(folder) / entry.name, tensors)
             os.replace(Path(folder) / entry.name, entry)
-    except OSError as error:
-        raise SaveError(
-            f"cannot write the common expert {entry}: {error.strerror}",
-            "Free some space there, or set COTERIE_CACHE to another folder.",
-        ) from error

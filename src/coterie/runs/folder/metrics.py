@@ -3,15 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.extras import available
-from coterie.core.files import write_atomically
+from coterie.core.files import write_atomically, writing
 from coterie.core.foreign import json_of, opened
 from coterie.core.protocol import ClientId
 
@@ -75,7 +74,7 @@ class MetricsFile:
         line = {"kind": kind, "round": round, "iteration": step, "client": client, **values}
         text = json.dumps(line, ensure_ascii=False) + "\n"
         written = text.encode(errors="backslashreplace")  # as JSON escapes halves of pairs
-        with self._writing():
+        with writing(self._path, _RESUME):
             self._file.write(written)
             self._digest.update(written)
             for name, value in values.items() if self._events is not None else ():
@@ -84,22 +83,12 @@ class MetricsFile:
 
     def flush(self) -> tuple[int, str]:
         """Flush all to disk; return the length of metrics.jsonl in bytes and its SHA-256."""
-        with self._writing():
+        with writing(self._path, _RESUME):
             self._file.flush()
             os.fsync(self._file.fileno())
             if self._events is not None:
                 self._events.flush()
         return self._file.tell(), self._digest.hexdigest()
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Raise SaveError if writing fails in the block."""
-        try:
-            yield
-        except OSError as error:
-            raise SaveError(
-                f"cannot write {self._file.name}: {error.strerror}", "Free some space and resume."
-            ) from error
 
     def close(self) -> None:
         self._file.close()
@@ -107,6 +96,7 @@ class MetricsFile:
             self._events.close()
 
 
+_RESUME = "Free some space and resume."
 _WRITABLE = "Check the permissions of that folder, and that the disk is not full."
 
 
