@@ -99,7 +99,7 @@ def test_the_project_is_the_app_that_is_submitted() -> None:
         (["client", "--server", "localhost:9", "--insecure", "--data", "nowhere"], "--data"),
         (
             ["client", "--server", "localhost:9", "--insecure", "--limits", "nowhere.yaml"],
-            "limits nowhere.yaml: No such file",
+            "limits nowhere.yaml: cannot be read (No such file",
         ),
         (["submit", "quickstart", "--server", "localhost:9"], "--ca or --insecure"),
         (["submit", "quickstart", "--server", "localhost:9", "--insecure", "--resume"], "--out"),

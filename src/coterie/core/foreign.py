@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from coterie.core.errors import CoterieError
+from coterie.core.errors import CoterieError, Refused
 
 MOST_BYTES = 256 << 20  # of a JSON file: the largest that coterie writes has some megabytes
 MOST_YAML = 1_000_000  # characters
@@ -187,6 +187,16 @@ def yaml_of(text: str) -> Any:
         TypeError,
     ) as error:  # of yaml's readers of dates and such
         raise ValueError(str(error)) from None
+
+
+def yaml_file(path: Path, what: str, remedy: str) -> Any:
+    """Return the value of a YAML file. Raises Refused, which names `what` it is."""
+    try:
+        return yaml_of(read_text(path))
+    except OSError as error:
+        raise Refused(f"{what} {path}: cannot be read ({error.strerror})", remedy) from None
+    except ValueError as error:
+        raise Refused(f"{what} {path}: not valid YAML\n  {error}", remedy) from None
 
 
 def _measure(loader: yaml.SafeLoader, node: yaml.Node, known: dict[int, int], depth: int) -> int:

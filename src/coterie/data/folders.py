@@ -10,6 +10,7 @@ from pydantic import Field
 
 from coterie.core import names
 from coterie.core.errors import DataError
+from coterie.core.foreign import refusing
 from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
 from coterie.data.documents import cut, read_many
@@ -257,7 +258,7 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
     """
     if entry.name.startswith("."):
         return []
-    try:
+    with refusing(DataError, str(entry), "Check its permissions."):
         if entry.is_dir():
             if _is_run(entry):
                 return []
@@ -273,10 +274,6 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
                 for inner in sorted(entry.iterdir())
                 for path in files_in(inner, above | {target})
             ]
-    except OSError as error:
-        raise DataError(
-            f"{entry}: cannot be read ({error.strerror})", "Check its permissions."
-        ) from None
     return [entry]
 
 

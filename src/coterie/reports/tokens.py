@@ -67,7 +67,7 @@ def routing(routing: Routing) -> str:
     """Return the selector, the legend and the pictures; "" if no model has a router."""
     if not routing.weights:
         return ""
-    slots = _slots(routing.blocks or ())
+    slots = {1: ("only",), 2: ("first", "last")}.get(len(routing.blocks or ()), SLOTS)
     mixtures = {i: experts(counts) for i, counts in routing.experts.items()}
     known = {expert.key: expert for mixture in mixtures.values() for expert in mixture}
     kinds = [known[key] for key in sorted(known)]
@@ -84,10 +84,6 @@ def routing(routing: Routing) -> str:
         f'style="--texts:{len(routing.texts)}">'
         f'<div class="head"></div>{heads}{cells}</div></div></div>'
     )
-
-
-def _slots(blocks: Sequence[int]) -> tuple[str, ...]:
-    return {1: ("only",), 2: ("first", "last")}.get(len(blocks), SLOTS)
 
 
 def _rules(kinds: Sequence[Expert], slots: Sequence[str]) -> str:

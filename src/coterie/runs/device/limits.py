@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from coterie.core.errors import RecipeError, Refused
 from coterie.core.extras import require
-from coterie.core.foreign import read_text, yaml_of
+from coterie.core.foreign import yaml_file
 
 # answers in a round of a device that protects its owner, unless its owner says otherwise
 EXCHANGES = 8
@@ -153,14 +153,7 @@ def read(path: Path) -> Limits:
     """Return the limits in a file. Raises Refused if it is missing, empty, or not YAML; RecipeError
     with all mistakes, each naming its field.
     """
-    try:
-        values = yaml_of(read_text(path))
-    except OSError as error:
-        raise Refused(
-            f"limits {path}: {error.strerror}", "Name the owner's file: see docs/deploy.md."
-        ) from None
-    except ValueError as error:
-        raise Refused(f"limits {path}: not valid YAML\n  {error}", "See docs/deploy.md.") from None
+    values = yaml_file(path, "limits", "Name the owner's file: see docs/deploy.md.")
     if not values:
         raise Refused(
             f"limits {path}: the file is empty, so it would limit nothing",

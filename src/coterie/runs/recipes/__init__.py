@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from coterie.core.errors import Refused
-from coterie.core.foreign import read_text, yaml_of
+from coterie.core.foreign import yaml_file
 from coterie.core.own import installed
 
 FOLDER = Path(__file__).parent
@@ -58,18 +58,7 @@ def _brought(recipe: str) -> Path:
 
 def read(path: Path) -> dict[str, object]:
     """Return the mapping in a recipe's file. Raises Refused if it is unreadable or has none."""
-    try:
-        values = yaml_of(read_text(path))
-    except OSError as error:
-        raise Refused(
-            f"recipe {path}: cannot be read ({error.strerror})",
-            "Check the path and its permissions.",
-        ) from None
-    except ValueError as error:
-        raise Refused(
-            f"recipe {path}: not valid YAML\n  {error}",
-            "See `coterie recipes` for recipes to start from.",
-        ) from None
+    values = yaml_file(path, "recipe", "Check the path, or see `coterie recipes`.")
     if not isinstance(values, dict):
         raise Refused(
             f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`."
