@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from coterie.core.foreign import read_text
 from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
 from coterie.export.serving import Serving, ids_of
@@ -19,6 +20,7 @@ from coterie.models.windows import TextBatch
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
 
+_READMES = Path(__file__).parent / "readmes"
 Logits = Callable[[Tensor], Tensor]  # (B, C) int64 -> (B, C, V)
 
 
@@ -205,3 +207,8 @@ def rows_of(batch: TextBatch, width: int | None = None) -> ChatBatch:
         batch = ChatBatch(batch, everywhere, torch.arange(batch.shape[1]).expand_as(batch))
     parts = (batch.ids, batch.counted, batch.positions)
     return ChatBatch(*(values[:, :width] for values in parts))
+
+
+def filled_readme(name: str, **values: Any) -> str:
+    """Return the text of a README in `readmes/`, with values in its braces."""
+    return read_text(_READMES / f"{name}.md").format(**values)

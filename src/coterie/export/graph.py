@@ -19,7 +19,7 @@ from coterie.core.errors import ExportError
 from coterie.core.files import load, read_json, save, write_atomically
 from coterie.core.foreign import read_text
 from coterie.core.tensors import all_finite
-from coterie.export.format import ClientModel, Format, Options, Runtime, Written
+from coterie.export.format import ClientModel, Format, Options, Runtime, Written, filled_readme
 from coterie.export.functional import Interface, client_tensors
 from coterie.export.serving import GENERATION, ids_of
 
@@ -132,19 +132,9 @@ class GraphFormat(Format):
         program = read_text(Path(__file__).parent / f"programs/{self.name}.py.txt")
         example = serving.in_program(program.replace("CLIENT", own_file(clients[0])))
         files = "\n".join(f"| {client.client} | `{own_file(client)}` |" for client in clients)
-        return f"""# Personal models exported from coterie, as {self.name}
-
-`{self.base}` is the base, which all clients share. The file of a client holds tensors that are
-inputs of the base's graph: to change the client is to give others. `export.json` lists inputs and
-outputs in their order, and says how far each client is from the personal model. {serving.usage}
-
-| client | file |
-| --- | --- |
-{files}
-
-```python
-{example}```
-"""
+        return filled_readme(
+            "graph", format=self, usage=serving.usage, files=files, example=example
+        )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], precision: str) -> None:

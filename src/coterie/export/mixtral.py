@@ -13,7 +13,15 @@ from torch import Tensor
 
 from coterie.core.errors import Refused
 from coterie.core.files import write_atomically
-from coterie.export.format import ClientModel, Format, Options, Runtime, TorchRuntime, Written
+from coterie.export.format import (
+    ClientModel,
+    Format,
+    Options,
+    Runtime,
+    TorchRuntime,
+    Written,
+    filled_readme,
+)
 from coterie.export.layers import FAMILY, base_tensors, gate_of, head_width, updates
 from coterie.models.adapter import AdapterBlock
 from coterie.personal import PersonalModel
@@ -183,25 +191,11 @@ def _tensors(model: PersonalModel, updated: Any, blank: Mapping[str, Tensor]) ->
 
 
 def _readme(client: ClientModel, precision: str) -> str:
-    model, serving = client.model, client.serving
-    about, layout = model.about, model.layout
-    return f"""---
-library_name: transformers
----
-# {about.client}, exported from coterie
-
-The personal model of the client `{about.client}` after {about.round} rounds of `{about.method}`
-(recipe `{about.recipe}`, seed {about.seed}) as a stock `{_kind(model)}` with {layout.experts}
-experts, of which each token uses {layout.active}. It needs neither coterie nor its base.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("this folder", dtype="float32")
-tokenizer = AutoTokenizer.from_pretrained("this folder")
-{serving.transformers_program}```
-
-{serving.usage}
-
-`export.json` says how far it is from the personal model. Weights are {precision}. {client.note}
-"""
+    return filled_readme(
+        "mixtral",
+        model=client.model,
+        serving=client.serving,
+        kind=_kind(client.model),
+        precision=precision,
+        note=client.note,
+    )

@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 from coterie.core.errors import Refused
 from coterie.core.files import save, write_atomically
-from coterie.export.format import ClientModel, Format, Options, Runtime, TorchRuntime, Written
+from coterie.export.format import (
+    ClientModel,
+    Format,
+    Options,
+    Runtime,
+    TorchRuntime,
+    Written,
+    filled_readme,
+)
 from coterie.export.layers import check_text, folded, mean_weights, pair
 from coterie.models import gguf_base
 from coterie.models.adapter import AdapterBlock
@@ -219,29 +227,15 @@ def _readme(client: ClientModel, kept: str, left_out: list[str]) -> str:
             'model.generation_config = GenerationConfig.from_pretrained("this folder")\n'
             'tokenizer = AutoTokenizer.from_pretrained("this folder")'
         )
-    return f"""---
-library_name: peft
----
-# {about.client}, exported from coterie
-
-A PEFT adapter for the base model `{portable(about.base)}`: {kept},
-of the client `{about.client}` after {about.round} rounds of `{about.method}`
-(recipe `{about.recipe}`, seed {about.seed}).
-
-```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer{settings}{imported}
-
-base = AutoModelForCausalLM.from_pretrained({where}, dtype="float32")
-model = PeftModel.from_pretrained(base, "this folder")
-{loading}
-{serving.transformers_program}```
-
-{serving.usage}
-
-`export.json` says how far it is from the personal model.
-
-## What is not in it
-
-{missing or "Nothing: this is the whole personal model."}
-"""
+    return filled_readme(
+        "peft",
+        about=about,
+        serving=serving,
+        base=portable(about.base),
+        kept=kept,
+        settings=settings,
+        imported=imported,
+        where=where,
+        loading=loading,
+        missing=missing or "Nothing: this is the whole personal model.",
+    )
