@@ -18,26 +18,13 @@ if TYPE_CHECKING:
     from coterie.runs.recipes.recipe import Recipe
 
 _HOMES = {
-    "Callback": "coterie.core.callback",
-    "CallbackError": "coterie.core.errors",
-    "ClientResult": "coterie.core.result",
-    "Comparison": "coterie.core.result",
-    "CoterieError": "coterie.core.errors",
-    "Estimate": "coterie.runs.estimate",
-    "Recipe": "coterie.runs.recipes.recipe",
-    "Refused": "coterie.core.errors",
-    "Result": "coterie.core.result",
-    "Row": "coterie.core.result",
-    "Run": "coterie.api",
-    "TunedRow": "coterie.core.result",
-    "Tuning": "coterie.core.result",
-    "compare": "coterie.api",
-    "dry_run": "coterie.api",
-    "load": "coterie.personal",
-    "load_all": "coterie.personal",
-    "load_many": "coterie.personal",
-    "run": "coterie.api",
-    "tune": "coterie.api",
+    "coterie.api": ("Run", "compare", "dry_run", "run", "tune"),
+    "coterie.core.callback": ("Callback",),
+    "coterie.core.errors": ("CallbackError", "CoterieError", "Refused"),
+    "coterie.core.result": ("ClientResult", "Comparison", "Result", "Row", "TunedRow", "Tuning"),
+    "coterie.personal": ("load", "load_all", "load_many"),
+    "coterie.runs.estimate": ("Estimate",),
+    "coterie.runs.recipes.recipe": ("Recipe",),
 }
 __all__ = [
     "Callback",
@@ -66,8 +53,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a public name from its module."""
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

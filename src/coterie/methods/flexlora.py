@@ -9,13 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from coterie.aggregation.lowrank import (
-    factors,
-    modules,
-    own_factors,
-    read_factors,
-    svd_of_sum,
-)
+from coterie.aggregation import lowrank
 from coterie.aggregation.means import MOST_SAMPLES
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
@@ -46,10 +40,10 @@ class FlexLoRA(Ranked):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        client.load(own_factors(client.loras, theta))
+        client.load(lowrank.own_factors(client.loras, theta))
         client.reset_optimizer(GENERALIST)
         self.local_iterations(client)
-        return read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}
+        return lowrank.read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
@@ -61,10 +55,11 @@ def redistribute(replies: Replies, state: Named) -> Tensors:
     tokens = [float(replies[i][TOKENS]) for i in order]
     total = sum(tokens)
     shares = [n / total if total > 0 else 1 / len(order) for n in tokens]
-    for module in modules(replies[order[0]]) if order else ():
+    for module in lowrank.modules(replies[order[0]]) if order else ():
         terms = [
-            (share, factors(module, replies[i])) for share, i in zip(shares, order, strict=True)
+            (share, lowrank.factors(module, replies[i]))
+            for share, i in zip(shares, order, strict=True)
         ]
-        A, B = svd_of_sum(terms, state[f"{module}/A"].shape[1])
+        A, B = lowrank.svd_of_sum(terms, state[f"{module}/A"].shape[1])
         redistributed |= {f"{module}/A": A, f"{module}/B": B}
     return redistributed

@@ -11,18 +11,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
-from coterie.aggregation.lowrank import (
-    modules,
-    norm_weighted_mean,
-    own_factors,
-    ranks,
-    read_factors,
-    same_sizes,
-    tail_gradient,
-    tail_norm,
-    truncated,
-    zero_beyond,
-)
+from coterie.aggregation import lowrank
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
@@ -53,26 +42,27 @@ class HetLoRA(Ranked):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), smaller=True)
-        replies = {i: reply for i, reply in replies.items() if same_sizes(reply, state)}
-        left = {i: torch.tensor(ranks(reply)) for i, reply in replies.items()}
-        return state | norm_weighted_mean(replies, state) | prefixed("ranks", left)
+        replies = {i: reply for i, reply in replies.items() if lowrank.same_sizes(reply, state)}
+        left = {i: torch.tensor(lowrank.ranks(reply)) for i, reply in replies.items()}
+        return state | lowrank.norm_weighted_mean(replies, state) | prefixed("ranks", left)
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        loras, current = client.loras, dict(zip(modules(theta), ranks(theta), strict=True))
+        loras = client.loras
+        current = dict(zip(lowrank.modules(theta), lowrank.ranks(theta), strict=True))
         fewer = {module: max(int(self.prune * rank), 1) for module, rank in current.items()}
-        client.load(own_factors(loras, theta))
-        before = tail_norm(loras, fewer)
+        client.load(lowrank.own_factors(loras, theta))
+        before = lowrank.tail_norm(loras, fewer)
         for _ in range(self.steps(client)):
             client.step(
                 GENERALIST,
                 on=client.train,
-                extra=lambda: tail_gradient(loras, fewer, self.regularisation),
+                extra=lambda: lowrank.tail_gradient(loras, fewer, self.regularisation),
             )
             # Pruned ranks stay zero, whatever the old moments of the optimiser say.
-            zero_beyond(loras, current)
+            lowrank.zero_beyond(loras, current)
         # self-pruning: a tail that shrank in this round is given up
-        if tail_norm(loras, fewer) < before:
+        if lowrank.tail_norm(loras, fewer) < before:
             current = fewer
-            zero_beyond(loras, current)
-        return truncated(read_factors(loras), current.values())
+            lowrank.zero_beyond(loras, current)
+        return lowrank.truncated(lowrank.read_factors(loras), current.values())

@@ -15,36 +15,13 @@ from coterie.core.printing import printable
 from coterie.core.result import ROUNDS, MetricInfo, Tried, TunedRow, Tuning
 from coterie.core.result.tuning import name_of, value, written
 from coterie.methods import METHODS
-from coterie.reports import chart
+from coterie.reports import chart, parts
 from coterie.reports.chart import Axes, Line, Style
-from coterie.reports.parts import (
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    SKY,
-    VERMILION,
-    Cell,
-    bars,
-    by_columns,
-    captioned,
-    computed_with,
-    escape,
-    figure,
-    folded,
-    introduction,
-    legend,
-    notes,
-    page,
-    section,
-    table,
-)
 
 TUNED_PAGE = "tune.html"
-_COLOURS = (BLUE, GREEN, ORANGE, PINK, SKY, BROWN, GREY)  # by number of rounds, the most first
-_CHOSEN = Style(VERMILION, number=3)
+# by number of rounds, the most first
+_COLOURS = (parts.BLUE, parts.GREEN, parts.ORANGE, parts.PINK, parts.SKY, parts.BROWN, parts.GREY)
+_CHOSEN = Style(parts.VERMILION, number=3)
 PICTURE = (
     "<p>How well each value did on validation. A line joins runs of equal length, and has for each "
     "value the best that was reached with it, whatever the other fields were; in the panel of "
@@ -94,27 +71,27 @@ def _cells(row: TunedRow) -> tuple[str, ...]:
         return "", "trains nothing", "", "", ""
     counts = (f"{row.alike:,}", f"{row.runs:,}", f"{row.iterations:,}")
     chosen = f"{settings(row)} ({lies(row)})" if row.at_edge else settings(row)
-    return figure(row.valid), chosen, *counts
+    return parts.figure(row.valid), chosen, *counts
 
 
 def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
     """Write `tune.html` into the folder of a search. Raises SaveError."""
-    computed = computed_with(tuning.machine, tuning.versions)
+    computed = parts.computed_with(tuning.machine, tuning.versions)
     about = f"seeds {', '.join(map(str, tuning.seeds))}{computed}"
     which = f"{str(tuning.metric).capitalize()}, averaged over clients; {direction(tuning.metric)}."
-    parts = [
-        section(
+    contents = [
+        parts.section(
             "chosen",
             "What was chosen",
-            f"<p>{escape(which)}</p><p>{escape(tuning.effort)}</p>",
+            f"<p>{parts.escape(which)}</p><p>{parts.escape(tuning.effort)}</p>",
             _table(tuning),
-            "".join(f"<p class=note>{escape(note)}</p>" for note in READING),
-            notes(tuning.notes),
+            "".join(f"<p class=note>{parts.escape(note)}</p>" for note in READING),
+            parts.notes(tuning.notes),
         ),
         *(_picture(k, row, tuning.metric) for k, row in enumerate(tuning.rows) if row.tried),
     ]
     title = f"{tuning.recipe}: settings of {len(tuning.rows)} methods"
-    shown = page(title, introduction(description, about), "".join(parts))
+    shown = parts.page(title, parts.introduction(description, about), "".join(contents))
     write_atomically(folder / TUNED_PAGE, shown)
 
 
@@ -127,22 +104,22 @@ def _table(tuning: Tuning) -> str:
     def column(values: Iterable[str]) -> list[str]:
         return [text if scored else "" for text, scored in zip(values, known, strict=True)]
 
-    columns: dict[str, Sequence[Cell | str]] = {
+    columns: dict[str, Sequence[parts.Cell | str]] = {
         "method": [METHODS[row.method].title for row in rows],
         **{
             name_of(key): [value(row.chosen[key]) if key in row.chosen else "" for row in rows]
             for key in keys
         },
         "rounds": column(f"{row.rounds:,}" for row in rows),
-        "validation": column("" if row.valid is None else figure(row.valid) for row in rows),
+        "validation": column("" if row.valid is None else parts.figure(row.valid) for row in rows),
         "as good": column(f"{row.alike:,}" for row in rows),
         "best": [lies(row) for row in rows],
         "tried": column(f"{row.candidates:,}" for row in rows),
         "runs": column(f"{row.runs:,}" for row in rows),
-        "iterations": bars([row.iterations if row.tried else None for row in rows], ",.0f"),
+        "iterations": parts.bars([row.iterations if row.tried else None for row in rows], ",.0f"),
         "recipe": [row.recipe for row in rows],
     }
-    return by_columns(columns)
+    return parts.by_columns(columns)
 
 
 def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
@@ -158,13 +135,13 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
     if len(rounds) > 1:
         panels.append(_panel(ROUNDS, tried, row, styles, metric))
     samples = [(style.sample, f"{n:,} rounds") for n, style in styles.items()]
-    return section(
+    return parts.section(
         f"method-{k}",
         METHODS[row.method].title,
         PICTURE if k == 0 else "",
-        legend([*samples, (_CHOSEN.sample, f"chosen: {settings(row)}")]),
+        parts.legend([*samples, (_CHOSEN.sample, f"chosen: {settings(row)}")]),
         chart.grid(panels),
-        folded(f"All {len(row.tried)} trials", _trials(row, metric)),
+        parts.folded(f"All {len(row.tried)} trials", _trials(row, metric)),
     )
 
 
@@ -199,7 +176,7 @@ def _panel(
         points = [(x, best_of(scores, metric)) for x, scores in sorted(top.items())]
         name = "best" if key == ROUNDS else f"{n:,} rounds"
         if points:
-            lines.append(Line(points, name, styles.get(n, Style(GREY))))
+            lines.append(Line(points, name, styles.get(n, Style(parts.GREY))))
     if row.valid is not None:
         at = row.rounds if key == ROUNDS else row.chosen[key]
         lines.append(Line([(float(at), row.valid)], "chosen", _CHOSEN))
@@ -214,7 +191,7 @@ def _panel(
         across="ratios" if ratios else "values",
         ticks=sorted(styles) if key == ROUNDS else (),
     )
-    return captioned(title, "", chart.panel(title, lines, axes))
+    return parts.captioned(title, "", chart.panel(title, lines, axes))
 
 
 def _trials(row: TunedRow, metric: MetricInfo) -> str:
@@ -222,9 +199,9 @@ def _trials(row: TunedRow, metric: MetricInfo) -> str:
     lines = []
     for trial in row.tried:
         stage = "beyond the range" if trial.rung is None else f"stage {trial.rung + 1}"
-        score = trial.problem or figure(trial.valid if trial.valid is not None else math.inf)
+        score = trial.problem or parts.figure(trial.valid if trial.valid is not None else math.inf)
         lines.append(
             [stage, *(value(trial.settings[key]) for key in keys), f"{trial.rounds:,}", score]
         )
     chosen = [trial.settings == row.chosen and trial.rounds == row.rounds for trial in row.tried]
-    return table(["", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))
+    return parts.table(["", *map(name_of, keys), "rounds", str(metric)], lines, chosen.index(True))
