@@ -230,7 +230,7 @@ def methods() -> list[str]:
     groups: dict[tuple[object, ...], list[str]] = {}
     for name, entry in METHODS.items():
         groups.setdefault(
-            tuple((f.name, f.default) for f in dataclasses.fields(entry.method)), []
+            tuple((f.name, repr(f.default)) for f in dataclasses.fields(entry.method)), []
         ).append(name)
     parts: list[str] = []
     for names in groups.values():

@@ -74,6 +74,11 @@ CASES: dict[str, dict[str, object]] = {
     "fedsr": {"rounds": 2, "local_steps": 2},
     "fedadg": {"rounds": 2, "local_steps": 2, "alone": 0.5, "hidden": 6},
     "ddome": {"rounds": 2, "local_steps": 2, "pool": 3},
+    "ddome-shared": {
+        "rounds": 2,
+        "local_steps": 2,
+        "parts": [{"name": "ddome", "pool": 3, "coverage": 0.8}, "fedavg"],
+    },
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "three parts": {
@@ -186,6 +191,7 @@ NETWORKS = (
     *("ddome", "ddome, as printed", "ddome without anchors", "ddome, by medians"),
     "ddome, warmed up",
     "ddome, chosen on devices",
+    "ddome-shared",
 )
 # Those that can train LoRAs or a whole network.
 PICTURES = (

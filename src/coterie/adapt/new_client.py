@@ -11,13 +11,14 @@ from coterie import personal
 from coterie.adapt.personalisation import Personalised, shared_part, train
 from coterie.adapt.shared_part import holds_shared, opened, owner_of, serving, started
 from coterie.client.client import Client
+from coterie.client.parts import ClientOfParts
 from coterie.core import names
 from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
 from coterie.core.tensor_names import numbers_of_experts
-from coterie.core.tensors import Tensors, nbytes
+from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
@@ -121,17 +122,13 @@ def adapt(
     # the engine's packs of states lie in the run's folder
     with closing(execution.engine):
         owner = owner_of(execution, received, id)
-        scores: tuple[float, ...] = ()
-        model = owner.model
-        if isinstance(model, PoolClassifier | LanguageModel) and model.embed is not None:
-            affinity = model.affinity(owner.embeddings(owner.data.train))
-            scores = tuple((affinity / affinity.sum()).tolist())
+        scores, experts = _choice(owner, received)
         personalised = _write_model(execution, recipe, owner, received, folder, training)
         return Adapted(
             model=load(folder),
             folder=folder,
-            samples=owner.data.train.windows,
-            experts=tuple(numbers_of_experts(received)),
+            samples=owner.windows,
+            experts=experts,
             rounds=state.method.rounds,
             scores=scores,
             up=up,
@@ -139,6 +136,25 @@ def adapt(
             once=state.prepared.problem.once_bytes if scores or not down else 0,
             personalised=personalised,
         )
+
+
+def _choice(
+    owner: Client | ClientOfParts, received: Tensors
+) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    """Return the share of samples that a gate sends to each expert of a pool, if there is one, and
+    the numbers of the experts received.
+    """
+    if isinstance(owner, ClientOfParts):
+        choices = []
+        for name in owner.clients:
+            with owner.part(name) as one, one.borrowing(its := under(name, received)):
+                choices.append(_choice(one, its))
+        return max(choices)
+    model, scores = owner.model, ()
+    if isinstance(model, PoolClassifier | LanguageModel) and model.embed is not None:
+        affinity = model.affinity(owner.embeddings(owner.data.train))
+        scores = tuple((affinity / affinity.sum()).tolist())
+    return scores, tuple(numbers_of_experts(received))
 
 
 def _exchange(
@@ -159,7 +175,7 @@ def _exchange(
 def _write_model(
     execution: Execution,
     whole: Recipe,
-    owner: Client,
+    owner: Client | ClientOfParts,
     tensors: Tensors,
     folder: Path,
     training: Training | None,
@@ -170,7 +186,7 @@ def _write_model(
     state, about = execution.state, (whole.name, execution.state.round, whole.seed)
     problem, personalised = state.prepared.problem, None
     with written(folder) as new:
-        if isinstance(problem, Language):
+        if isinstance(problem, Language) and isinstance(owner, Client):
             name, method, shared = execution.recipe.method["name"], state.method, None
             models = {name: shared_part(owner, method)}
             if training is not None:

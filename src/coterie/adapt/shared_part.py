@@ -10,6 +10,7 @@ import yaml
 from coterie import personal
 from coterie.adapt.personalisation import perplexity_of, shared_part, untrained
 from coterie.client.client import Client
+from coterie.client.parts import ClientOfParts
 from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
 from coterie.core.metrics import mean
@@ -65,6 +66,7 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         if up[NAME]:
             raise Refused(f"{run}: with {name}, what a client gets depends on its text", _REMEDY)
         owner, problem = owner_of(execution, tensors[NAME], NAME), prepared.problem
+        assert isinstance(owner, Client)
         snapshot = shared_part(owner, method)
         assert isinstance(problem, Language)
         name = execution.recipe.method["name"]
@@ -103,8 +105,9 @@ def opened(prepared: Prepared, run: Path, data: ClientData) -> Execution:
 
 
 def part_for(method: Method) -> str:
-    """Return the name of the part that serves unseen clients; "" if the method has no such part."""
-    return next((name for name, m in method.methods.items() if m.serves_unseen_clients), "")
+    """Return the name of the part that serves unseen clients; "" if there is none, or all do it."""
+    parts = {} if method.serves_unseen_clients else method.methods
+    return next((name for name, m in parts.items() if m.serves_unseen_clients), "")
 
 
 def serving(method: Method) -> Method:
@@ -124,10 +127,11 @@ def _serving(execution: Execution) -> Execution:
     return alone
 
 
-def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client:
-    """Return a client that has loaded the server's tensors."""
-    owner = execution.state.prepared.site.client(id, dict(execution.engine.states().get(id, {})))
-    owner.load(execution.state.method.loadable(owner, tensors))
+def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client | ClientOfParts:
+    """Return a client that has loaded the server's tensors; of parts, that can."""
+    owner = execution.state.prepared.site.clients(id, dict(execution.engine.states().get(id, {})))
+    if isinstance(owner, Client):
+        owner.load(execution.state.method.loadable(owner, tensors))
     return owner
 
 

@@ -13,6 +13,7 @@ from coterie.core.protocol import ClientId, State
 from coterie.core.roles import Role
 from coterie.core.tensors import Tensors, prefixed, under
 
+CENTRE = "centre"  # of the prior of a client's weights, (P,) float64, sent and in its state
 WEIGHTS = "weights"  # of the parts' predictions, (P,) float64 in the client's state
 
 
@@ -33,10 +34,15 @@ class ClientOfParts:
     _metrics: Metrics = field(default_factory=dict)
 
     @property
-    def weights(self) -> dict[str, float]:
-        """The weight of each part's predictions: even before they were fitted."""
+    def shares(self) -> torch.Tensor:
+        """The weights of the parts' predictions, (P,) float64: even before they were fitted."""
         even = torch.full((len(self.clients),), 1 / len(self.clients), dtype=torch.float64)
-        return dict(zip(self.clients, self.state.get(WEIGHTS, even).tolist(), strict=True))
+        return self.state.get(WEIGHTS, even)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of each part's predictions, by the part."""
+        return dict(zip(self.clients, self.shares.tolist(), strict=True))
 
     @contextmanager
     def part(self, name: str) -> Iterator[Client]:

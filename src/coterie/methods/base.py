@@ -167,7 +167,7 @@ class Method(ABC):
         """
         return {i: {} for i in clients}
 
-    def loadable(self, client: Client, download: Tensors) -> Tensors:
+    def loadable(self, client: Any, download: Tensors) -> Tensors:
         """Return what a client loads from a download, which may be in another form."""
         return download
 

@@ -75,6 +75,7 @@ class DDOME(ChosenPool):
         return PoolLayout(
             pool=self.pool,
             chosen=self.top_k,
+            slots=self.top_k if self.coverage is None else self.pool,
             mixture=self.mixture,
             answer=self.answer,
             start=self.initial,

@@ -6,7 +6,7 @@ interpolation" (Mansour et al., "Three Approaches for Personalization with Appli
 Learning", 2020).
 """
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any
@@ -15,22 +15,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client.parts import ClientOfParts
-from coterie.core.protocol import MOST_SCORES, Adaptation, Ask, ClientId, Sends, task
+from coterie.client.parts import CENTRE, ClientOfParts
+from coterie.core.protocol import MOST_SCORES, Adaptation, Ask, ClientId, Replies, Sends, task
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Method
 from coterie.methods.parts import OfParts
 from coterie.methods.section import build_method
-from coterie.models.interpolation import (
-    PRIOR,
-    evidence,
-    fit_weights,
-    grid,
-    settled,
-)
+from coterie.models.interpolation import PRIOR, evidence, fit_weights, grid, settled
 from coterie.models.predictions import joined, likelihoods
 
-CENTRE = "centre"  # of the prior of a client's weights, (P,) float64, sent and in its state
 ROWS = 8  # windows of text, or examples, of each client by which the centre is chosen
 
 
@@ -88,13 +81,17 @@ class Interpolation(OfParts):
         """
         if not self.shared_prior:
             return received
+        centre = yield from self.fit_common(received)
+        return {i: {**tensors, CENTRE: centre} for i, tensors in received.items()}
+
+    def fit_common(self, received: Mapping[ClientId, Tensors]) -> Generator[Ask, Replies, Tensor]:
+        """Return the mean of the posterior of weights that these clients share, (P,)."""
         mixtures = grid(len(self.methods), MOST_SCORES)
         total = torch.zeros(len(mixtures), dtype=torch.float64)
         ask = Ask(self.evidence, received, lambda sent: {"evidence": total})
-        for reply in (yield ask).values():
+        for _, reply in sorted((yield ask).items()):
             total = total + reply["evidence"]
-        centre = total.softmax(dim=0) @ mixtures
-        return {i: {**tensors, CENTRE: centre} for i, tensors in received.items()}
+        return total.softmax(dim=0) @ mixtures
 
     @task(Sends.SCORES)
     def evidence(self, client: ClientOfParts, tensors: Tensors) -> Tensors:

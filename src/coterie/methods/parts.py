@@ -107,11 +107,11 @@ class OfParts(Method):
         for name, part in self.methods.items():
             same = torch.Generator().set_state(rng.get_state())  # as that method alone draws
             rounds[name] = part.round(under(name, state), clients, same)
-        return self._joined((yield from self._in_step(rounds)))
+        return state | self._joined((yield from self._in_step(rounds)))
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:
         parts = {k: m.finish(under(k, state), clients) for k, m in self.methods.items()}
-        return self._joined((yield from self._in_step(parts)))
+        return state | self._joined((yield from self._in_step(parts)))
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         """Give clients the models of parts that leave none with them; see `Method.adapt`."""
@@ -205,6 +205,7 @@ class OfParts(Method):
 
     @task(Sends.NOTHING)
     def keep(self, client: ClientOfParts, tensors: Tensors) -> Tensors:  # type: ignore[override]
+        tensors = self.loadable(client, tensors)
         for name, part in self.methods.items():
             with client.part(name) as one:
                 part.keep(one, under(name, tensors))
@@ -239,6 +240,7 @@ class OfParts(Method):
 
     def _each(self, client: ClientOfParts, tensors: Tensors) -> Iterator[Client]:
         """Yield the client of each part, with that part's tensors on loan."""
+        tensors = self.loadable(client, tensors)
         for name, part in self.methods.items():
             with client.part(name) as one, one.borrowing(part.loadable(one, under(name, tensors))):
                 yield one
@@ -269,7 +271,7 @@ class OfParts(Method):
         """Return the scores on so many rows of test data, and each part's with its weight."""
         by_part = [one.predictions(one.test, rows) for one in self._each(client, tensors)]
         log_probs, right = joined(by_part)
-        weights = torch.tensor(list(client.weights.values()), dtype=torch.float64)
+        weights = client.shares
         return {
             "test": score_of([(interpolate(log_probs, weights), right)]),
             "parts": torch.stack([score_of(predictions)[None] for predictions in by_part]),

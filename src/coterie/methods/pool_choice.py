@@ -53,6 +53,10 @@ class ChosenPool(Pooling):
             "all updates"
         ),
     ] = "server"
+    coverage: Annotated[
+        float | None,
+        Field(gt=0, le=1, description="share of scores that a new client's experts have; null: K"),
+    ] = None
 
     @property
     def needs_only_mean(self) -> bool:
@@ -84,19 +88,22 @@ class ChosenPool(Pooling):
         """Return the state as each client gets it: masks carry floating-point numbers only."""
         return {n: t if t.is_floating_point() else t.double() for n, t in state.items()}
 
-    def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
+    def adapt(self, state: State, clients: Sequence[ClientId], trained: bool = False) -> Adaptation:
+        """See `Method.adapt`. Clients that `trained` are served by their training data."""
         if self.choice == "device":
             return dict.fromkeys(clients, self.whole(state))
-        scores = yield ask_scores(self.score_experts_unlabelled, state, clients, self.size_of_pool)
-        chosen = chosen_experts(scores, self.top_k)
+        question = self.score_experts if trained else self.score_experts_unlabelled
+        scores = yield ask_scores(question, state, clients, self.size_of_pool)
+        chosen = chosen_experts(scores, self.top_k, coverage=self.coverage)
         return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
         """Return the gate and K experts; of a whole pool, those for the data to be classified."""
         if self.choice == "server" or not numbers_of_experts(download):
             return download
-        scores = self.score_experts_unlabelled(client, {GATE: download[GATE]})
-        return self.download_for(download, first_largest(scores[SCORES], self.top_k))
+        scores = {client.id: self.score_experts_unlabelled(client, {GATE: download[GATE]})}
+        chosen = chosen_experts(scores, self.top_k, coverage=self.coverage)
+        return self.download_for(download, chosen[client.id])
 
     @task(Sends.SCORES)
     def score_experts(self, client: Client, gate: Tensors) -> Tensors:

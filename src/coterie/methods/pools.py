@@ -43,12 +43,16 @@ def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
 
 
 def chosen_experts(
-    scores: Replies, count: int, load: float | None = None
+    scores: Replies, count: int, load: float | None = None, coverage: float | None = None
 ) -> dict[ClientId, list[int]]:
     """Return each client's members, in rising order: those that score highest, see
-    `assign_experts` for a limit of load.
+    `assign_experts` for a limit of load; with a `coverage` as few as have this share of the scores.
     """
     totals = {i: reply[SCORES] for i, reply in scores.items()}
+    if coverage is not None:
+        sums = {i: row.sort(descending=True).values.cumsum(dim=0) for i, row in totals.items()}
+        fewest = {i: 1 + int((mass < coverage * mass[-1]).sum()) for i, mass in sums.items()}
+        return {i: first_largest(row, fewest[i]) for i, row in totals.items()}
     if load is None or not totals:
         return {i: first_largest(row, count) for i, row in totals.items()}
     assigned = assign_experts(torch.stack([*totals.values()]), count, load)

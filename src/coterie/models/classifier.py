@@ -111,6 +111,12 @@ class Classifier:
         """The number of values that one example uses: all."""
         return self.trainable_parameters
 
+    @property
+    def output_bias(self) -> Tensor | None:
+        """The constants of the logits, (classes,), if the network ends with any."""
+        last = [*self.network.parameters()][-1]
+        return last.data if last.shape == (self.shape.classes,) else None
+
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, classes) logits of (B, C, H, W) images or (B, T) texts."""
         logits: Tensor = self.network(x)

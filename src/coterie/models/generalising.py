@@ -47,6 +47,7 @@ class ExtendedClassifier(Classifier, ABC):
     """
 
     stacks = False
+    output_bias = None  # what only training uses comes last
     network: Extended
     layout: Layout
 

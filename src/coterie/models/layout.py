@@ -197,7 +197,8 @@ class PoolLayout(NetworkLayout):
 
     Args:
         pool: M, experts at the server.
-        chosen: K, places at a client.
+        chosen: K, experts that a client trains.
+        slots: Experts that a client has room for; K if None.
         mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p
             renormalised over its experts; "probabilities", the same of their softmax; "scores", of
             logits with p as the gate gives it over all M; "mean", equal weights of probabilities,
@@ -213,6 +214,7 @@ class PoolLayout(NetworkLayout):
 
     pool: int = 5
     chosen: int = 2
+    slots: int | None = None
     mixture: Mixture = "logits"
     answer: Literal["best", "mixture"] = "best"
     start: Literal["random", "common", "auto"] = "random"

@@ -24,10 +24,10 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 class PoolClassifier:
-    """K networks of one architecture and a gate: a two-layer perceptron from a common expert's
-    embeddings to M logits.
+    """K networks of one architecture, or more, and a gate: a two-layer perceptron from a common
+    expert's embeddings to M logits.
 
-    `numbers`, (K,) int64, has the experts in the places, ascending, then `ABSENT` if there are
+    `numbers`, (slots,) int64, has the experts in the places, ascending, then `ABSENT` if there are
     fewer.
 
     Args:
@@ -50,9 +50,9 @@ class PoolClassifier:
     ) -> None:
         self.shape, self.layout, self.common = shape, layout, common
         self.device = torch.device(device)
-        places = range(layout.chosen)
+        places = range(layout.slots or layout.chosen)
         self.experts = [Classifier(shape, device, start, statistics=True) for _ in places]
-        self.numbers = torch.full((layout.chosen,), ABSENT)
+        self.numbers = torch.full((len(places),), ABSENT)
         self.gate: Classifier | None = None
         if layout.gated:
             if common is None:
@@ -117,8 +117,9 @@ class PoolClassifier:
 
     @property
     def trainable_parameters(self) -> int:
-        """The number of values that a client trains: all its places, and the gate."""
-        return sum(p.numel() for named in self._parameters.values() for p in named.values())
+        """The number of values that a client trains: K experts, and the gate."""
+        gate = sum(p.numel() for p in self._parameters[GATE].values())
+        return gate + self.layout.chosen * self.experts[0].trainable_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -185,7 +186,7 @@ class PoolClassifier:
         for part in batch.split(size):
             share = len(part) / len(batch)
             with ExitStack() as training:
-                for expert in self._present():
+                for expert in self.present():
                     training.enter_context(expert.batch_statistics())
                 outputs, target = self._mixed(part)
             loss = nll_loss(outputs, target)
@@ -246,12 +247,12 @@ class PoolClassifier:
         else:
             x, _ = self.experts[0].checked(batch)
             outputs = torch.empty(len(batch), self.shape.classes, device=self.device)
-            for place, expert in enumerate(self._present()):
+            for place, expert in enumerate(self.present()):
                 if (rows := places == place).any():
                     outputs[rows] = expert.network(x[rows]).log_softmax(dim=1)
         return outputs, self.numbers.to(self.device)[places]
 
-    def _present(self) -> list[Classifier]:
+    def present(self) -> list[Classifier]:
         """Return the client's experts."""
         count = int((self.numbers != ABSENT).sum())
         if not count:
@@ -269,7 +270,7 @@ class PoolClassifier:
 
     def _weights(self, batch: Examples) -> Tensor:
         """Return the log-weight of each of the client's experts for each example, (B, k)."""
-        k = len(self._present())
+        k = len(self.present())
         alone = k == 1 and (batch.embedding is None or self.layout.mixture != "scores")
         if self.gate is None or alone:
             return torch.full((len(batch), k), -math.log(k), device=self.device)
@@ -288,7 +289,7 @@ class PoolClassifier:
         weights = self._weights(batch)
         x, target = self.experts[0].checked(batch)
         # (B, k, classes)
-        outputs = torch.stack([expert.network(x) for expert in self._present()], dim=1)
+        outputs = torch.stack([expert.network(x) for expert in self.present()], dim=1)
         if self.layout.mixture in ("probabilities", "mean"):
             return (outputs.log_softmax(dim=2) + weights.unsqueeze(2)).logsumexp(dim=1), target
         return (weights.exp().unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target

@@ -15,7 +15,7 @@ import torch
 from coterie.core import devices
 from coterie.core.errors import CoterieError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
-from coterie.core.tensors import Tensors, nbytes
+from coterie.core.tensors import Tensors, nbytes, under
 from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
 from coterie.runs.backends import CommonThreads, LocalBackend, computing_threads
@@ -207,10 +207,12 @@ class _Trial:
         groups = evaluated(federation, recipe.evaluate_clients, recipe.seed)
         scored = [federation.everyone[i] for group in groups.values() for i in group]
         id = scored[0].id
-        sent = self._download(id)
-        client = self.prepared.site.client(id, {})
+        prepared, sent = self.prepared, self._download(id)
+        for first in islice(prepared.method.methods, 1):
+            prepared, sent = prepared.part(first), under(first, sent)
+        client = prepared.site.client(id, {})
         rows = sum(len(batch) for batch in islice(client.batches(client.test), BATCHES))
-        with client.borrowing(self.prepared.method.loadable(client, sent)):
+        with client.borrowing(prepared.method.loadable(client, sent)):
             begun = time.monotonic()
             client.score(client.test, BATCHES)
             devices.synchronise(client.model.device)

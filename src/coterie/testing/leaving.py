@@ -9,8 +9,19 @@ import torch
 from coterie.aggregation.privacy import Privacy
 from coterie.client.outbound import Outbound
 from coterie.core.errors import Refused
-from coterie.core.protocol import Ask, ClientId, Replies, Sends, declared, drive, find_task, trains
-from coterie.core.tensors import Named, Tensors
+from coterie.core.protocol import (
+    PARTS,
+    Ask,
+    ClientId,
+    Replies,
+    Sends,
+    Task,
+    declared,
+    drive,
+    find_task,
+    trains,
+)
+from coterie.core.tensors import Named, Tensors, under
 from coterie.methods import Method
 from coterie.testing.run import Run, clause, require
 from coterie.testing.worlds import World
@@ -85,18 +96,32 @@ def training_tasks_say_so(method: Method, world: World) -> None:
     compare these.
     """
     for ask, replies, before in _once(exchanges, method, world):
-        for i, reply in replies.items():
-            numbers = {name for name, t in reply.items() if t.is_floating_point()}
-            same = (numbers & before[i].keys()) - world.federation.clients.keys()
-            model = bool(same)
-            says = f"task {ask.name} is declared to send {declared(ask.task).value}"
-            comes = "a model that came goes back" if model else "no model that came goes back"
-            require(trains(ask.task) == model, f"{says}, but {comes}")
-            if trains(ask.task):
-                foreign = sorted(n for n in numbers - same if not n.startswith("change/"))
-                require(not foreign, f"{says}, but {foreign[:5]} did not come to the client")
-                moved = any(not torch.equal(reply[name], before[i][name]) for name in same)
-                require(ask.smaller or moved, f"{says}, but it sends back what came, unchanged")
+        if PARTS not in ask.name:
+            for i, reply in replies.items():
+                _require_declared(ask.task, ask.smaller, before[i], reply, world)
+            continue
+        parts = zip(method.methods.items(), ask.name.split(PARTS), strict=True)
+        for name, function in [(name, find_task(of, its)) for (name, of), its in parts if its]:
+            for i, reply in replies.items():
+                if sent := under(name, before[i]):  # or the part asks nothing of this client
+                    its = under(name, reply)
+                    _require_declared(function, ask.smaller, sent, its, world)
+
+
+def _require_declared(
+    function: Task, smaller: bool, sent: Named, reply: Named, world: World
+) -> None:
+    """Require that a task says whether it sends back what a client was sent, changed."""
+    numbers = {name for name, t in reply.items() if t.is_floating_point()}
+    same = (numbers & sent.keys()) - world.federation.clients.keys()
+    says = f"task {function.__name__} is declared to send {declared(function).value}"
+    comes = "a model that came goes back" if same else "no model that came goes back"
+    require(trains(function) == bool(same), f"{says}, but {comes}")
+    if trains(function):
+        foreign = sorted(n for n in numbers - same if not n.startswith("change/"))
+        require(not foreign, f"{says}, but {foreign[:5]} did not come to the client")
+        moved = any(not torch.equal(reply[name], sent[name]) for name in same)
+        require(smaller or moved, f"{says}, but it sends back what came, unchanged")
 
 
 def few(reply: Named) -> bool:

@@ -17,7 +17,7 @@ from coterie.core.errors import extra
 from coterie.core.files import load
 from coterie.core.protocol import Ask, ClientId, Replies
 from coterie.core.roles import GATE
-from coterie.core.tensors import Tensors, all_finite
+from coterie.core.tensors import Tensors, all_finite, under
 from coterie.data.federation import CENTRALIZED
 from coterie.data.splits import SPLITS
 from coterie.engines import ENGINES
@@ -116,7 +116,9 @@ def training_changes_the_clients(method: Method, world: World) -> None:
         problem = f"client {i!r} did {client.iteration} local iterations instead of {due}"
         require(client.iteration == due, problem)
         if method.stateless:
-            remembered = run.engine.states()[i].keys() - _STATELESS
+            state = run.engine.states()[i]
+            parts = [under(name, state) for name, of in method.methods.items() if of.stateless]
+            remembered = {key for of in parts or [state] for key in of} - _STATELESS
             require(
                 not remembered, f"client {i!r} kept {sorted(remembered)[:5]}, though `stateless`"
             )

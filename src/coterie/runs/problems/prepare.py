@@ -83,6 +83,7 @@ class Prepared:
         """Write the models of the parts that have a weight: of one alone as any personal model, of
         several in folders of their own, and how they are mixed. Raises SaveError.
         """
+        tensors = self.method.loadable(client, tensors)
         weights = {name: weight for name, weight in client.weights.items() if weight}
         for name in client.weights:
             below = folder / encoded(name)
