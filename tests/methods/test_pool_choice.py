@@ -150,7 +150,7 @@ def test_one_client_moves_the_sum_by_c_whichever_experts_it_had(
         assert np.linalg.norm(vector) > CLIP  # or the test could not fail
         assert np.linalg.norm(cut(vector)) <= CLIP * (1 + 1e-12)
         assert np.linalg.norm(cut_by_parts(ours[i])) > 1.5 * CLIP
-        assert int((ours[i]["held"] == WEIGHT).sum()) == 2
+        assert int((ours[i]["held"] == WEIGHT).sum()) == 3  # two experts, and the gate
     total = sum(cut(flat(u)) for u in ours.values())
     without = sum(cut(flat(u)) for i, u in ours.items() if i != "ann")
     replaced = sum(cut(flat(u)) for u in theirs.values())
@@ -232,6 +232,13 @@ def test_what_cannot_be_private_is_refused_by_name(settings: list[str], message:
     privacy = "privacy={where: central, clip: 1.0, noise: 4.0, delta: 1.0e-5}"
     with pytest.raises(RecipeError, match=message):
         prepare(load("ddome-digits", [*SMALL, privacy, *settings]))
+
+
+def test_sums_under_masks_are_possible_with_noise_and_without() -> None:
+    noise = "privacy={where: local, clip: 1.0, noise: 4.0, delta: 1.0e-5}"
+    for settings in ([], [noise]):
+        recipe = load("ddome-digits", [*SMALL, "engine=flower", "secure=true", *settings])
+        assert prepare(recipe).method.needs_only_mean
 
 
 def test_a_choice_on_the_device_needs_the_uniform_mean() -> None:

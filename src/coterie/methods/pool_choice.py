@@ -24,9 +24,9 @@ from coterie.core.tensors import Tensors
 from coterie.methods.pools import SCORES, Pooling, ask_scores, chosen_experts, own_scores
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
-HELD = "held"  # which experts a client trained, (M,): `WEIGHT` for each of these
-# small, as it takes its part of the clipping norm; large enough to be heard through the noise
-WEIGHT = 0.1
+HELD = "held"  # what a client trained, (M + 1,): `WEIGHT` for each of its experts, and the gate
+# Larger ones leave updates less of the clipping norm; with smaller ones noise drowns the counts.
+WEIGHT = 0.2
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class ChosenPool(Pooling):
 
     With `choice: device` every client gets the whole pool, chooses, trains, and returns the whole
     pool, in which what it did not choose is unchanged. The server divides an expert's mean change
-    by the mean of `held`, the share of clients that had it, which makes it the mean over these. It
-    sees neither scores nor who had which expert.
+    by the mean of `held`, the share of clients that had it, which makes it the mean over these; and
+    the gate's likewise, whose share is less than 1 only where updates are clipped. It sees neither
+    scores nor who had which expert.
     """
 
     beyond_mean: ClassVar[str] = (
@@ -71,15 +72,16 @@ class ChosenPool(Pooling):
 
     def mean_round(self, state: State, clients: Sequence[ClientId]) -> Round:
         """Do a round of clients that choose for themselves; return the next state."""
-        sent = self.whole(state) | {HELD: torch.zeros(self.size_of_pool, dtype=torch.float64)}
+        names = [*map(of_expert, range(self.size_of_pool)), GATE]
+        sent = self.whole(state) | {HELD: torch.zeros(len(names), dtype=torch.float64)}
         replies = yield Ask(self.choose_and_train, dict.fromkeys(clients, sent))
         if not replies:
             return state
         mean = uniform_mean(replies)
         # An expert that nobody had has not changed. Noise may leave less than one client's share.
         shares = (mean[HELD] / WEIGHT).clamp(min=1 / len(replies)).tolist()
-        moved: Tensors = {GATE: mean[GATE]}
-        for name, share in zip(map(of_expert, range(self.size_of_pool)), shares, strict=True):
+        moved: Tensors = {}
+        for name, share in zip(names, shares, strict=True):
             before = state[name].to(mean[name].device)
             moved[name] = before + (mean[name] - before) / share
         return state | moved
@@ -126,7 +128,7 @@ class ChosenPool(Pooling):
         sign = {} if tied is None else {ANCHOR: torch.tensor(True)}
         trained = self.train(client, self.download_for(pool, chosen) | sign)
         held = torch.zeros_like(pool[HELD])
-        held[chosen] = WEIGHT
+        held[[*chosen, -1]] = WEIGHT
         return {**pool, **trained, HELD: held}
 
     @abstractmethod
