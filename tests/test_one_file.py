@@ -22,6 +22,7 @@ def scores(recipe: str, rounds: int, folder: Path) -> coterie.Result:
     ).result
 
 
+@pytest.mark.slow
 def test_comigs(tmp_path: Path) -> None:
     import comigs_in_one_file
 

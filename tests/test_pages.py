@@ -81,6 +81,7 @@ def test_the_check_of_the_page_says_that_the_other_keeps_it(
     assert "FairFedAvg keeps the contract" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FedRep", "APFL"])
 def test_personal_methods_of_the_page_keep_the_contract(name: str) -> None:
     checked = check_method(f"my_methods:{name}")

@@ -2,6 +2,8 @@
 joins with one line.
 """
 
+import pytest
+
 from coterie.methods import METHODS, Method
 from coterie.methods.section import build_method
 
@@ -211,7 +213,22 @@ PICTURES = (
     *("fedprox", "scaffold", "fedavg, by samples", "fedavg, geometric median"),
     *("cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
+# Variants whose checks on texts take long: in the default run their plain form stands for them.
+SLOW_TEXTS = (
+    *("three parts", "generalist-favoured", "comigs, a pool, clipped", "comigs, one of a pool"),
+    *("fedavg, by samples", "cobo on the simplex", "cobo, its output drawn"),
+)
 ALL = {name: {"name": name, **settings} for name, settings in CASES.items()} | VARIANTS
+
+
+EVERYWHERE = [
+    *(
+        pytest.param("language", name, marks=pytest.mark.slow if name in SLOW_TEXTS else ())
+        for name in ALL
+        if name not in NETWORKS
+    ),
+    *(pytest.param("pictures", name) for name in PICTURES + NETWORKS),
+]
 
 
 def method_of(case: str) -> Method:

@@ -9,7 +9,7 @@ from coterie.methods import Method
 from coterie.testing import World
 from coterie.testing.worlds import language_on, pictures_of
 
-from .cases import ALL, NETWORKS, PICTURES, method_of
+from .cases import EVERYWHERE, method_of
 
 
 @pytest.fixture(scope="session")
@@ -24,10 +24,8 @@ def pictures(tiny_pictures: Federation) -> World:
 
 @pytest.fixture(
     params=[
-        *(("language", name) for name in ALL if name not in NETWORKS),
-        *(("pictures", name) for name in PICTURES + NETWORKS),
-    ],
-    ids=" ".join,
+        pytest.param(case.values, marks=case.marks, id=" ".join(case.values)) for case in EVERYWHERE
+    ]
 )
 def case(request: pytest.FixtureRequest) -> tuple[str, str]:
     """The kind of model, and the method."""

@@ -121,6 +121,7 @@ def test_shipped_recipes_read_the_same_from_the_part(data_root: Path) -> None:
         assert not re.search(r"exclude_pretraining|data\.(seed|fractions)", path.read_text()), path
 
 
+@pytest.mark.slow
 def test_the_script_makes_what_is_committed(data_root: Path, tmp_path: Path) -> None:
     script = [sys.executable, "scripts/part_of_corpora.py", "--data", str(data_root)]
     subprocess.run(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conformance.cases import ALL, NETWORKS, PICTURES, method_of
+from conformance.cases import EVERYWHERE, method_of
 from nodes import Nodes, devices, on_device, simulated_nodes
 
 from coterie.core.files import load as load_tensors
@@ -306,13 +306,7 @@ def pictures(tiny_pictures: Any) -> World:
     return pictures_of(tiny_pictures)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        *(("language", name) for name in ALL if name not in NETWORKS),
-        *(("pictures", name) for name in PICTURES + NETWORKS),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), EVERYWHERE)
 def test_every_method_over_messages_with_half_of_the_clients_a_round(
     kind: str, name: str, request: pytest.FixtureRequest
 ) -> None:

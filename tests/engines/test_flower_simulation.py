@@ -58,6 +58,7 @@ needs_ray = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_ray
 def test_two_rows_in_one_simulation_are_what_one_process_computes(
     mark: str, tmp_path: Path

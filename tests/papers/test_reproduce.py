@@ -307,6 +307,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, data_root: Path) -> tuple[Jo
     return job, as_json(reproduce(job))
 
 
+@pytest.mark.slow
 def test_with_tune_every_row_has_the_same_effort_and_keeps_the_tables_rounds(
     tuned: tuple[Job, dict],
 ) -> None:

@@ -241,6 +241,7 @@ def coterie(*words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_from_the_command_line_twice_the_same_and_what_was_chosen_stays(
     tiny_base: Path, tmp_path: Path
 ) -> None:

@@ -92,6 +92,7 @@ def test_it_is_never_worse_ends_by_itself_and_says_so(
     )
 
 
+@pytest.mark.slow
 def test_each_part_is_that_method_by_itself(texts: Path, tiny_base: Path, tmp_path: Path) -> None:
     settings = {**QUICK, "method.rounds": 3, "patience": None, "data.path": str(texts)}
     recipe = load("folders").with_changes(**settings, **{"model.base": str(tiny_base)})

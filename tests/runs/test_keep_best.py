@@ -202,6 +202,7 @@ def test_test_data_have_no_say(kept: Path, texts: Path, tiny_base: Path, tmp_pat
     assert personal_files(kept) == personal_files(tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_ends_alike(
     kept: Path, texts: Path, tiny_base: Path, tmp_path: Path
 ) -> None:
@@ -294,7 +295,14 @@ def test_the_result_and_its_tables_show_the_rounds(
     assert "synced" not in said
 
 
-@pytest.mark.parametrize("method", ["comigs-1g1s", "interpolation", "fdlora"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "comigs-1g1s",
+        pytest.param("interpolation", marks=pytest.mark.slow),
+        pytest.param("fdlora", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_ends_when_no_validation_score_gets_better(
     texts: Path, tiny_base: Path, tmp_path: Path, method: str
 ) -> None:

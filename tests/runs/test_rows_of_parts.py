@@ -85,6 +85,7 @@ class Stop(Trained):
             raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_and_seeds(tmp_path: Path, tiny_base: Path) -> None:
     settings: dict[str, Any] = {**SMALL, "keep": "best", "evaluate_every": 1}
     settings["model"] = {"base": str(tiny_base)}

@@ -233,6 +233,7 @@ for k, (event, count) in enumerate((("checkpoint", 3), ("end", 3), ("end", 5))):
 """
 
 
+@pytest.mark.slow
 def test_killed_in_a_run_and_between_runs_it_goes_on(tuned: Tuning, tmp_path: Path) -> None:
     """The same as below, at events that are named, in processes that need not start anew."""
     words = [sys.executable, "-c", KILLS, str(Path(__file__).parent)]
