@@ -12,9 +12,8 @@ import torch
 
 from coterie import personal
 from coterie.adapt.new_client import TRAINED, recipe_of, written
-from coterie.adapt.personalisation import Snapshot, descend, perplexity_of, untrained
+from coterie.adapt.personalisation import descend
 from coterie.client.client import Client
-from coterie.client.site import Site
 from coterie.core.checksums import replaced
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
@@ -23,7 +22,6 @@ from coterie.core.names import normal
 from coterie.core.protocol import ClientId
 from coterie.core.roles import BACKBONE, ROUTER, Role
 from coterie.core.tensors import Tensors, copy
-from coterie.data.federation import ClientData
 from coterie.methods import Method
 from coterie.models.interpolation import PRIOR
 from coterie.personal import PersonalModel
@@ -36,28 +34,25 @@ from coterie.runs.problems.own_text import text_of
 from coterie.runs.problems.prepare import prepare
 
 FRESH = "fresh"  # the folder of the refitted model, in the client's own
-STAGES = ("before", "router", "specialists")
+BEFORE, ROUTERS, EXPERTS = "before", "router", "specialists"  # stages
 _WORDS = {
-    "before": "as it was",
-    "router": "router refitted",
-    "specialists": "router and own experts refitted",
+    BEFORE: "as it was",
+    ROUTERS: "router refitted",
+    EXPERTS: "router and own experts refitted",
 }
 _ROWS = 32  # windows that are scored at once
 
 
 @dataclass(frozen=True)
 class Refitted:
-    """The effect of a refit: perplexities per token by stage, one of `STAGES`."""
+    """The effect of a refit: perplexities per token by stage."""
 
-    client: ClientId
     folder: Path  # of the best model: a new one, or the client's if that stays as it was
     tokens: Mapping[str, int]  # of the new text by split
-    base: float  # of the new test text, by the base alone
     valid: Mapping[str, float]  # of the new validation text
     new: Mapping[str, float]  # of the new test text
     old: Mapping[str, float]  # of the test text that the client has in the run; {} without any
-    best: str  # the stage with the least perplexity of validation text
-    kept: str  # `best` if it is better on the new test text too, or else "before"
+    kept: str  # the best stage on validation text, if it is better on the new test text too
 
 
 def refit(
@@ -94,18 +89,17 @@ def refit(
     source = personal.folder_of(run, client)
     folder = out or source / FRESH
     if folder.exists() and folder.resolve() != source.resolve():
-        problem = f"{folder} exists already"
-        raise Refused(problem, f"Choose another --out; --out {source} overwrites the old model.")
+        remedy = f"Choose another --out; --out {source} overwrites the old model."
+        raise Refused(f"{folder} exists already", remedy)
     if recipe.model.kind != "language":
-        problem = f"{run} holds classifiers, and --fresh is for language models"
-        raise Refused(problem, "Adapt them to new data with --data, as a new client.")
+        remedy = "Adapt them to new data with --data, as a new client."
+        raise Refused(f"{run} holds classifiers, and --fresh is for language models", remedy)
     check_apart(folder, data)
     prepared = prepare(recipe)
     RecordedInputs(run).check_bases(Inputs.of(prepared))
-    federation, method = prepared.problem.federation, prepared.method
-    assert isinstance(prepared.problem, Language)
-    backbone = prepared.problem.backbone
-    model = personal.load(source, backbone=backbone)
+    problem, method = prepared.problem, prepared.method
+    assert isinstance(problem, Language)
+    model = personal.load(source, backbone=problem.backbone)
     assert isinstance(model, PersonalModel)
     parts = [*model.parts.values()] if isinstance(model, PersonalMixture) else [model]
     methods = [method.methods.get(part.about.method, method) for part in parts]
@@ -115,33 +109,36 @@ def refit(
             f"nothing of its own to refit",
             f"Train a copy as a new client: coterie adapt {run} --data {data} --train.",
         )
-    text = text_of(recipe, backbone, client, data, True)
-    splits = {"valid": text.valid, "new": text.test}
-    if client in federation.everyone:
-        splits["old"] = federation.everyone[client].test
+    text = text_of(recipe, problem.backbone, client, data, True)
+    splits, known = {"valid": text.valid, "new": text.test}, problem.federation.everyone
+    splits |= {"old": known[client].test} if client in known else {}
     figures: dict[str, dict[str, float]] = {name: {} for name in ("valid", "new", "old")}
     states = {}
-    for stage in STAGES:
-        if stage != STAGES[0]:
-            owners = [_bound(part, prepared.site, text) for part in parts]
-            pairs = zip(owners, map(_own_roles, parts, methods), methods, strict=True)
-            trained = [_train(stage, *pair, iterations, say) for pair in pairs]
-            if isinstance(model, PersonalMixture):
-                model.fit(text.valid.scoring(_ROWS), getattr(method, "prior", PRIOR))
-            elif not any(trained):
-                continue
-        for name, split in splits.items():
-            nll_and_count = torch.tensor(model.score(split.scoring(_ROWS)), dtype=torch.float64)
-            figures[name][stage] = perplexity(nll_and_count)
-        states[stage] = [copy(adapter.state_dict()) for adapter in model.adapters], model.shares
-    tokens = {split.name: len(split) for split in text.splits}
-    zeros = untrained(Snapshot(parts[0].layout, copy(parts[0].adapter.state_dict())))
-    base = perplexity_of(_bound(parts[0], prepared.site, text), text.test, [zeros])
+    for stage in _WORDS:
+        changed = stage == BEFORE
+        for part, of in zip(parts, methods, strict=True):
+            roles = part.adapter.parameters_by_role().items()
+            values = {
+                f"parameters/{role}": torch.cat([t.flatten() for t in named.values()])
+                for role, named in roles
+                if named
+            }
+            # each stage has schedules and moments of its own
+            owner = Client(client, part.language, text, recipe.training, values, recipe.seed, 0)
+            changed |= _train(stage, owner, _own_roles(part, of), of, iterations, say)
+        if isinstance(model, PersonalMixture) and stage != BEFORE:
+            model.fit(text.valid.scoring(_ROWS), getattr(method, "prior", PRIOR))
+            changed = True
+        if changed:
+            for name, split in splits.items():
+                score = torch.tensor(model.score(split.scoring(_ROWS)), dtype=torch.float64)
+                figures[name][stage] = perplexity(score)
+            states[stage] = [copy(a.state_dict()) for a in model.adapters], model.shares
     best = min(states, key=figures["valid"].__getitem__)
-    kept = best if figures["new"][best] < figures["new"][STAGES[0]] else STAGES[0]
-    at = source if kept == STAGES[0] else folder
-    refitted = Refitted(client, at, tokens, base, **figures, best=best, kept=kept)
-    if kept != STAGES[0]:
+    kept = best if figures["new"][best] < figures["new"][BEFORE] else BEFORE
+    tokens = {split.name: len(split) for split in text.splits}
+    refitted = Refitted(source if kept == BEFORE else folder, tokens, **figures, kept=kept)
+    if kept != BEFORE:
         _write(refitted, model, *states[kept])
     return refitted
 
@@ -158,7 +155,7 @@ def _write(
     with nullcontext(folder) if folder.exists() else written(folder) as new:
         model.save_pretrained(new)
         with replaced(new) as staged:
-            ends = {"before": refitted.new[STAGES[0]], "after": refitted.new[refitted.kept]}
+            ends = {"before": refitted.new[BEFORE], "after": refitted.new[refitted.kept]}
             about = asdict(refitted) | {"folder": folder.name, "helped": True}
             write_json(staged / TRAINED, about | ends)
 
@@ -169,14 +166,6 @@ def _own_roles(model: PersonalModel, method: Method) -> frozenset[Role]:
     return frozenset(roles) - {*method.shared, BACKBONE}
 
 
-def _bound(model: PersonalModel, site: Site, text: ClientData) -> Client:
-    """Return a client with a personal model and a text, which has not trained yet."""
-    values = copy(model.adapter.state_dict())
-    owner = Client(text.id, model.language, text, site.training, {}, site.seed, 0)
-    owner.load(values)
-    return owner
-
-
 def _train(
     stage: str,
     owner: Client,
@@ -185,26 +174,26 @@ def _train(
     iterations: int | None,
     say: Callable[[str], None],
 ) -> bool:
-    """Do a stage with one model, and leave it as it is best; return whether it has any part that
+    """Do a stage with one model, and leave it as it is best. Return whether it has any role that
     the stage trains.
     """
-    trained = own_roles & {ROUTER} if stage == "router" else own_roles - {ROUTER}
+    trained = {ROUTERS: own_roles & {ROUTER}, EXPERTS: own_roles - {ROUTER}}.get(stage)
     if not trained:
         return False
     owner.frozen = frozenset(Role) - own_roles
     steps = method.steps(owner)
     owner.total_iterations = owner.round_steps = iterations or method.rounds * steps
-    before = owner.read(*own_roles)
     # nothing has learned from the training text when the router is refitted
-    step, judge = (_router_step, owner.train) if stage == "router" else (method.iterate, None)
+    judge = owner.train if stage == ROUTERS else None
+
+    def step(owner: Client) -> None:
+        method.iterate(owner) if judge is None else owner.step(ROUTER, on=owner.valid)
+
+    before = owner.read(*own_roles)
     best = perplexity(owner.score(judge or owner.valid))
     kept, _, _ = descend(owner, step, steps, best, say, judge)
     owner.load(before if kept is None else kept.tensors)
     return True
-
-
-def _router_step(owner: Client) -> None:
-    owner.step(ROUTER, on=owner.valid)
 
 
 def sentences(client: str, result: Refitted) -> list[str]:
@@ -218,10 +207,10 @@ def sentences(client: str, result: Refitted) -> list[str]:
     for stage, new in result.new.items():
         old = f"{figure(result.old[stage]):>12}" if result.old else ""
         lines.append(f"  {_WORDS[stage]:<32}{figure(new):>12}{old}")
-    if result.kept == STAGES[0]:
-        where = "" if result.best == STAGES[0] else " on validation text only, which may be chance"
-        how = "It helped" if where else "It did not help"
-        return [*lines, f"{how}{where}: the model in {result.folder} stays as it was."]
+    if result.kept == BEFORE:
+        helped = min(result.valid, key=result.valid.__getitem__) != BEFORE
+        how = "helped on validation text only, which may be chance" if helped else "did not help"
+        return [*lines, f"It {how}: the model in {result.folder} stays as it was."]
     return [
         *lines,
         f"Kept: {_WORDS[result.kept]}, the best on new validation text. To use it:",

@@ -165,20 +165,10 @@ def descend(
     say: Callable[[str], None],
     judge: Split | None = None,
 ) -> tuple[Snapshot | None, float, int]:
-    """Train a client for its total iterations at most, until `PATIENCE` evaluations in a row bring
-    no improvement. Raises ModelError if nothing is trained.
-
-    Args:
-        client: A client of a language model; its schedules begin here.
-        step: Does one iteration.
-        interval: Iterations from one evaluation to the next.
-        best: The perplexity before.
-        say: Called with a line after every evaluation.
-        judge: The text that is evaluated; None: the validation text.
-
-    Returns:
-        The model with the lowest perplexity, None if none was lower than before; that perplexity;
-        and after how many iterations it was reached.
+    """Train a client by `step` for its total iterations at most, or until `PATIENCE` evaluations of
+    the validation text, or of `judge`, after each `interval` of iterations, bring no improvement.
+    Return the best model, None if no perplexity was below `best`, that perplexity, and its
+    iteration. Raises ModelError if nothing is trained.
     """
     model, most = client.model, client.total_iterations
     assert isinstance(model, LanguageModel)

@@ -167,7 +167,7 @@ def _personal(run: Path, client: str | None, folder: Path) -> Facts:
     size = _size(whole, about["client"])
     if (source / TRAINED).is_file():
         trained = read_json(source / TRAINED)
-        before, after = trained["base"], trained["after" if trained["helped"] else "before"]
+        before, after = trained.get("base"), trained["after" if trained["helped"] else "before"]
         size = f"{trained['tokens']['train']:,} tokens"
     base = base_of(about)
     return Facts(
