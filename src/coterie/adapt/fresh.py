@@ -2,7 +2,6 @@
 experts. Nothing is sent.
 """
 
-import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +11,7 @@ import torch
 
 from coterie import personal
 from coterie.adapt.new_client import TRAINED, recipe_of, written
-from coterie.adapt.personalisation import descend
+from coterie.adapt.personalisation import descend, how_far, table
 from coterie.client.client import Client
 from coterie.core.checksums import replaced
 from coterie.core.errors import Refused
@@ -26,7 +25,6 @@ from coterie.methods import Method
 from coterie.models.interpolation import PRIOR
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
-from coterie.reports.parts import figure
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.language import Language
@@ -198,21 +196,10 @@ def _train(
 
 def sentences(client: str, result: Refitted) -> list[str]:
     """Describe the perplexities of a client's model by stage, and which was kept."""
-    tokens = result.tokens
-    lines = [
-        f"{client}: {tokens['train']:,} tokens of new training text, {tokens['valid']:,} of "
-        f"validation text, {tokens['test']:,} of test text. Perplexity:",
-        f"  {'':<32}{'new text':>12}" + f"{'old text':>12}" * bool(result.old),
-    ]
-    for stage, new in result.new.items():
-        old = f"{figure(result.old[stage]):>12}" if result.old else ""
-        lines.append(f"  {_WORDS[stage]:<32}{figure(new):>12}{old}")
+    texts = [result.new, result.old] if result.old else [result.new]
+    rows = {_WORDS[stage]: [text[stage] for text in texts] for stage in result.new}
+    kept = f"Kept: {_WORDS[result.kept]}, the best on new validation text; in {result.folder}."
     if result.kept == BEFORE:
         helped = min(result.valid, key=result.valid.__getitem__) != BEFORE
-        how = "helped on validation text only, which may be chance" if helped else "did not help"
-        return [*lines, f"It {how}: the model in {result.folder} stays as it was."]
-    return [
-        *lines,
-        f"Kept: {_WORDS[result.kept]}, the best on new validation text. To use it:",
-        f'  coterie predict {shlex.quote(str(result.folder))} --text "What you would write"',
-    ]
+        kept = f"It {how_far(helped)}: the model in {result.folder} stays as it was."
+    return [f"{client}:", *table(result.tokens, rows, ["new text", "old text"][: len(texts)]), kept]

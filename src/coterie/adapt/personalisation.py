@@ -231,48 +231,36 @@ def sentences(client: str, result: Personalised | None) -> list[str]:
             f"{client}: nothing was personalised. The model is the shared part alone. To train on "
             f"this text: --train."
         ]
-    tokens, what, stopped = result.tokens, "a copy of the shared part", ""
+    what = "a copy of the shared part"
     if result.own:
         what = "specialists and router; the shared part is unchanged"
     if result.weights is not None:
         what = f"a model of its own from the base; mixed: {made_of(result.weights)}"
-    if result.iterations < result.most:
-        stopped = f", stopped after {result.iterations} of at most {result.most}"
-    test = f"Perplexity on {tokens['test']:,} tokens of test text"
-    lines = [
-        f"{client}: {tokens['train']:,} tokens of training text, {tokens['valid']:,} of "
-        f"validation text; trained: {what}."
+    rows = {
+        "the base": [result.base],
+        "the shared part alone": [result.before],
+        f"trained, after iteration {result.iteration}": [result.after],
+    }
+    return [
+        f"{client}, trained for {result.iterations} of at most {result.most} iterations: {what}.",
+        *table(result.tokens, rows),
+        "It helped: the personalised model is kept."
+        if result.helped
+        else f"It {how_far(result.iteration > 0)}: the shared part alone is kept.",
     ]
-    before = f"{test}: {figure(result.before)} before, with the shared part alone"
-    if not result.iteration:
-        lines.append(
-            f"{before} (the base: {figure(result.base)}); no iteration was better than that on "
-            f"validation text{stopped}."
-        )
-        return [*lines, f"It did not help: the shared part alone is kept. {_remedy(result)}"]
-    change = abs(result.after / result.before - 1)
-    how = "lower" if result.after < result.before else "higher"
-    lines.append(
-        f"{before}, {figure(result.after)} after iteration {result.iteration}, {change:.1%} {how} "
-        f"(the base: {figure(result.base)}){stopped}."
-    )
-    if not result.helped:
-        chance = "It helped on validation text only, which may be chance: the shared part alone is"
-        return [*lines, f"{chance} kept. {_remedy(result)}"]
-    if result.base <= result.after:
-        return [
-            *lines,
-            "It helped, and the personalised model is kept. But the base alone does as well on "
-            "this text, or better.",
-        ]
-    return [*lines, "It helped: the personalised model is kept."]
 
 
-def _remedy(result: Personalised) -> str:
-    """Return advice for training that did not help."""
-    if result.base >= result.before:
-        return "More text helps most."
-    return (
-        "The base alone does better than the shared part: this text differs from the run's. More "
-        "text helps most."
-    )
+def how_far(helped: bool) -> str:
+    """Return what training did that is not kept: whether it helped on validation text at least."""
+    return "helped on validation text only, maybe by chance" if helped else "did not help"
+
+
+def table(
+    tokens: Mapping[str, int], rows: Mapping[str, Sequence[float]], columns: Sequence[str] = ()
+) -> list[str]:
+    """Return a table of test perplexities by model, with the tokens of the text."""
+    sizes = ", ".join(f"{count:,} for {split}" for split, count in tokens.items())
+    cells = {"": columns} if columns else {}
+    cells |= {title: [figure(value) for value in row] for title, row in rows.items()}
+    lines = (f"  {title:<32}" + "".join(f"{c:>12}" for c in row) for title, row in cells.items())
+    return [f"Tokens: {sizes}. Perplexity of the test text:", *lines]
