@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from coterie.client.settings import AdamW, Training
+from coterie.client.settings import SGD, AdamW, Optimiser, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, TensorError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
@@ -105,6 +105,32 @@ def test_the_cosine_goes_from_the_peak_to_a_tenth() -> None:
     assert schedule.lr_at(100, 200) == pytest.approx(1.1e-3)
     assert schedule.lr_at(200, 200) == schedule.lr_at(999, 200) == pytest.approx(2e-4)
     assert AdamW(lr=2e-3).lr_at(123, 200) == 2e-3
+
+
+def test_the_rate_rises_to_the_peak_and_falls_from_there() -> None:
+    schedule = AdamW(lr=2e-3, schedule="cosine", warmup_steps=50)
+    assert [schedule.lr_at(at, 250) for at in (0, 24, 49, 50)] == pytest.approx(
+        [4e-5, 1e-3, 2e-3, 2e-3]
+    )
+    assert schedule.lr_at(150, 250) == pytest.approx(1.1e-3)
+    assert schedule.lr_at(250, 250) == pytest.approx(2e-4)
+    assert AdamW(lr=2e-3, warmup_steps=4).lr_at(9, 10) == 2e-3
+
+
+@pytest.mark.parametrize(
+    "kind", [AdamW(max_grad_norm=0.5), SGD(optimiser="sgd", max_grad_norm=0.5)]
+)
+def test_gradients_are_clipped_client_by_client_as_pytorch_does(kind: Optimiser) -> None:
+    start, gradients = torch.randn(3, 7), torch.randn(3, 7) * torch.tensor([[0.01], [1.0], [9.0]])
+    together = start.clone()
+    kind.step(together, gradients, 0.1, {}, "o")
+    unclipped = kind.model_copy(update={"max_grad_norm": None})
+    for row, gradient, flat in zip(start.clone(), gradients, together, strict=True):
+        parameter = torch.nn.Parameter(row.clone())
+        parameter.grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_([parameter], 0.5)
+        unclipped.step(row, parameter.grad, 0.1, {}, "o")
+        torch.testing.assert_close(flat, row, rtol=1e-5, atol=1e-7)
 
 
 def test_shared_tensors_start_alike_and_local_ones_do_not(

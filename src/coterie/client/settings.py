@@ -26,19 +26,33 @@ class Scheduled(BaseModel, ABC):
         0.1, ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"
     )
 
+    warmup_steps: int | None = Field(
+        None,
+        ge=1,
+        description="local iterations in which the learning rate rises linearly to lr; null: none",
+    )
+    max_grad_norm: float | None = Field(
+        None,
+        gt=0,
+        description="norm to which longer gradients are scaled, of generalists and of specialists "
+        "each by itself; null: none",
+    )
+
     def lr_at(self, iteration: int, total: int) -> float:
         """Return the learning rate of the step after `iteration` of `total` local iterations."""
+        warmup = self.warmup_steps or 0
+        if iteration < warmup:
+            return self.lr * (iteration + 1) / warmup
         if self.schedule == "constant":
             return self.lr
-        progress = min(iteration / max(total, 1), 1.0)
+        progress = min((iteration - warmup) / max(total - warmup, 1), 1.0)
         if self.schedule == "exponential":
             return self.lr * math.pow(self.final, progress)
         return self.lr * (self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2)
 
-    @abstractmethod
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        """Take one step of `flat` in place. It is elementwise: the rows of a matrix, one for each
-        client, step as they do one by one.
+        """Take one step of `flat` in place: the rows of a matrix, one for each client, step as they
+        do one by one.
 
         Args:
             flat: fp32, of any shape.
@@ -47,6 +61,16 @@ class Scheduled(BaseModel, ABC):
             memory: The optimiser's moments, which start at zero.
             prefix: The prefix of this tensor's keys in `memory`.
         """
+        if self.max_grad_norm is not None:
+            norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)
+            gradient = gradient * (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        self._descend(flat, gradient, lr, memory, prefix)
+
+    @abstractmethod
+    def _descend(
+        self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
+    ) -> None:
+        """Take a step along a gradient as it is, elementwise, see `step`."""
 
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -61,7 +85,9 @@ class AdamW(Scheduled):
     )
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
 
-    def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
+    def _descend(
+        self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
+    ) -> None:
         first, second = (
             _started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second")
         )
@@ -104,7 +130,9 @@ class SGD(Scheduled):
         "classical momentum",
     )
 
-    def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
+    def _descend(
+        self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
+    ) -> None:
         if self.momentum:
             average = _started(memory, f"{prefix}/average", flat).to(flat.device)
             share = 1 - (self.momentum if self.dampening is None else self.dampening)
