@@ -211,12 +211,22 @@ def test_refusals() -> None:
         prepare(recipe.model_copy(update={"method": parts}))
 
 
-def test_a_newcomer_ends_with_a_personal_model_that_scores_as_the_run_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", ["server", "device"])
+def test_a_newcomer_ends_with_a_personal_model_that_scores_as_the_run_said(
+    choice: str, tmp_path: Path
+) -> None:
+    mean = {"weighting": "uniform"}
+    pool = {"name": "ddome", "coverage": 0.8, "choice": choice, "aggregation": mean}
     coterie.run(
         "ddome-digits",
         out=tmp_path / "run",
         data={"clients": 8, "anchors": 5, "unseen": {"aligned": 2, "random": 2}, "public": 100},
-        method={"name": "ddome-shared", "rounds": 6, "local_epochs": 1},
+        method={
+            "name": "ddome-shared",
+            "parts": [pool, "fedavg"],
+            "rounds": 6,
+            "local_epochs": 1,
+        },
         participation={"anchors": 5, "clients": 5},
         compare_with=[],
     )
@@ -243,8 +253,9 @@ def test_a_newcomer_ends_with_a_personal_model_that_scores_as_the_run_said(tmp_p
     again = 100 * float((adapted.model(batch.x).argmax(dim=1) == batch.y).double().mean())
     assert abs(again - accuracy) < 3  # pixels are rounded in a file
     mass = sorted(adapted.scores, reverse=True)
-    k = len(adapted.experts)
+    k = len(adapted.model.parts["ddome"].experts)
     assert sum(mass[: k - 1]) < 0.8 <= sum(mass[:k])
+    assert len(adapted.experts) == (k if choice == "server" else 5)
 
 
 def test_nothing_of_a_round_in_which_nobody_answers_is_lost() -> None:

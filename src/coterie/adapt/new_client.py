@@ -17,6 +17,7 @@ from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.protocol import ClientId
+from coterie.core.roles import GATE
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import ExampleSplit
@@ -147,7 +148,8 @@ def _choice(
     if isinstance(owner, ClientOfParts):
         choices = []
         for name in owner.clients:
-            with owner.part(name) as one, one.borrowing(its := under(name, received)):
+            its = under(name, received)
+            with owner.part(name) as one, one.borrowing({n: its[n] for n in its if n == GATE}):
                 choices.append(_choice(one, its))
         return max(choices)
     model, scores = owner.model, ()

@@ -34,8 +34,8 @@ class DDOMEShared(Interpolation):
     the logarithms of its class frequencies, which never leave it, to all logits.
 
     After the last round those that trained are served like new ones, and send likelihoods of a few
-    validation examples under a grid of mixtures. The weights that fit all of these, `centre`, (P,),
-    in the server's state beside the parts', are those of new clients without labels.
+    validation examples under a grid of mixtures. The weights that fit all, `centre`, (P,), in the
+    server's state, are those of new clients without labels.
     """
 
     serves_unseen_clients: ClassVar[bool] = True
@@ -63,8 +63,9 @@ class DDOMEShared(Interpolation):
         super().check(model, clients, training)
         networks = [model.trainable(of) for of in self.layout(0, Layout()).models]
         if self.frequencies and any(None in _biases(network) for network in networks):
-            problem = "method.frequencies: a network's last layer has no constants; use null"
-            raise RecipeError("method", [problem])
+            raise RecipeError(
+                "method", ["method.frequencies: a last layer has no constants; use null"]
+            )
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         even = torch.full((len(self.methods),), 1 / len(self.methods), dtype=torch.float64)
