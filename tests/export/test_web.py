@@ -234,8 +234,8 @@ def test_one_writes_a_message_and_its_answer(tab, chatting, models):
 
     with serving(chatting) as served:
         tab.goto(served.address)
-        assert tab.locator("h1").inner_text() == CHAT_TITLE
         settled("", "")
+        assert tab.locator("h1").inner_text() == CHAT_TITLE
         example = tab.locator("button.example").first
         assert example.inner_text() in MESSAGES
         example.click()

@@ -361,10 +361,17 @@ def test_who_shares_nothing_spends_nothing_and_trains_as_ever(
     assert private["mean"] == plain["mean"]
 
 
+def test_of_several_sizes_only_one_could_send(tiny_base: Path) -> None:
+    with pytest.raises(RecipeError, match="privacy: only one of the parts may send anything"):
+        prepare(recipe(tiny_base, PRIVATE, "method.name=comigs-auto"))
+
+
 @pytest.mark.parametrize(
     "name",
     sorted(
-        set(METHODS) - {"common-expert", "fedmix", "ddome", "fedadg", "fedsr", "ensemble", "oracle"}
+        set(METHODS)
+        - {"common-expert", "fedmix", "ddome", "ddome-shared"}
+        - {"fedadg", "fedsr", "ensemble", "oracle", "comigs-auto"}
     ),
 )
 def test_methods_that_cannot_keep_the_promise_are_refused_before_anything_starts(

@@ -105,11 +105,17 @@ def _read(path: Path, check: Check) -> Callable[[Path], None]:
     try:
         settings, _ = PreTrainedConfig.get_config_dict(path.parent, **where)
         check(settings, str(path))
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, **where)
-        config = AutoConfig.from_pretrained(path.parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
+        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
         _scale_positions(path, config)
         model, report = AutoModelForCausalLM.from_pretrained(
-            path.parent, config=config, **where, dtype=torch.float32, output_loading_info=True
+            path.parent,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            trust_remote_code=False,
+            weights_only=True,
+            **where,
         )
     except ModelError:
         raise
