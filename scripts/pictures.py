@@ -1,34 +1,27 @@
 """The pictures of README and docs, made from real runs.
 
     coterie run quickstart --out RUN
-    coterie run topics --set method.rounds=15 --set compare_with=[] --out TOPICS
-    coterie export TOPICS --all --format web --out DIR
-    python scripts/pictures.py RUN DIR CHATS
+    coterie run topics --set method=interpolation --set compare_with=[] --out TOPICS
+    python scripts/pictures.py RUN TOPICS CHATS
 
-Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of a web
-export, light, dark and on a phone, after a text that its clients continue in words of their own;
-and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own chats".
-Needs Chromium or Chrome.
+Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of
+`coterie serve`, light, dark and on a phone, after a text that its clients continue in words of
+their own; and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own
+chats". Needs Chromium or Chrome.
 """
 
 import argparse
 import io
 import shutil
-import sys
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
-REPOSITORY = Path(__file__).parents[1]
-sys.path.insert(0, str(REPOSITORY / "benchmarks"))
-import web_keyboard
-from web_keyboard import TYPE, opened
-
 import coterie
 from coterie.personal.ui import page as local_page
 
-DOCS = REPOSITORY / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 TEXT = "The state of the "
 QUESTIONS = ("Could I have a cake on Friday?", "Could I have a novel on Monday?")
 DRAFT = "Could I have two pies on Thursday?"
@@ -44,15 +37,19 @@ def report(browser: Browser, run: Path) -> Image.Image:
     return shot
 
 
-def keyboard(browser: Browser, folder: Path) -> Image.Image:
-    """Return what a web export shows: light, dark, and on a phone."""
+def keyboard(browser: Browser, run: Path) -> Image.Image:
+    """Return what `coterie serve` shows: light, dark, and on a phone."""
     shots = []
-    with web_keyboard.served(folder) as address:
+    with local_page.served(coterie.load_all(run), 0) as link:
         for scheme, width in SCHEMES:
-            size = {"width": width, "height": 820}
-            with opened(browser, address, color_scheme=scheme, viewport=size) as page:
-                page.evaluate(TYPE, TEXT)
-                shots.append(Image.open(io.BytesIO(page.screenshot())))
+            size = {"width": width, "height": 720}
+            page = browser.new_page(color_scheme=scheme, viewport=size)
+            page.goto(link)
+            page.get_by_label("Text").fill(TEXT)
+            page.locator("button.word:not([disabled])").first.wait_for()
+            page.wait_for_timeout(1500)
+            shots.append(Image.open(io.BytesIO(page.screenshot())))
+            page.close()
     return side_by_side(shots)
 
 
@@ -92,7 +89,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="folder of a run with a report")
-    parser.add_argument("keyboard", type=Path, help="folder of a web export")
+    parser.add_argument("keyboard", type=Path, help="folder of a run on texts")
     parser.add_argument("chats", type=Path, help="folder of a run on conversations")
     args = parser.parse_args()
     with sync_playwright() as playwright:
