@@ -73,7 +73,7 @@ def test_a_personal_model_on_a_file_is_exported_for_it(file_of, tmp_path):
 def test_what_cannot_use_the_original_file_is_refused(file_of, make_run, tmp_path):
     path = file_of("llama")
     four = Source(write_models(tmp_path / "four", path, {"ann": FOUR}))
-    with pytest.raises(Refused, match="4 experts: the base's file repeats every MLP"):
+    with pytest.raises(Refused, match=r"4 experts: .* needs a base that repeats every MLP"):
         export(four, "gguf", tmp_path / "out", precision="original")
     with pytest.raises(Refused, match="is no GGUF file"):
         export(Source(make_run("llama", ann=ONE)), "gguf", tmp_path / "out", precision="original")

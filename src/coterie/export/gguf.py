@@ -117,9 +117,9 @@ def _check_original(client: ClientModel) -> None:
         )
     if layout.experts > 1:
         raise Refused(
-            f"{client.client} has {layout.experts} experts: the base's file repeats every MLP for "
-            f"each, and {base} does not",
-            "Use --precision q8_0, which writes such a file.",
+            f"{client.client} has {layout.experts} experts: llama.cpp needs a base that repeats "
+            f"every MLP for each, and {base} does not",
+            "Use --precision q8_0, which writes one; or train one, with method.budget: rank.",
         )
     if client.model.about.quantise is not None:
         raise Refused(
