@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from random_models import write_models
 from safetensors.torch import load_file
 
@@ -142,3 +143,16 @@ def test_a_file_is_read_once_and_anew_if_it_changes(file_of, base_of, monkeypatc
     path.write_bytes(Path(file_of("scaled", "f16")).read_bytes())
     assert architecture.locate(path) != first
     assert Backbone.load(path).model.config.rope_parameters["rope_type"] == "llama3"
+
+
+def test_positions_scaled_in_ways_that_are_not_read_are_refused(tmp_path):
+    path = tmp_path / "yarn.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = transformers.LlamaConfig()
+    with pytest.raises(ModelError, match=r"scales its positions \(yarn\)"):
+        gguf_base._scale_positions(path, config)

@@ -1,4 +1,4 @@
-"""Imports of large libraries, undisturbed by the garbage collector."""
+"""Large libraries: their imports undisturbed by the garbage collector, and their messages."""
 
 import gc
 from collections.abc import Iterator
@@ -24,3 +24,17 @@ def uncollected() -> Iterator[None]:
                 gc.freeze()  # what was made is old at once, and not looked through
                 gc.unfreeze()
             gc.enable()
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Silence the warnings and progress bars of transformers within the block."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)

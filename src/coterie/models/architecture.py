@@ -1,9 +1,7 @@
 """Where an adapter attaches to a base model, read from its configuration without weights."""
 
-import math
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from coterie.models import gguf_base
 from coterie.models.families import (
     REMEDY,
     BlockShape,
+    check_parts,
     family_of,
     shape_of,
 )
@@ -29,7 +28,6 @@ TRUST = "COTERIE_TRUST_REMOTE_CODE"
 _EMBEDDED_FOLDER = Path(__file__).parent / "mini"
 # endings of a base's files that change what it is
 _READ = {".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"}
-_PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
 _REMEDY_FOR_CODE = (
     "Use a base that transformers itself supports. If you have read that code and trust it, use "
     f"--trust-remote-code, or set {TRUST}=1 in the environment."
@@ -110,23 +108,11 @@ def _foreign_code(source: str) -> list[str]:
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     settings, _ = PreTrainedConfig.get_config_dict(source)
-    _check_parts(settings, source)
+    check_parts(settings, source)
     named = settings.get("auto_map")
     if not isinstance(named, dict) or settings.get("model_type") in CONFIG_MAPPING:
         return []
     return sorted({str(value) for value in named.values()})
-
-
-def _check_parts(settings: Mapping[str, Any], source: str) -> None:
-    """Refuse more layers or experts than any base has; building them would take hours."""
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            _check_parts(value, source)
-        most = 10**6 if name == "num_labels" else _MOST_PARTS if _PARTS.match(name) else math.inf
-        if isinstance(value, int) and value > most:
-            raise ModelError(
-                f"base {source!r}: {name} is {value:,}, at most {most:,} are made", REMEDY
-            )
 
 
 def locate(base: str | Path) -> str:
@@ -136,7 +122,7 @@ def locate(base: str | Path) -> str:
     if str(base) == EMBEDDED:
         base = _EMBEDDED_FOLDER
     elif gguf_base.names_file(base) and not Path(base).expanduser().is_dir():
-        base = Path(gguf_base.folder_of(base, _check_parts))
+        base = Path(gguf_base.folder_of(base))
     path = Path(base).expanduser()
     if path.is_dir():
         refuse_adapter(path)

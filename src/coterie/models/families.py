@@ -1,12 +1,16 @@
 """Families of causal LMs that adapters attach to: which modules of a block are its layers."""
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 
 from coterie.core.errors import ModelError
+
+_PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
 
 QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -192,3 +196,15 @@ def _linear(layer: nn.Module | None, name: str) -> LinearShape:
         return LinearShape(name, layer.in_features, layer.out_features)
     assert layer is not None
     return LinearShape(name, int(layer.nx), int(layer.nf))  # type: ignore[arg-type]  # of a Conv1D
+
+
+def check_parts(settings: Mapping[str, Any], source: str) -> None:
+    """Refuse more layers or experts than any base has; building them would take hours."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            check_parts(value, source)
+        most = 10**6 if name == "num_labels" else _MOST_PARTS if _PARTS.match(name) else math.inf
+        if isinstance(value, int) and value > most:
+            raise ModelError(
+                f"base {source!r}: {name} is {value:,}, at most {most:,} are made", REMEDY
+            )

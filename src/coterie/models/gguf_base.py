@@ -2,7 +2,7 @@
 and kept in the cache as a folder like any other.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
@@ -12,9 +12,10 @@ import torch
 
 from coterie.core import foreign
 from coterie.core.errors import ModelError, extra
+from coterie.core.importing import quietly
 from coterie.data.store import cached, default_cache
+from coterie.models.families import check_parts
 
-Check = Callable[[Mapping[str, Any], str], None]
 ENDING = ".gguf"
 FORMAT = 1  # raise it whenever equal keys would no longer mean equal folders
 _IN_FP32 = 10**9  # weights; beyond it, those of quantised files take half of the space in bf16
@@ -26,13 +27,12 @@ def names_file(base: str | Path) -> bool:
     return str(base).lower().endswith(ENDING)
 
 
-def folder_of(base: str | Path, check: Check) -> str:
+def folder_of(base: str | Path) -> str:
     """Return the folder with a GGUF file's configuration, weights, tokenizer and chat template,
     written to the cache at the first call.
 
     Args:
         base: See `names_file`.
-        check: Is given the configuration and what it is of, and raises if no model can be made.
 
     Raises:
         ModelError: There is no such file, or transformers cannot read its family or quantisation.
@@ -47,7 +47,7 @@ def folder_of(base: str | Path, check: Check) -> str:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file", "Get it again.")
     about = path.stat()
-    return _converted(path, (about.st_size, about.st_mtime_ns), check)
+    return _converted(path, (about.st_size, about.st_mtime_ns))
 
 
 def file_of(base: str | Path) -> Path:
@@ -62,30 +62,35 @@ def file_of(base: str | Path) -> Path:
             f"no GGUF file at {path}",
             "Check the path, or give OWNER/NAME/FILE.gguf of the Hub.",
         )
+    return _downloaded(f"{owner}/{name}", file)
+
+
+@lru_cache  # each call would ask the Hub anew
+def _downloaded(repository: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return Path(hf_hub_download(f"{owner}/{name}", file))
+        return Path(hf_hub_download(repository, file))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ModelError(
-            f"cannot get {file} of {owner}/{name} from the Hub: {_first_line(error)}",
+            f"cannot get {file} of {repository} from the Hub: {_first_line(error)}",
             "Check the name and the network, or download it once and give its path.",
         ) from error
 
 
 @lru_cache(maxsize=2)
-def _converted(path: Path, stamp: tuple[int, int], check: Check) -> str:
+def _converted(path: Path, stamp: tuple[int, int]) -> str:
     digest = blake2b(repr((FORMAT, str(path), stamp)).encode(), digest_size=16).hexdigest()
     entry = default_cache() / f"gguf-{path.stem[:60]}-{digest}"
 
     def read(entry: Path) -> str | None:
         return str(entry) if (entry / _LAST).is_file() else None
 
-    return cached(entry, "base", read, lambda: _read(path, check))
+    return cached(entry, "base", read, lambda: _read(path))
 
 
-def _read(path: Path, check: Check) -> Callable[[Path], None]:
+def _read(path: Path) -> Callable[[Path], None]:
     """Return what writes the folder of a file. Raises ModelError."""
     from transformers import (
         AutoConfig,
@@ -94,37 +99,33 @@ def _read(path: Path, check: Check) -> Callable[[Path], None]:
         GenerationConfig,
         PreTrainedConfig,
     )
-    from transformers.utils import is_gguf_available, logging
+    from transformers.utils import is_gguf_available
 
     if not is_gguf_available():
         raise ModelError(f"{path.name} needs the package gguf", extra("device"))
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
-        settings, _ = PreTrainedConfig.get_config_dict(path.parent, **where)
-        check(settings, str(path))
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-        config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
-        _scale_positions(path, config)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path.parent,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            trust_remote_code=False,
-            weights_only=True,
-            **where,
-        )
+        with quietly():
+            settings, _ = PreTrainedConfig.get_config_dict(path.parent, **where)
+            check_parts(settings, str(path))
+            tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
+            config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
+            _scale_positions(path, config)
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path.parent,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                trust_remote_code=False,
+                weights_only=True,
+                **where,
+            )
     except ModelError:
         raise
     except Exception as error:  # whatever its reader happens to raise
         raise ModelError(
             f"transformers cannot read {path}: {_first_line(error)}", _supported()
         ) from error
-    finally:
-        logging.set_verbosity(before)
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all)",
@@ -156,13 +157,13 @@ def _scale_positions(path: Path, config: Any) -> None:
 
     reader = GGUFReader(path)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
-    scaling = reader.fields.get(f"{config.model_type}.rope.scaling.type")
-    if (kind := scaling and scaling.contents()) not in (None, "none") or any(
-        name.startswith("rope_factors") for name in tensors
-    ):
+    fields = reader.fields.items()
+    kind = next((f.contents() for key, f in fields if key.endswith(".rope.scaling.type")), "none")
+    if any(name.startswith("rope_factors") for name in tensors):
+        kind = "longrope"
+    if kind != "none":
         raise ModelError(
-            f"{path} scales its positions ({kind or 'by tensors'}), which transformers does not "
-            f"read from such a file",
+            f"{path} scales its positions ({kind}), which transformers does not read from it",
             "Give the folder or Hub id of the model that it was made of.",
         )
     if (divisors := tensors.get("rope_freqs.weight")) is None:

@@ -1,7 +1,5 @@
 """Networks that classify texts: any sequence classifier of transformers, all of it trained."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError
+from coterie.core.importing import quietly
 from coterie.core.protocol import derive_seed
 from coterie.core.roles import GENERALIST, tag
 from coterie.core.tensors import Tensors
@@ -206,7 +205,7 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
         if folder.is_dir() and not any(path.suffix in _WEIGHTS for path in folder.iterdir()):
             network = TextNetwork(_random(base, classes, "cpu"))
             return network, frozenset(name for name, _ in network.named_parameters())
-        with explained(base), _quietly():
+        with explained(base), quietly():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 str(folder),
                 config=config,
@@ -227,17 +226,3 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
             "The files are incomplete or belong to another configuration: get the base again.",
         )
     return TextNetwork(model), frozenset(f"model.{name}" for name in missing)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence the warnings and progress bars of transformers within the block."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
