@@ -10,10 +10,20 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.models.language import LanguageModel
 from coterie.runs import estimate as estimating
 from coterie.runs.estimate import estimate
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
+
+
+def _write_texts(folder: Path) -> None:
+    for client, letters in (("ann", "abc"), ("ben", "xyz")):
+        (folder / client).mkdir()
+        for k in range(12):
+            words = " ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20))
+            (folder / client / f"{k}.txt").write_text(words)
+
 
 SHORT = ["method.rounds=2", "method.local_steps=2", "compare_with=[]", "evaluate_every=0"]
 
@@ -26,15 +36,37 @@ def test_a_federation_with_clients_never_seen_is_estimated(name: str) -> None:
 
 
 def test_a_pool_of_generalists_is_estimated(tiny_base: Path, tmp_path: Path) -> None:
-    for client, letters in (("ann", "abc"), ("ben", "xyz")):
-        (tmp_path / client).mkdir()
-        for k in range(12):
-            words = " ".join(letters[(k + n) % 3] * (n % 4 + 1) for n in range(20))
-            (tmp_path / client / f"{k}.txt").write_text(words)
+    _write_texts(tmp_path)
     small = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
     small += ["method.name=comigs-pool", "training.batch_size=4", "patience=null"]
     recipe = load("folders", small)
     assert estimate(prepare(recipe)).seconds > 0
+
+
+def test_where_steps_are_long_rows_are_counted_and_nothing_is_computed(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write_texts(tmp_path)
+    settings = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
+    settings += ["keep=last", "patience=null", "training.batch_size=4", "method.name=interpolation"]
+    prepared = prepare(load("folders", settings))
+
+    def never(*_: object) -> None:
+        raise AssertionError("computed")
+
+    monkeypatch.setattr(LanguageModel, "gradient", never)
+    monkeypatch.setattr(LanguageModel, "predictions", never)
+    monkeypatch.setattr(estimating, "_pace", lambda prepared: (3e-6, 1e-6))
+    found = estimate(prepared)
+    problem = prepared.problem
+    parts = [layout for _, layout in prepared.site.layouts["ann"].parts]
+    flops = [problem.flops(layout, True) for layout in parts]
+    trained = 2 * 2 * 4 * 2 * sum(flops)  # rounds, steps, rows, clients
+    rows = sum(data.valid.windows + data.test.windows for data in prepared.site.data.values())
+    scored = 1.5 * rows * len(parts) * flops[0]
+    assert found.seconds == pytest.approx(3e-6 * trained + 1e-6 * scored, rel=0.02)
+    assert found.up > 0
+    assert found.down > 0
 
 
 def test_a_run_of_pools_goes_to_its_end_from_the_command_line(tmp_path: Path) -> None:

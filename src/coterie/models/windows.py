@@ -15,6 +15,25 @@ from coterie.models.routing import Routing
 TextBatch = Tensor | ChatBatch
 
 
+def tokens_in(batch: TextBatch) -> int:
+    """Return the number of inputs of a batch."""
+    ids = batch if isinstance(batch, Tensor) else batch.ids
+    return len(ids) * (ids.shape[1] - 1)
+
+
+def shortened(batch: TextBatch, tokens: int) -> TextBatch:
+    """Return whole rows of a batch with about so many inputs, or the start of its first row: to
+    measure how long a part of it takes.
+    """
+    rows = max(tokens * len(batch) // max(tokens_in(batch), 1), 1)
+    if isinstance(batch, Tensor):
+        return batch[:rows, : tokens + 1]
+    columns = (batch.ids, batch.counted, batch.positions)
+    ids, counted, positions = (values[:rows, : tokens + 1] for values in columns)
+    # a start of conversations that counts nothing would skip the head
+    return ChatBatch(ids, counted if counted[:, 1:].any() else positions >= 0, positions)
+
+
 @dataclass(frozen=True)
 class Windows:
     """Rows of token ids, and masks of the tokens that count."""

@@ -21,10 +21,12 @@ from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier
 from coterie.models.pool import PoolClassifier
+from coterie.models.windows import shortened
 from coterie.runs.device.device import Device
 from coterie.runs.folder.checkpoints import KEPT
+from coterie.runs.problems.language import Language
 from coterie.runs.problems.members import check_member, prepare_remote
-from coterie.runs.problems.prepare import Prepared, prepare
+from coterie.runs.problems.prepare import Prepared, prepare, share_data
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe, changed
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 # the file of a run in which exchanges under masks are written down before they begin
 JOURNAL = "begun.json"
 PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial of numbers of threads
+SHORT = 16  # tokens of the first gradients, which decide where they already take long
 # seconds of a gradient from which on threads are faster: benchmarks/results/at_once.json
 STEP_S = 0.01
 ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
@@ -137,6 +140,25 @@ def clients_at_once(prepared: Prepared) -> int:
     return several if free is None or peak is None else min(several, 1 + int(free // peak))
 
 
+class SharedData:
+    """Base and data of the last prepared row, kept for the next one if it has the same."""
+
+    def __init__(self) -> None:
+        self._held: tuple[Recipe, LearningProblem] | None = None
+
+    def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
+        """Return a row, releasing the last one's data before others are loaded. Raises Refused."""
+        if self._held is not None and not share_data(self._held[0], recipe):
+            self._held = None
+        prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
+        self.keep(prepared)
+        return prepared
+
+    def keep(self, prepared: Prepared) -> None:
+        """Keep this row's base and data for the next one."""
+        self._held = prepared.recipe, prepared.problem
+
+
 class CommonThreads:
     """The number of threads for all rows of a command, so that they do not differ by rounding.
 
@@ -192,22 +214,38 @@ def _stacks(prepared: Prepared) -> bool:
 
 
 def _long(prepared: Prepared) -> bool:
-    """Whether a gradient takes long enough for threads to help, and draws nothing global."""
-    client, training = prepared.site.client(prepared.clients[0], {}), prepared.recipe.training
+    """Whether a gradient takes long enough for threads to help, and draws nothing global; measured
+    once for all methods on a language model's base.
+    """
+    problem = prepared.problem
+    if not isinstance(problem, Language):
+        return _measured_long(prepared)
+    if problem.long_steps is None:
+        problem.long_steps = _measured_long(prepared)
+    return problem.long_steps
+
+
+def _measured_long(prepared: Prepared) -> bool:
+    problem, training = prepared.problem, prepared.recipe.training
+    client = prepared.site.client(prepared.clients[0], {})
     model = client.model.experts[0] if isinstance(client.model, PoolClassifier) else client.model
     wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
     before, most = torch.get_rng_state(), training.micro_batch or training.batch_size
     with torch.random.fork_rng(devices=[]):
-        for rows in (2, 2, most):  # the first of all loads libraries
+        # the first of all loads libraries; a few tokens suffice for a large base
+        for number, rows in enumerate((1, 1, 2, 2, most)):
+            batch = client.data.train.batch(0, rows)
+            if number < 2 and isinstance(problem, Language):
+                batch = shortened(batch, SHORT)
             begun = time.thread_time()
             try:
-                model.gradient(client.data.train.batch(0, rows), wrt)
+                model.gradient(batch, wrt)
             except CoterieError:  # a language model without what it needs from a pool
                 return True
             seconds = time.thread_time() - begun
             if not torch.equal(torch.get_rng_state(), before):
                 return False
-            if seconds >= 4 * STEP_S:
+            if number and seconds >= 4 * STEP_S:
                 break
     return seconds >= STEP_S
 

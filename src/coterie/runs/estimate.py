@@ -1,16 +1,19 @@
 """Estimate the cost of a run before it starts: a few steps of a few clients are measured, bytes are
-counted, time and memory extrapolated.
+counted, time and memory extrapolated. Where a step is long, a part of one is measured for all
+methods, and the rows that each method computes are counted.
 """
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from coterie.core import devices
 from coterie.core.errors import CoterieError
@@ -18,7 +21,17 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
-from coterie.runs.backends import CommonThreads, LocalBackend, computing_threads
+from coterie.models.layout import Layout
+from coterie.models.windows import shortened, tokens_in
+from coterie.runs.backends import (
+    SHORT,
+    CommonThreads,
+    LocalBackend,
+    SharedData,
+    computing_threads,
+)
+from coterie.runs.problems.auto import resolved
+from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.participation import evaluated
 from coterie.runs.recipes.recipe import Recipe
@@ -27,6 +40,8 @@ from coterie.runs.scoring import CURVE_ROWS
 FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
 LONG_S = 2.0  # where a round of one client takes longer, it is not measured with more
+STEP_S = 0.5  # a step that takes no longer is measured whole, and for each method
+PART_S = 3.0  # of a longer step, a part is measured that takes about as long
 WHOLE_S = 0.5  # a round of all clients that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
@@ -56,25 +71,30 @@ class Estimate:
     part_of: str | None = None  # the method that trains this one as a part, which takes no time
 
 
-def estimate(prepared: Prepared) -> Estimate:
-    """Measure a round of a few clients in memory and extrapolate; no model is kept."""
+def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
+    """Measure a round of a few clients in memory and extrapolate; no model is kept. `speed` is that
+    of the base, where other methods on it are estimated too.
+    """
     method, recipe = prepared.method, prepared.recipe
     steps = min(method.local_steps, STEPS)
-    trial = _Trial(prepared, steps)
     seconds = 0.0
-    if method.rounds:
-        if trial.repeated(min(1, steps), 1) < LONG_S:
+    with (speed or Speed()).counting(prepared) as counted:
+        trial = _Trial(prepared, steps, counted)
+        if method.rounds and counted:
+            trial.round(steps, FEW)
+        elif method.rounds and trial.repeated(min(1, steps), 1) < LONG_S:
             took = trial.repeated(steps, FEW)
             # small networks of many clients compute as one batch: fewer cost more for each
             whole, clients = method.local_steps, len(prepared.clients)
             if took * whole / steps * clients / FEW < WHOLE_S:
                 trial.repeated(whole, clients)
+        scoring = trial.scoring()
+    if method.rounds:
         per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
         seconds = method.rounds * _iterations(prepared) * per_step
     every = recipe.evaluate_every
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
-    scoring = trial.scoring()
     seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
     seconds += scoring * _curve(prepared)
     seconds /= prepared.at_once
@@ -105,15 +125,113 @@ def work(prepared: Prepared) -> float:
 
 def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
     """Yield the cost of each method of a recipe here, its own last. Raises Refused."""
-    backend = LocalBackend()
+    recipe, _ = resolved(recipe)
+    backend, data, speed = LocalBackend(), SharedData(), Speed()
     threads = CommonThreads((), backend)
     rows = [*map(recipe.with_method, recipe.compare_with), recipe]
     for row in rows:
-        prepared = threads.assign(backend.prepare(row))
+        prepared = threads.assign(data.prepared(row, backend))
         with computing(computing_threads(prepared)):
-            cost = estimate(prepared)
+            cost = estimate(prepared, speed)
         whole = next((of.method["name"] for of in rows if of.trains(row)), None)
         yield prepared, replace(cost, seconds=0.0, part_of=whole) if whole else cost
+
+
+@dataclass
+class Counted:
+    """The seconds of steps and scores that are counted, not computed."""
+
+    step: float  # seconds of a row per forward operation of a prediction
+    score: float  # likewise, of a row that is scored
+    seconds: float = 0.0
+
+    def model(self, flops: int) -> dict[str, Callable[..., Any]]:
+        """Return what stands in for the methods of a model that compute."""
+
+        def gradient(batch: Any, wrt: Sequence[nn.Parameter], *_: Any) -> Any:
+            self.seconds += len(batch) * flops * self.step
+            return [torch.zeros_like(p) for p in wrt], {"loss": torch.zeros(())}
+
+        def per_example(batch: Any, wrt: Sequence[nn.Parameter]) -> Any:
+            rows = [p.new_zeros(len(batch), *p.shape) for p in wrt]
+            return rows, gradient(batch, ())[1]
+
+        def predictions(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor]]:
+            for batch in batches:
+                self.seconds += len(batch) * flops * self.score
+                shape = len(batch), 1
+                yield torch.full(shape, -1.0), torch.zeros(shape[0], dtype=torch.int64)
+
+        stands_in = {"gradient": gradient, "gradient_elsewhere": gradient}
+        return stands_in | {"per_example": per_example, "predictions": predictions}
+
+
+@dataclass
+class Speed:
+    """How long a base takes for a row, where a step is long: measured once for all methods on it,
+    and proportional to their operations. Each of their steps would take seconds.
+    """
+
+    known: dict[int, tuple[float, float] | None] = field(default_factory=dict)
+    flops: dict[Layout, int] = field(default_factory=dict)
+
+    @contextmanager
+    def counting(self, prepared: Prepared) -> Iterator[Counted | None]:
+        """Count, within the block, what the models would compute; None: they compute, as their
+        steps are short, or not of language models.
+        """
+        problem, site = prepared.problem, prepared.site
+        if not isinstance(problem, Language):
+            yield None
+            return
+        if (base := id(problem.backbone)) not in self.known:
+            self.known[base] = _pace(prepared)
+        if (pace := self.known[base]) is None:
+            yield None
+            return
+        counted, patched = Counted(*pace), list[tuple[Any, str]]()
+        for layout in dict.fromkeys(each for of in site.layouts.values() for each in of.models):
+            if layout not in site.models:
+                site.models[layout] = site.build(layout)
+            if layout not in self.flops:
+                self.flops[layout] = problem.flops(layout, True)
+            model = site.models[layout]
+            for name, stands_in in counted.model(self.flops[layout]).items():
+                setattr(model, name, stands_in)
+                patched.append((model, name))
+        try:
+            yield counted
+        finally:
+            for model, name in patched:
+                delattr(model, name)
+
+
+def _pace(prepared: Prepared) -> tuple[float, float] | None:
+    """Return the seconds of a row per forward operation of a prediction, in a step and scored, from
+    a part of one step of a plain adapter; None where a whole step is short.
+    """
+    training, problem = prepared.recipe.training, prepared.problem
+    model: Any = problem.build(problem.base)
+    wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
+    train = problem.federation.clients[prepared.clients[0]].train
+    batch: Any = train.batch(0, training.micro_batch or training.batch_size)
+
+    def seconds(compute: Callable[[Any], object], part: Any) -> float:
+        begun = time.monotonic()
+        compute(part)
+        devices.synchronise(problem.device)
+        return (time.monotonic() - begun) / tokens_in(part)
+
+    def step(part: Any) -> object:
+        return model.gradient(part, wrt)
+
+    whole, part = tokens_in(batch), shortened(batch, SHORT)
+    seconds(step, part)
+    part = shortened(batch, max(int(PART_S / seconds(step, part)), SHORT))
+    if (of_step := seconds(step, part)) * whole < STEP_S:
+        return None
+    per_row = whole / len(batch) / problem.flops(problem.base, True)
+    return of_step * per_row, seconds(lambda rows: model.score(iter([rows])), part) * per_row
 
 
 class RunEstimator:
@@ -122,7 +240,7 @@ class RunEstimator:
     """
 
     def __init__(self, seconds: float = 1.5) -> None:
-        self._left = seconds
+        self._left, self._speed = seconds, Speed()
         self._known: dict[str, tuple[float, float]] = {}  # seconds and work, by method
         self._rows: list[tuple[str, float]] = []
 
@@ -131,7 +249,7 @@ class RunEstimator:
         name = f"{prepared.recipe.name}, {prepared.recipe.method['name']}"
         begun, size = time.monotonic(), 0.0 if done else work(prepared)
         if size and self._left > 0 and name not in self._known:
-            self._known[name] = estimate(prepared).seconds, size
+            self._known[name] = estimate(prepared, self._speed).seconds, size
             self._left -= time.monotonic() - begun
         self._rows.append((name, size))
 
@@ -161,8 +279,8 @@ def _router(prepared: Prepared, steps: int) -> float:
 class _Trial:
     """A round of few clients and at most `steps` local iterations, scaled up to all."""
 
-    def __init__(self, prepared: Prepared, steps: int) -> None:
-        self.prepared, self.steps = prepared, max(steps, 1)
+    def __init__(self, prepared: Prepared, steps: int, counted: Counted | None) -> None:
+        self.prepared, self.steps, self.counted = prepared, max(steps, 1), counted
         self.seconds = self.up = self.down = self.state_bytes = 0.0
         self.few = FEW
 
@@ -184,12 +302,12 @@ class _Trial:
 
         def answer(ask: Ask, phase: int) -> Replies:
             chosen = dict(islice(ask.to.items(), self.few))
-            begun = time.monotonic()
+            begun = self._now()
             replies = engine.answer(replace(ask, to=chosen), 0, phase)
             devices.synchronise(self.prepared.problem.device)
             if chosen:
                 share = len(ask.to) / len(chosen)
-                self.seconds += share * (time.monotonic() - begun)
+                self.seconds += share * (self._now() - begun)
                 self.down += share * sum(map(nbytes, chosen.values())) / len(clients)
                 self.up += share * sum(map(nbytes, replies.values())) / len(clients)
             return replies
@@ -200,6 +318,9 @@ class _Trial:
         with suppress(CoterieError, KeyError, IndexError):
             drive(method.round(server, clients, rng), answer)
         self.state_bytes = max(engine.state_bytes().values(), default=0)
+
+    def _now(self) -> float:
+        return self.counted.seconds if self.counted else time.monotonic()
 
     def scoring(self) -> float:
         """Return the seconds of one evaluation."""
@@ -213,10 +334,10 @@ class _Trial:
         client = prepared.site.client(id, {})
         rows = sum(len(batch) for batch in islice(client.batches(client.test), BATCHES))
         with client.borrowing(prepared.method.loadable(client, sent)):
-            begun = time.monotonic()
+            begun = self._now()
             client.score(client.test, BATCHES)
             devices.synchronise(client.model.device)
-            seconds = time.monotonic() - begun
+            seconds = self._now() - begun
         windows = sum(client.valid.windows + client.test.windows for client in scored)
         models = len(self.prepared.site.layouts[id].models)
         return models * seconds * windows / max(rows, 1)

@@ -15,7 +15,13 @@ from coterie.core.result import rows as comparing
 from coterie.core.threads import computing
 from coterie.engines import Listener
 from coterie.methods import METHODS
-from coterie.runs.backends import Backend, CommonThreads, LocalBackend, computing_threads
+from coterie.runs.backends import (
+    Backend,
+    CommonThreads,
+    LocalBackend,
+    SharedData,
+    computing_threads,
+)
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
@@ -23,8 +29,7 @@ from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
 from coterie.runs.folder.names import COMPARISON, RECIPE
 from coterie.runs.problems.auto import resolved
-from coterie.runs.problems.prepare import Prepared, share_data
-from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 
@@ -37,25 +42,6 @@ class JoinWarnings(Listener):
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.reporter.warning(0, client, reason)
-
-
-class SharedData:
-    """Base and data of the last prepared row, kept for the next one if it has the same."""
-
-    def __init__(self) -> None:
-        self._held: tuple[Recipe, LearningProblem] | None = None
-
-    def prepared(self, recipe: Recipe, backend: Backend) -> Prepared:
-        """Return a row, releasing the last one's data before others are loaded. Raises Refused."""
-        if self._held is not None and not share_data(self._held[0], recipe):
-            self._held = None
-        prepared = backend.prepare(recipe, None if self._held is None else self._held[1])
-        self.keep(prepared)
-        return prepared
-
-    def keep(self, prepared: Prepared) -> None:
-        """Keep this row's base and data for the next one."""
-        self._held = prepared.recipe, prepared.problem
 
 
 def run(

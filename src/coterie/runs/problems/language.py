@@ -39,6 +39,7 @@ class Language(LearningProblem):
     chat_template: str | None = None  # in place of the base's own
     content: Content = "text"
     control_tokens: ControlTokens = "text"
+    long_steps: bool | None = None  # whether clients had better compute at once; None: not measured
     metric = PERPLEXITY
 
     def __post_init__(self) -> None:
