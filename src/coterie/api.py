@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from coterie import personal
 from coterie.core.callback import Callback, Callbacks
 from coterie.core.errors import Refused
+from coterie.core.isolation import isolated
 from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
@@ -50,7 +51,7 @@ class Run:
     folder: Path
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", Path(self.folder).absolute())
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -105,6 +106,7 @@ class Run:
         return personal.load_many(self.folder, clients, **settings)
 
 
+@isolated()
 def run(
     recipe: Recipe | str | Path,
     *,
@@ -149,6 +151,7 @@ def run(
     return Run(folder)
 
 
+@isolated()
 def compare(
     methods: Sequence[str | type[Method]],
     recipe: Recipe | str | Path,
@@ -238,6 +241,7 @@ def compare(
     return comparison
 
 
+@isolated()
 def tune(
     methods: Sequence[str | type[Method]],
     recipe: Recipe | str | Path,
@@ -306,6 +310,7 @@ def _effort(trials: int | None, seeds: int) -> Effort:
     return Effort(seeds=seeds) if trials is None else Effort(trials, seeds)
 
 
+@isolated()
 def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
     """Estimate the cost of a recipe and the methods of its `compare_with` on this machine, from a
     few measured steps, without writing anything. Arguments and refusals are those of `coterie.run`.
@@ -330,10 +335,12 @@ def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
 
 
 def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
-    """Return the folder of the arguments. Raises Refused if there is no run to resume."""
+    """Return the folder of the arguments, absolute, as callbacks may change the current one. Raises
+    Refused if there is no run to resume.
+    """
     if out is not None:
-        return Path(out)
-    return latest_folder(name) if resume else new_folder(name)
+        return Path(out).absolute()
+    return (latest_folder(name) if resume else new_folder(name)).absolute()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from coterie.client.client import Client
 from coterie.core.checksums import replaced
 from coterie.core.errors import Refused
 from coterie.core.files import write_json
+from coterie.core.isolation import isolated
 from coterie.core.metrics import perplexity
 from coterie.core.names import normal
 from coterie.core.protocol import ClientId
@@ -53,6 +54,7 @@ class Refitted:
     kept: str  # the best stage on validation text, if it is better on the new test text too
 
 
+@isolated()
 def refit(
     run: Path,
     client: ClientId,

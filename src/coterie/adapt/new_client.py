@@ -16,6 +16,7 @@ from coterie.core import names
 from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.files import make_folder, write_json
+from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GATE
 from coterie.core.tensor_names import numbers_of_experts
@@ -75,6 +76,7 @@ class Adapted:
     personalised: Personalised | None = None
 
 
+@isolated()
 def adapt(
     run: Path,
     data: Path,

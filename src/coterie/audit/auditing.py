@@ -17,6 +17,7 @@ from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
+from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.result import RESULT, Result
 from coterie.core.result.audit import (
@@ -67,6 +68,7 @@ class Settings:
     seed: int = 0  # of all random choices
 
 
+@isolated()
 def audit(
     run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
 ) -> AuditResult:

@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from coterie.core.errors import CoterieError, Refused
-from coterie.core.importing import uncollected
+from coterie.core.importing import check_docstrings, uncollected
 from coterie.core.names import normal
 from coterie.core.printing import printable
 from coterie.core.threads import wait_briefly
@@ -240,6 +240,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     """
     _stop_at_signals()
     try:
+        check_docstrings()
         yield
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)

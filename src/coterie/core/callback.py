@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import CallbackError, CoterieError
+from coterie.core.isolation import unchanged
 from coterie.core.result import MetricInfo, Result
 
 
@@ -121,7 +122,8 @@ class Callbacks(Callback):
         """Pass an event to all callbacks. Raises CallbackError."""
         for callback in self.callbacks:
             try:
-                getattr(callback, event)(*deepcopy(values), **deepcopy(named))
+                with unchanged():
+                    getattr(callback, event)(*deepcopy(values), **deepcopy(named))
             except CoterieError:
                 raise
             except Exception as error:

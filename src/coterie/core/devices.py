@@ -100,6 +100,17 @@ def forked(device: torch.device) -> Iterator[None]:
             yield
 
 
+@contextmanager
+def all_forked() -> Iterator[None]:
+    """Restore the random generators of the CPU and of all devices in use after the block."""
+    kind = accelerator()
+    module = None if kind is None else _module(torch.device(kind))
+    in_use = module is not None and getattr(module, "is_initialized", lambda: True)()
+    devices = [*range(int(module.device_count()))] if in_use and module is not None else []
+    with torch.random.fork_rng(devices, device_type=kind or "cuda"):
+        yield
+
+
 def synchronise(device: torch.device) -> None:
     """Wait until a device has finished its work."""
     if device.type not in ("cpu", "meta"):

@@ -1,11 +1,24 @@
 """Large libraries: their imports undisturbed by the garbage collector, and their messages."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from coterie.core.errors import Refused
+
 # objects that Python freezes as it starts, at most: 3.12.1 has 375, 3.11 and 3.13 none
 AT_START = 1000
+
+
+def check_docstrings() -> None:
+    """Raise Refused under `python -OO`, where transformers cannot be imported."""
+    if sys.flags.optimize > 1:
+        raise Refused(
+            "Python runs with -OO (PYTHONOPTIMIZE=2): transformers reads docstrings, which it "
+            "removes",
+            "Leave it out, or use -O (PYTHONOPTIMIZE=1).",
+        )
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused
 from coterie.core.extras import require
 from coterie.core.files import digest_of, make_folder, write_json, writing
+from coterie.core.isolation import isolated
 from coterie.core.version import __version__
 from coterie.export.check import Check, checked
 from coterie.export.executorch import ExecuTorch
@@ -68,6 +69,7 @@ class Exported:
         return self.check.sentences + missing
 
 
+@isolated()
 def export(
     source: Source,
     format: str,

@@ -14,6 +14,7 @@ from coterie.core import metrics
 from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError
 from coterie.core.files import write_atomically, write_json
+from coterie.core.isolation import isolated
 from coterie.core.result import Evaluation, MetricInfo, Result, Versions
 from coterie.core.result import rows as comparison
 from coterie.core.version import __version__
@@ -35,6 +36,7 @@ _AFTER_LOCAL = "each client's model right after its last local iteration"
 _UNSEEN = "of clients never trained with, the model that each got without labels"
 
 
+@isolated()
 def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     """Run a table or figure; finished runs in the folder are reused, and unfinished ones resumed.
 

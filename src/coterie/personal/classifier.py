@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
+from coterie.core.isolation import inference
 from coterie.core.names import encoded
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import MOST_OF_ONE, Named, prefixed, under
@@ -97,7 +98,7 @@ class PersonalClassifier:
         """
         return self.answer(x)[0]
 
-    @torch.no_grad()
+    @inference()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities as `__call__`, and (B,) the number of the client's expert that
         the gate scores highest, None without a gate. Raises ModelError also if scores are not
@@ -122,6 +123,7 @@ class PersonalClassifier:
             return self.model.predict(batch)[0], None
         return self.model.predict(replace(batch, embedding=self.model.embed(batch)))
 
+    @inference()
     def predict(self, given: Any) -> list[Prediction]:
         """Predict the class of each sample.
 

@@ -6,6 +6,7 @@ from typing import Literal, TypedDict, Unpack, cast
 
 from coterie.core import names
 from coterie.core.errors import CheckpointError, Refused
+from coterie.core.isolation import isolated
 from coterie.models.artifact import ABOUT, CLASSIFIER, model_folders, read_about_json
 from coterie.models.backbone import Backbone
 from coterie.personal.classifier import ClassifierMixture, PersonalClassifier
@@ -26,6 +27,7 @@ class Settings(TypedDict, total=False):
     follow: bool
 
 
+@isolated()
 def load(
     run: Path | str,
     client: str | None = None,
@@ -62,7 +64,7 @@ def load(
         ModelError: The base cannot be loaded.
         Refused: A backbone is given for a model without one.
     """
-    folder = folder_of(run, client)
+    folder = folder_of(run, client).absolute()
     first, *others = model_folders(folder)
     if read_about_json(first).get("kind") != CLASSIFIER:
         model = (PersonalMixture if others else PersonalModel).load(
@@ -76,6 +78,7 @@ def load(
     return (ClassifierMixture if others else PersonalClassifier).load(folder, base, device)
 
 
+@isolated()
 def load_all(
     run: Path | str, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
 ) -> dict[str, Personal]:
@@ -102,6 +105,7 @@ def load_all(
     return models
 
 
+@isolated()
 def load_many(
     run: Path | str, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
 ) -> ManyModels:

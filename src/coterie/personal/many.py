@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ModelError
+from coterie.core.isolation import inference
 from coterie.data.chats import ChatTemplate
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.slots import Attachable
@@ -83,7 +84,7 @@ class ManyModels:
         """The encoder of texts, as in training."""
         return self.chats.texts
 
-    @torch.no_grad()
+    @inference()
     def __call__(
         self, input_ids: Tensor, clients: Sequence[str], weights: Any = (), **inputs: Any
     ) -> Any:
@@ -109,7 +110,7 @@ class ManyModels:
     @overload
     def generate(self, prompts: Tensor, clients: Sequence[str], **settings: Any) -> Tensor: ...
 
-    @torch.no_grad()
+    @inference()
     def generate(
         self,
         prompts: Mapping[str, str] | Tensor,
@@ -144,6 +145,7 @@ class ManyModels:
         self._observe(by_client, generated=True)
         return by_client
 
+    @inference()
     def next_words(
         self, texts: str | Mapping[str, str], k: int = 3, follow: bool = True
     ) -> dict[str, list[Word]]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from coterie.core.errors import ModelError
+from coterie.core.isolation import inference
 from coterie.core.names import encoded
 from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter
@@ -67,7 +68,7 @@ class PersonalMixture(PersonalModel):
         """
         self.following = Following(folder, self.weights, self._log_probs)
 
-    @torch.no_grad()
+    @inference()
     def _log_probs(self, ids: list[int], start: int) -> Tensor:
         """Return the parts' log-probabilities, (P, T), of a text's tokens from a place on, as far
         as they fit the base's context.
@@ -82,7 +83,7 @@ class PersonalMixture(PersonalModel):
         batches = list(batches)
         return joined([list(part.language.predictions(batches)) for part in self.parts.values()])
 
-    @torch.no_grad()
+    @inference()
     def fit(self, batches: Iterable[TextBatch], prior: float) -> None:
         """Fit the weights to a text, see `fit_weights`."""
         self.weights = fit_weights(self._predictions(batches)[0][..., 0], prior)
@@ -100,7 +101,7 @@ class PersonalMixture(PersonalModel):
         origin = Origin(about.method, about.recipe, about.round, about.seed)
         save_mixture(Path(folder), about.client, about.weights, origin)
 
-    @torch.no_grad()
+    @inference()
     def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
         logits, targets = zip(
             *(part.language.predicted(batch) for part in self.parts.values()), strict=True
@@ -108,7 +109,7 @@ class PersonalMixture(PersonalModel):
         log_probs = torch.stack([each.float().log_softmax(dim=-1) for each in logits])
         return interpolate(log_probs, self.weights), targets[0]
 
-    @torch.no_grad()
+    @inference()
     def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         log_probs, right = self._predictions(batches)
         nll, tokens = score_of([(interpolate(log_probs, self.weights), right)]).tolist()
@@ -127,7 +128,7 @@ class PersonalMixture(PersonalModel):
         return cls(parts, about)
 
 
-@torch.no_grad()
+@inference()
 def mixed_parameters(mixture: PersonalMixture, experts: Sequence[Tensor]) -> PersonalModel:
     """Return one model that has the parameters of all parts, mixed, and takes one pass.
 

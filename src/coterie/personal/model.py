@@ -10,6 +10,7 @@ from torch import Tensor
 
 from coterie.core.errors import CheckpointError
 from coterie.core.files import load as load_tensors
+from coterie.core.isolation import inference
 from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import of_user, user
@@ -146,6 +147,7 @@ class PersonalModel:
         """The current weights of a mixture's parts, by method; {} of other models."""
         return {}
 
+    @inference()
     def observe(self, *texts: str, growing: bool = False, generated: bool = False) -> None:
         """Let the weights of a mixture that was loaded with `follow` follow what is new of texts
         that its owner has written; those that were `generated` become known, but are not followed.
@@ -165,7 +167,7 @@ class PersonalModel:
             else ""
         )
 
-    @torch.no_grad()
+    @inference()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:
         """Run one forward pass, with the arguments and the result of the base's (attention_mask,
         past_key_values, use_cache, ...).
@@ -181,7 +183,7 @@ class PersonalModel:
     @overload
     def generate(self, prompt: Tensor | None = None, **settings: Any) -> Tensor: ...
 
-    @torch.no_grad()
+    @inference()
     def generate(
         self, prompt: str | list[str] | Tensor | None = None, **settings: Any
     ) -> str | list[str] | Tensor:
@@ -230,6 +232,7 @@ class PersonalModel:
         """The encoder of texts, as in training."""
         return self.chats.texts
 
+    @inference()
     def answer(
         self,
         messages: str | Sequence[Mapping[str, Any]],
@@ -271,6 +274,7 @@ class PersonalModel:
     @overload
     def next_words(self, text: list[str], k: int = 3) -> list[list[Word]]: ...
 
+    @inference()
     def next_words(self, text: str | list[str], k: int = 3) -> list[Word] | list[list[Word]]:
         """Return the k most likely next words of a text, best first, or those of each of several
         texts; see `personal.words`. Only the end of a text that is too long for the base counts.
@@ -280,19 +284,21 @@ class PersonalModel:
         words = self._inference.next_words(self.fast, texts, k)
         return words[0] if isinstance(text, str) else words
 
+    @inference()
     def routing(self, ids: Tensor) -> Tensor:
         """Return the weight that each token gives each of `experts`: (B, C) int64 ->
         (blocks, B, C, n) fp32. Raises ModelError if the model has no router.
         """
         return self.language.routing(ids)
 
-    @torch.no_grad()
+    @inference()
     def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
         """Return logits or log-probabilities of a batch's counted targets, (T, V), and these
         targets, (T,).
         """
         return self.language.predicted(batch)
 
+    @inference()
     def score(self, batches: Iterable[TextBatch]) -> tuple[float, int]:
         """Return summed negative log-likelihood and number of predicted tokens."""
         nll, tokens = self.language.score(batches).tolist()

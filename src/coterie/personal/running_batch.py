@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from coterie.core.errors import ModelError
+from coterie.core.isolation import inference
 from coterie.personal.inference.row_cache import RowCache
 from coterie.personal.many import ManyModels
 from coterie.personal.sampling import Sampling, Token, choose, not_usable, scored, usable
@@ -169,7 +170,7 @@ class RunningBatch:
             if self._prompts.unwanted.issuperset(self._prompts.all_of):
                 self._prompts = None
 
-    @torch.no_grad()
+    @inference()
     def step(self) -> list[Progress]:
         """Compute a part of the waiting prompts, and the next token of every running text. A text
         that joined in the same step may get one more token after `remove`.

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from coterie.core.errors import ModelError
+from coterie.core.isolation import inference
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.slots import Attachable
@@ -38,7 +38,7 @@ class TextInference:
         with attached(self.backbone, adapter):
             return self.backbone.model(ids.to(self.backbone.device), **self._moved(inputs))
 
-    @torch.no_grad()
+    @inference()
     def generate(self, adapter: Attachable, settings: Mapping[str, Any]) -> Tensor:
         """Continue (B, C) ids, one of the settings, by transformers' `generate`; return (B, ...)
         ids.

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie.core.isolation import inference
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
@@ -88,7 +89,7 @@ class Words:
         # the prompt if a text has no tokens before its last word
         self.first: int = (texts.prompt("") or [0])[-1]
 
-    @torch.no_grad()
+    @inference()
     def of(self, adapter: Attachable, texts: Sequence[str], k: int) -> list[list[Word]]:
         """Return the k most likely next words of each text, best first, searched in one batch. The
         adapter is that of one model, or of several with the same number of texts each, in the

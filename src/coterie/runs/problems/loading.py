@@ -49,6 +49,21 @@ def pick_device(device: str) -> str:
     return device
 
 
+def anchored(recipe: Recipe, folder: Path) -> Recipe:
+    """Return a recipe whose relative paths begin in a folder, where they exist."""
+    names = {"data": ("path", "root", "dataset", "chat_template"), "model": ("base",)}
+    for part, fields in names.items():
+        section = getattr(recipe, part)
+        values = {name: getattr(section, name, None) for name in fields}
+        moved = {
+            name: type(value)(folder / value)
+            for name, value in values.items()
+            if value and (folder / value).exists()
+        }
+        recipe = recipe.model_copy(update={part: section.model_copy(update=moved)})
+    return recipe
+
+
 def load(recipe: Recipe) -> LearningProblem:
     """Return the base and the data of a recipe. Raises Refused if they cannot be used."""
     device = pick_device(recipe.model.device)
