@@ -15,6 +15,7 @@ from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
 from coterie.methods import Method, name_of
+from coterie.personal import keystrokes
 from coterie.personal.loading import Personal, Settings
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
@@ -146,7 +147,14 @@ def run(
     chosen = _recipe(recipe, changes)
     folder = _folder(out, chosen.name, resume or resume_changed)
     with _events(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
-        results = runs.run(chosen, folder, resume=resume, changed=resume_changed, reporter=events)
+        results = runs.run(
+            chosen,
+            folder,
+            resume=resume,
+            changed=resume_changed,
+            reporter=events,
+            score_words=keystrokes.of_run,
+        )
         write_report(folder, results, chosen.description)
     return Run(folder)
 
@@ -235,6 +243,7 @@ def compare(
             resume=going,
             changed=going and resume_changed,
             reporter=events,
+            score_words=keystrokes.of_run,
             **extra,
         )
         write_comparison(folder, comparison, chosen.description)

@@ -1,6 +1,7 @@
 """What a table says in one sentence: whoever wins, by what is measured, never by what was hoped."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.cli.train import _show
 from coterie.core.metrics import ACCURACY, PERPLEXITY
+from coterie.core.result import WordScores
 from coterie.core.result.rows import row
 from coterie.reports.html import write_report
 from coterie.reports.verdict import verdict
@@ -104,6 +106,17 @@ def test_a_win_names_whom_it_beats() -> None:
         "On these data CoMiGS-1G1S is better than Local, the best other row, for all 3 clients "
         "(11.00 against 21.00)."
     )
+
+
+def test_what_a_keyboard_saves_is_said_where_it_was_measured() -> None:
+    rows = typed([line("local", 20, 21, 22), line(OURS, 10, 11, 12)])
+    words = [WordScores(20.0, 5, 10, saved) for saved in (31.2, 40.9)]
+    measured = [replace(row, words=scores) for row, scores in zip(rows, words, strict=True)]
+    assert verdict(measured, OURS).endswith(
+        "A keyboard with its model saves a client 41 % of keystrokes with CoMiGS-1G1S and 31 % "
+        "with Local, measured on 20 words of each."
+    )
+    assert "keystrokes" not in verdict(rows, OURS)
 
 
 def test_a_win_on_average_says_for_how_many() -> None:

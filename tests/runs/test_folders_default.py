@@ -85,6 +85,8 @@ def test_it_is_never_worse_ends_by_itself_and_says_so(
             assert run.baselines[name].clients[i].valid == pytest.approx(series[best])
     for i, client in run.result.clients.items():
         assert client.valid is not None
+        assert client.words is not None
+        assert 0 < client.words.words <= 20
         for row in run.baselines.values():
             assert client.valid <= row.clients[i].valid * 1.005, (i, row.method)
     assert {row.method: bool(row.kept_rounds) for row in run.rows} == dict.fromkeys(

@@ -41,8 +41,22 @@ def learned(base: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -
         model={"base": str(base), "context": 32},
         method={"name": "comigs-1g1s", "rounds": 1, "local_steps": 40},
         training={"batch_size": 2, "experts": {"lr": 0.01}},
+        words=8,
         compare_with=[],
     )
+
+
+def test_a_keyboard_foresees_the_words_of_answers_learned_by_heart(learned: coterie.Run) -> None:
+    for client, (_, answer) in SAID.items():
+        words = learned.result.clients[client].words
+        assert words is not None
+        assert words.words > 0
+        assert (words.first, words.first_three) == (100, 100)
+        assert words.keystrokes_saved == 100 * (1 - len(answer.split()) / (len(answer) + 1))
+    row = learned.rows[-1]
+    assert row.words is not None
+    assert row.words.first == 100
+    assert "Words foreseen, by client" in learned.report.read_text(encoding="utf-8")
 
 
 def test_after_training_a_model_ends_its_answer(learned: coterie.Run, base: Path) -> None:

@@ -97,14 +97,6 @@ class Search:
         self.level = words[: self.beam] + spelling[: self.beam]
         return len(self.level)
 
-    def last(self, rows: int, filling: int) -> list[int]:
-        """Return the beginnings' last tokens, filled up to a number of rows."""
-        return [b.ids[-1] for b in self.level] + [filling] * (rows - len(self.level))
-
-    def before(self, rows: int) -> list[int]:
-        """Return the rows of the beginnings' other tokens in the previous pass, filled up."""
-        return [b.row for b in self.level] + [0] * (rows - len(self.level))
-
     def note(self, piece: str, b: Beginning, p: float) -> None:
         """Add a complete word, or another spelling of it; `piece` is the text of its tokens."""
         insert = piece.removeprefix(self.written)

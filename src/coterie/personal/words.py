@@ -98,37 +98,38 @@ class Words:
         prompt_ids, searches = zip(*(self._begin(text, k) for text in texts), strict=True)
         prompts, present = left_padded(prompt_ids, self.anchor)
         mask = None if present.all() else present.to(self.backbone.device)
+        groups = getattr(adapter, "groups", 1)  # of rows, each computed by another model
+        each = len(texts) // groups
         with self.backbone.using(adapter):
-            cache, p, experts = self._forward(
-                adapter, prompts[:, None].to(self.backbone.device), mask=mask
-            )
-            for search, of_prompt, e in zip(searches, p, experts, strict=True):
-                self._extend(search, of_prompt[None], [e])
-            before = 1
-            for _ in range(UNFINISHED + LONGEST):
-                if not (rows := max(search.prune() for search in searches)):
+            cache, p, experts = self._forward(adapter, prompts.to(self.backbone.device), mask=mask)
+            places, kept = list(range(len(texts))), [1] * len(texts)
+            for _ in range(UNFINISHED + LONGEST + 1):
+                for search, at, count in zip(searches, places, kept, strict=True):
+                    self._extend(search, p[at : at + count], experts[at : at + count])
+                before, size = places, len(p) // groups
+                kept = [search.prune() for search in searches]
+                rows = max(sum(kept[i : i + each]) for i in range(0, len(kept), each))
+                if not rows:
                     break
-                last = torch.tensor(
-                    [search.last(rows, self.anchor) for search in searches],
-                    device=self.backbone.device,
-                )
-                parents = [
-                    before * i + row
-                    for i, search in enumerate(searches)
-                    for row in search.before(rows)
-                ]
-                places = torch.tensor(parents, device=self.backbone.device)
+                # the beginnings of a group's texts, one after another, and copies of its first row
+                last, parents, places = list[int](), list[int](), list[int]()
+                for i, search in enumerate(searches):
+                    places.append(len(last))
+                    last += [b.ids[-1] for b in search.level]
+                    parents += [before[i] + b.row for b in search.level]
+                    if (i + 1) % each == 0:
+                        group = i // each
+                        filling = (group + 1) * rows - len(last)
+                        last += [self.anchor] * filling
+                        parents += [group * size] * filling
+                chosen = torch.tensor(parents, device=self.backbone.device)
+                if mask is not None:
+                    mask = torch.cat([mask[chosen], mask.new_ones(len(chosen), 1)], dim=1)
                 if isinstance(adapter, Mixed):
-                    places = adapter.cache_rows(places, before * len(searches))
-                cache.batch_select_indices(places)
-                mask = (
-                    None if mask is None else torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
-                )
-                cache, p, experts = self._forward(adapter, last[..., None], cache, mask)
-                before = rows
-                for first, search in zip(range(0, len(p), rows), searches, strict=True):
-                    of_search = slice(first, first + len(search.level))
-                    self._extend(search, p[of_search], experts[of_search])
+                    chosen = adapter.cache_rows(chosen, size * groups)
+                cache.batch_select_indices(chosen)
+                ids = torch.tensor(last, device=self.backbone.device)[:, None]
+                cache, p, experts = self._forward(adapter, ids, cache, mask)
         return [search.best() for search in searches]
 
     def finished(self, text: str) -> list[int]:
@@ -236,20 +237,19 @@ class Words:
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
-        """Run one pass over the prompts, or over one more token of each prompt's rows.
+        """Run one pass over the prompts, or over one more token of each row.
 
         Args:
             adapter: See `of`.
-            ids: (prompts, rows, C).
-            cache: Of the earlier tokens, for (prompts * rows) texts.
-            mask: (prompts, current length of the texts); None without padding.
+            ids: (rows, C).
+            cache: Of the earlier tokens of these rows.
+            mask: (rows, current length of the texts); None without padding.
 
         Returns:
             The cache after `ids`; and for each row (V,) the next token's probabilities and (n,) the
             experts' weights at the last position.
         """
-        rows, length = ids.shape[1:]
-        mask = None if mask is None else mask.repeat_interleave(rows, dim=0)
+        length = ids.shape[1]
         padding = (
             {}
             if mask is None
@@ -261,7 +261,7 @@ class Words:
         record: list[Routing] = []
         with attached(self.backbone, adapter, record):
             output = self.backbone.model(
-                ids.flatten(0, 1),
+                ids,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,

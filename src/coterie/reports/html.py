@@ -29,7 +29,7 @@ from coterie.reports.parts import (
     size,
     table,
 )
-from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread
+from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread, _words
 from coterie.reports.verdict import verdict
 
 TEXTS = (
@@ -141,6 +141,7 @@ def _parts(
             deviation,
             _scores(rows),
             _kept(rows),
+            _words(results),
             f'<p class="verdict">{prose(text)}</p>' if text else "",
             *(f"<p>{escape(says)}</p>{table(*lines)}" for says, lines in mixtures(results).items()),
             notes(remarks),

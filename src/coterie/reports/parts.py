@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape as html_escape
 from importlib.resources import files
 from typing import TypeVar
@@ -247,6 +248,11 @@ class Beside:
         return any(self.of(row) is not None for row in rows)
 
 
+def _of_words(field: str, row: Row) -> float | None:
+    """Return a figure of a row's word scores; None without any."""
+    return None if row.words is None else float(getattr(row.words, field))
+
+
 BESIDE = (
     Beside(
         "loss",
@@ -271,6 +277,19 @@ BESIDE = (
         False,
         "Imp.%: clients that do better than alone",
         "the share of clients that do better than their own Local run of the same seed",
+    ),
+    *(
+        Beside(name, partial(_of_words, field), 1, False, f"{name}, %", sentence)
+        for name, field, sentence in (
+            ("first word", "first", "the share of words that a keyboard's first suggestion is"),
+            ("first three", "first_three", "the share that is among its three suggestions"),
+            (
+                "keystrokes saved",
+                "keystrokes_saved",
+                "the share of keystrokes that need not be made if every word is taken as soon as "
+                "it is among the three suggestions",
+            ),
+        )
     ),
     Beside(
         "W error",

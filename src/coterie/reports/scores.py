@@ -201,6 +201,19 @@ def _kept(rows: Sequence[Row]) -> str:
     return folded(f"Round that each client kept{several}", table(["client", *kept], lines))
 
 
+def _words(results: Sequence[Result]) -> str:
+    """Return what a keyboard with its model is worth to each client; "" if it was not measured."""
+    lines = []
+    for i in results[-1].clients if results else ():
+        for result in results:
+            if i in result.clients and (words := result.clients[i].words) is not None:
+                shares = words.first, words.first_three, words.keystrokes_saved
+                figures = (f"{share:.1f}" for share in shares)
+                lines.append([i, METHODS[result.method].title, *figures, f"{words.words:.0f}"])
+    header = ["client", "method", "first word, %", "first three, %", "keystrokes saved, %", "words"]
+    return folded("Words foreseen, by client", table(header, lines)) if lines else ""
+
+
 def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
     """Return the columns on the first group of unseen clients."""
     metric = rows[0].metric

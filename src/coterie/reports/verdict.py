@@ -36,7 +36,19 @@ def verdict(rows: Sequence[Row], own_method: str) -> str:
         )
     rival = others[0]
     mixes = mine.groups or any(row.method == MIXTURE for row in rows)
-    return f"{_compared(mine, rival, '' if mixes else MIX)} {_certainty(mine, rival)}"
+    text = f"{_compared(mine, rival, '' if mixes else MIX)} {_certainty(mine, rival)}"
+    return f"{text} {_keystrokes(mine, rival)}".rstrip()
+
+
+def _keystrokes(mine: Row, rival: Row) -> str:
+    """Return a sentence on what keyboards with the models save; "" if that was not measured."""
+    if mine.words is None or rival.words is None:
+        return ""
+    return (
+        f"A keyboard with its model saves a client {mine.words.keystrokes_saved:.0f} % of "
+        f"keystrokes with {_title(mine)} and {rival.words.keystrokes_saved:.0f} % with "
+        f"{_title(rival)}, measured on {mine.words.words:.0f} words of each."
+    )
 
 
 def _compared(mine: Row, rival: Row, mix: str) -> str:

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_atomically, write_json
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
-from coterie.core.result import RESULT, Evaluation, Result
+from coterie.core.result import RESULT, Evaluation, Result, WordScores
 from coterie.core.tensors import under
 from coterie.core.threads import computing
 from coterie.methods import Method
@@ -25,14 +26,16 @@ from coterie.runs.folder.observations import Observations
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
 from coterie.runs.problems.prepare import Prepared
+from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe, dump
 from coterie.runs.requests import Requests
 from coterie.runs.results import ResultWriter
 from coterie.runs.scoring import Scorer
 from coterie.runs.state import RunState
 
+ScoreWords = Callable[[Path, LearningProblem, int], Mapping[ClientId, WordScores]]
 # fields of a recipe that decide nothing of what a run computes
-UNDECISIVE = {"compare_with", "samples", "memory", "curve_every", "auto"}
+UNDECISIVE = {"compare_with", "samples", "words", "memory", "curve_every", "auto"}
 
 
 class Execution:
@@ -45,6 +48,8 @@ class Execution:
         title: The name of the run for the reporter.
         backend: Where the clients are; default: on this machine.
         parts: Recipes and folders of rows that are one part of this method each, see `leave`.
+        score_words: Returns the scores of the personal models in the run's folder on so many words
+            of each client, if the recipe asks for them.
     """
 
     def __init__(
@@ -55,8 +60,10 @@ class Execution:
         title: str = "",
         backend: Backend | None = None,
         parts: Sequence[tuple[Recipe, Path]] = (),
+        score_words: ScoreWords | None = None,
     ) -> None:
         self.folder, self.title, self.parts = folder, title, parts
+        self._score_words = score_words
         self.reporter = reporter or Callback()
         backend = backend or LocalBackend()
         recipe = prepared.recipe
@@ -112,6 +119,10 @@ class Execution:
             result = self.results.result(time.monotonic() - self.started)
             self.results.keep_personal_models()
             self.results.write_routing()
+            if self._score_words is not None and (count := self.recipe.words):
+                words = self._score_words(self.folder, state.prepared.problem, count)
+                scored = {i: replace(of, words=words.get(i)) for i, of in result.clients.items()}
+                result = replace(result, clients=scored)
         write_json(self.folder / RESULT, result.to_json())
         RecordedInputs(self.folder).end()
         self.reporter.end(result)

@@ -23,7 +23,7 @@ from coterie.runs.backends import (
     computing_threads,
 )
 from coterie.runs.estimate import RunEstimator
-from coterie.runs.execution import Execution
+from coterie.runs.execution import Execution, ScoreWords
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
@@ -52,6 +52,7 @@ def run(
     changed: bool = False,
     reporter: Callback | None = None,
     backend: Backend | None = None,
+    score_words: ScoreWords | None = None,
 ) -> list[Result]:
     """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
     `baselines/<name>/` there. Return the results, the recipe's own method last.
@@ -66,7 +67,9 @@ def run(
     rows.append((recipe, folder))
     if resume or changed:
         _check_begun(folder, rows)
-    return execute_all(rows, reporter, backend=backend, changed=changed, within=folder)
+    return execute_all(
+        rows, reporter, backend=backend, changed=changed, within=folder, score_words=score_words
+    )
 
 
 def without_auto(
@@ -88,6 +91,7 @@ def execute_all(
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
+    score_words: ScoreWords | None = None,
 ) -> list[Result]:
     """Run or resume every row in its folder; return the results of those that have one.
 
@@ -105,6 +109,7 @@ def execute_all(
         unfit: Called with folder and error of a row without a result, as its method refuses it or
             it diverged. By default the error is raised.
         ended: Called with the folder of each row that has ended.
+        score_words: See `Execution`.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
@@ -157,7 +162,9 @@ def execute_all(
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
-                execution = Execution(prepared, folder, reporter, title, backend, parts[folder])
+                execution = Execution(
+                    prepared, folder, reporter, title, backend, parts[folder], score_words
+                )
                 try:
                     results[folder] = _executed(execution, changed)
                 except Divergence as error:
@@ -249,6 +256,7 @@ def compare(
     chosen: Mapping[str, Recipe] | None = None,
     effort: str | None = None,
     searched: Path | None = None,
+    score_words: ScoreWords | None = None,
 ) -> Comparison:
     """Compare methods, see `coterie.compare`.
 
@@ -277,7 +285,9 @@ def compare(
         METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
         for row, _ in rows
     ]
-    results = execute_all(rows, reporter, titles, changed=changed, within=folder)
+    results = execute_all(
+        rows, reporter, titles, changed=changed, within=folder, score_words=score_words
+    )
     table = comparing.rows(results)
     comparison = Comparison(
         recipe=recipe.name,

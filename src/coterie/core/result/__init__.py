@@ -12,6 +12,7 @@ from coterie.core.result.evaluation import (
     Mixture,
     Routing,
     Scores,
+    WordScores,
 )
 from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
 from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
@@ -42,5 +43,6 @@ __all__ = [
     "TunedRow",
     "Tuning",
     "Versions",
+    "WordScores",
     "headline",
 ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from coterie.core.result.evaluation import WordScores
 from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions
 
 
@@ -38,6 +39,7 @@ class Row(Record):
         best_of_last_ten: Mean of `Result.best_of_last_ten`.
         gate_accuracy: Percent; None without a gate.
         loss: Mean test loss, nats.
+        words: Means over clients and seeds, see `ClientResult`.
         between_clients: Standard deviation of the test metric over clients.
         improved: Percent of clients that score better than with `local`; None if `local` is not
             among the methods.
@@ -61,7 +63,7 @@ class Row(Record):
         privacy: The privacy budget spent; None without differential privacy.
     """
 
-    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of")
+    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of", "words")
 
     method: str
     metric: MetricInfo
@@ -76,6 +78,7 @@ class Row(Record):
     best_of_last_ten: float | None = None
     gate_accuracy: float | None = None
     loss: float | None = None
+    words: WordScores | None = None
     between_clients: float | None = None
     improved: float | None = None
     weights_error: float | None = None

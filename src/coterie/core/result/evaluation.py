@@ -10,6 +10,18 @@ from coterie.core.result.parsing import Json, Record
 ROUTING = "routing.json"
 
 
+@dataclass(frozen=True)
+class WordScores(Record):
+    """How well a keyboard's three suggestions foresee the words of a text, in percent."""
+
+    words: float  # that were scored
+    first: float  # of them the first suggestion
+    first_three: float  # among the three suggestions
+    # Keystrokes that are not needed: of the letters of all words and a space after each, where the
+    # one that takes a suggestion writes the rest of the word and the space.
+    keystrokes_saved: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,

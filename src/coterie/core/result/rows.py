@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from coterie.core.metrics import better, deviation, mean, prediction
-from coterie.core.result import PrivacySpent, Result, Row
+from coterie.core.result import PrivacySpent, Result, Row, WordScores
 
 BOUNDS = {
     "centralized": "one model trained on the data of all clients: a bound, not a private method",
@@ -62,6 +62,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         best_of_last_ten=_average([r.best_of_last_ten for r in results]),
         gate_accuracy=_average([r.gate_accuracy for r in results]),
         loss=_average([r.mean_loss for r in results]),
+        words=_words(results),
         between_clients=mean(map(between, results)),
         improved=improved(results, alone) if alone else None,
         weights_error=_average([r.weights_error for r in results]),
@@ -86,6 +87,16 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         privacy=first.privacy,
         drawn_of=first.drawn_of,
     )
+
+
+def _words(results: Sequence[Result]) -> WordScores | None:
+    """Return the means of all clients' word scores, with the words of each client."""
+    scored = (client.words for result in results for client in result.headline.values())
+    known = [words for words in scored if words is not None]
+    if not known:
+        return None
+    names = vars(known[0])
+    return WordScores(**{name: mean(vars(words)[name] for words in known) for name in names})
 
 
 def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:

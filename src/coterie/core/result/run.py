@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from coterie.core.result.evaluation import BestByValid, Choices, Curve, Evaluation, Scores
+from coterie.core.result.evaluation import (
+    BestByValid,
+    Choices,
+    Curve,
+    Evaluation,
+    Scores,
+    WordScores,
+)
 from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions
 
 RESULT = "result.json"
@@ -60,14 +67,19 @@ class ClientResult(Costs, Scores):
         state_bytes: Bytes that the client keeps between rounds.
         generalists: Number of shared experts in its model.
         specialists: Number of experts in its model that stay with it.
+        words: How well a keyboard with its model foresees the words of its test text; None unless
+            the recipe names a number of `words`, and for text on other machines.
         group: The group of a client that never trained; None for a client that trains.
     """
 
-    rare: ClassVar[Collection[str]] = ("experts", "parts", "weight", "group", "kept_round")
+    rare: ClassVar[Collection[str]] = (
+        *("experts", "parts", "weight", "group", "kept_round", "words"),
+    )
 
     valid: float
     test_synced: float | None = None
     kept_round: int | None = None
+    words: WordScores | None = None
     group: str | None = None
 
 

@@ -30,7 +30,7 @@ class Mixed:
     """
 
     def __init__(self, stacks: Stacks, weights: Tensor) -> None:
-        self.stacks, self.weights = stacks, weights
+        self.stacks, self.weights, self.groups = stacks, weights, len(weights)
         self.architecture, self.blocks = stacks.architecture, stacks.blocks
 
     def rows(self, values: Tensor) -> Tensor:

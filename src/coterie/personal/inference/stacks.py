@@ -136,8 +136,8 @@ class _Block:
 class Stacks:
     """The adapters of several models as one, for `Backbone.using`: as many rows for each model."""
 
-    def __init__(self, architecture: Architecture, blocks: Sequence[_Block]) -> None:
-        self.architecture, self.blocks = architecture, blocks
+    def __init__(self, architecture: Architecture, blocks: Sequence[_Block], groups: int) -> None:
+        self.architecture, self.blocks, self.groups = architecture, blocks, groups
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], backbone: Backbone) -> "Stacks":
@@ -159,8 +159,9 @@ class Stacks:
             layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
             mixtures = Mixtures.of([block.mlp for block in each], mlp, backbone.dtype)
             blocks.append(_Block(attended(loras, layers, backbone.dtype), mixtures))
-        return cls(adapters[0].architecture, blocks)
+        return cls(adapters[0].architecture, blocks, len(adapters))
 
     def select(self, places: Tensor) -> "Stacks":
         """Return copies for several models, (groups,) int64, in any order, with repetitions."""
-        return Stacks(self.architecture, [block.select(places) for block in self.blocks])
+        blocks = [block.select(places) for block in self.blocks]
+        return Stacks(self.architecture, blocks, len(places))

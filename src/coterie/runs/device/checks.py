@@ -24,7 +24,7 @@ from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.recipe import Recipe
 
 # what may differ when a run is resumed
-_INDIFFERENT = {"compare_with", "description", "paper", "samples", "memory"}
+_INDIFFERENT = {"compare_with", "description", "paper", "samples", "words", "memory"}
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ CANDIDATE = "candidate.json"  # in that of a run which a search began, and did n
 _LARGE = ("checkpoints", "clients", "tensorboard")
 # what does not change what a run measures
 _BESIDE = {"name", "description", "paper", "seed", "compare_with"}
-_BESIDE |= {"samples", "memory", "threads", "curve_every"}
+_BESIDE |= {"samples", "words", "memory", "threads", "curve_every"}
 
 
 def digest(recipe: Recipe) -> str:

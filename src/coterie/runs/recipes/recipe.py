@@ -138,6 +138,13 @@ class Recipe(BaseModel):
     samples: bool = Field(
         True, description="show the beginnings of test texts, coloured by expert, in the report"
     )
+    words: int | None = Field(
+        None,
+        ge=1,
+        description="number of words of each client's test text on which the suggestions of a "
+        "keyboard with its model are scored in the end: next words that they foresee, and "
+        "keystrokes saved (about 0.2 s a word with the embedded base); null: none",
+    )
     seed: int = Field(0, ge=0, description="seed of everything except the data splits")
     auto: tuple[Annotated[str, Field(pattern=f"^({'|'.join(dotted.AUTOMATIC)})$")], ...] = Field(
         (), description="fields that the run chooses: those whose value is `auto`, see own-text.md"
