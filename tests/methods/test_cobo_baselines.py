@@ -8,24 +8,18 @@ from itertools import pairwise
 
 import pytest
 import torch
+from digit_runs import CNN, LR, MLP, ROWS, Batches, Run, grad, loss
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from coterie.aggregation.clustering import threshold_clustering
-from coterie.client.blueprint import Blueprint
-from coterie.client.client import Client
-from coterie.client.settings import SGD, Training
-from coterie.client.site import Site
 from coterie.core.errors import RecipeError
-from coterie.core.protocol import Ask, ClientId, Replies, drive
+from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST
-from coterie.core.tensors import Tensors
-from coterie.data.examples import Examples
-from coterie.data.federation import ClientData, Federation
+from coterie.data.federation import Federation
 from coterie.data.images import Digits
-from coterie.engines import InProcess
 from coterie.methods import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fc import FC
@@ -36,12 +30,7 @@ from coterie.methods.local import Local
 from coterie.methods.oracle import Oracle
 from coterie.methods.pcl import PCL
 from coterie.models.classifier import Classifier
-from coterie.models.layout import Layout
 from coterie.models.networks import NetworkShape
-
-HIDDEN, ROWS, LR, SEED = 6, 4, 0.2, 3
-MLP = NetworkShape("mlp", (1, 8, 8), 10, (HIDDEN,))
-CNN = NetworkShape("cnn", (1, 8, 8), 10, width=2)
 
 
 @pytest.fixture(scope="module")
@@ -50,92 +39,6 @@ def federation() -> Federation:
     return Digits(
         partition="permuted-clusters", cluster_sizes=(3, 2), per_client=10, test_examples=12
     ).load()
-
-
-class Run:
-    """A method on a federation of digits, round by round."""
-
-    def __init__(
-        self,
-        method: Method,
-        federation: Federation,
-        momentum: float = 0.0,
-        shape: NetworkShape = MLP,
-        batch_size: int = ROWS,
-    ) -> None:
-        self.method, self.federation, self.ids = method, federation, tuple(federation.clients)
-        layouts = dict.fromkeys(self.ids, Layout())
-        training = Training(
-            batch_size=batch_size, experts=SGD(optimiser="sgd", lr=LR, momentum=momentum)
-        )
-        self.site = Site(
-            lambda layout: Classifier(shape),
-            layouts,
-            federation.clients,
-            training,
-            SEED,
-            method.total_iterations,
-        )
-        self.engine = InProcess(self.site, method)
-        self.blueprint = Blueprint(
-            lambda layout: Classifier(shape), layouts, SEED, federation.clusters
-        )
-        self.method.check(self.blueprint, self.ids, training)
-        self.state = method.init(self.blueprint, self.ids)
-        self.messages: list[tuple[str, Mapping[ClientId, Tensors], Replies]] = []
-
-    def rounds(self, count: int = 1, clients: Sequence[ClientId] | None = None) -> "Run":
-        for _ in range(count):
-            self.state = drive(
-                self.method.round(
-                    self.state, clients or self.ids, torch.Generator().manual_seed(0)
-                ),
-                self._answer,
-            )
-        return self
-
-    def _answer(self, ask: Ask, phase: int) -> Replies:
-        replies = self.engine.answer(ask, 0, phase)
-        self.messages.append((ask.name, ask.to, replies))
-        return replies
-
-    @property
-    def models(self) -> dict[ClientId, Tensor]:
-        return {i: self.engine.states()[i][f"parameters/{GENERALIST}"].clone() for i in self.ids}
-
-    def client(self, i: ClientId) -> Client:
-        return self.site.client(i, dict(self.engine.states()[i]))
-
-
-# The naive side: the network, its gradient and its optimiser written out, on batches that the data
-# give directly.
-
-
-def loss(x: Tensor, batch: Examples) -> Tensor:
-    """The mean cross-entropy of the network whose parameters, (d,), are x."""
-    parts = torch.split(x, [HIDDEN * 64, HIDDEN, 10 * HIDDEN, 10])
-    hidden = torch.relu(batch.x.flatten(1) @ parts[0].view(HIDDEN, 64).T + parts[1])
-    return cross_entropy(hidden @ parts[2].view(10, HIDDEN).T + parts[3], batch.y)
-
-
-def grad(x: Tensor, batch: Examples) -> Tensor:
-    x = x.detach().requires_grad_()
-    return torch.autograd.grad(loss(x, batch), x)[0]
-
-
-class Batches:
-    """The walk of a client over its training data, for some purpose."""
-
-    def __init__(self, data: ClientData, purpose: str = "") -> None:
-        self.split, self.start = (
-            data.train.reordered(f"train-{purpose}") if purpose else data.train,
-            0,
-        )
-
-    def next(self) -> Examples:
-        self.start += ROWS
-        batch: Examples = self.split.batch(self.start - ROWS, ROWS)
-        return batch
 
 
 class Steps:

@@ -47,6 +47,8 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
     method = build_method({"name": name, **fields})
     w = {"w/A": tensor("A"), "w/B": tensor("B", size=4)}
     ints = torch.tensor
+    alone = {f"mean/{n}": t for n, t in w.items()} | {f"{i}/alone": ints(False) for i in IDS}
+    alone["round"] = ints(0)
     states: Mapping[str, Tensors] = {
         "ditto": {"generalist": tensor("w")},
         "ifca": {f"centre/{k}": tensor(k) for k in range(2)}
@@ -59,9 +61,9 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         | {"clients": ints(len(IDS))},
         "oracle": {f"mean-{k}/{n}": t + k for n, t in w.items() for k in (0, 1)}
         | {f"cluster/{i}": ints(k) for i, k in CLUSTERS.items()},
-        "finetuned-fedavg": {f"mean/{n}": t for n, t in w.items()}
-        | {f"{i}/alone": ints(False) for i in IDS}
-        | {"round": ints(0)},
+        "finetuned-fedavg": alone,
+        "fedbabu": alone | {"head/w/C": tensor("C")},
+        **{name: {"generalist": tensor("w")} for name in ("apfl", "pfedme")},
         "ddome": {f"expert/{m}": tensor(m) for m in range(3)}
         | {"gate": tensor("gate"), "anchor/eve": ints(1)},
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
@@ -147,7 +149,7 @@ def expected(
             for k, group in groups.items()
             for n in ("w/A", "w/B")
         }
-    if name == "finetuned-fedavg":
+    if name in ("finetuned-fedavg", "fedbabu"):
         return {f"mean/{n}": of(columns(replies, n)) for n in ("w/A", "w/B")}
     if name == "scaffold":
         control = {
@@ -206,6 +208,7 @@ def test_by_samples_clients_are_asked_how_many_they_have(name: str, fields: dict
             "ifca": "generalist",
             "oracle": key.partition("/")[2],
             "finetuned-fedavg": key.partition("/")[2],
+            "fedbabu": key.partition("/")[2],
         }.get(name, key)
         held = {i: r for i, r in held.items() if own in r}
         wanted = np.average(columns(held, own), axis=0, weights=[1 + IDS.index(i) for i in held])
@@ -295,6 +298,8 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
         *(
             "finetuned-fedavg",
             "ditto",
+            *("fedper", "fedrep", "lg-fedavg", "fedbn", "fedbabu", "apfl", "pfedme"),
+            *("per-fedavg", "fedala", "fedproto"),
             "comigs",
             "comigs-1g1s",
             "comigs-2g",

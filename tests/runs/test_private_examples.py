@@ -54,6 +54,7 @@ PRIVATE = "privacy={unit: example, clip: 0.5, noise: 1.0, delta: 1.0e-3}"
 
 POSSIBLE = {
     *("fedavg", "fedprox", "ffa-lora", "fedavg-moe", "pfedmoe", "ditto"),
+    *("apfl", "fedper", "lg-fedavg"),
     *("comigs", "comigs-1g1s", "comigs-2g", "comigs-2s", "comigs-1gxs", "comigs-tr"),
     *("local", "local-moe", "local-moe-tr", "pretrained"),
 }
@@ -372,6 +373,7 @@ def test_of_several_sizes_only_one_could_send(tiny_base: Path) -> None:
         set(METHODS)
         - {"common-expert", "fedmix", "ddome", "ddome-shared"}
         - {"fedadg", "fedsr", "ensemble", "oracle", "comigs-auto"}
+        - {"fedbn", "fedproto"}
     ),
 )
 def test_methods_that_cannot_keep_the_promise_are_refused_before_anything_starts(

@@ -230,9 +230,14 @@ class Client(BoundClient):
                 gradients_of[name] = self.gradient_at(values, self.draw(others))
                 continue
             self.load({GENERALIST: values})
-            gradients = self._gradients(self.draw(self.train), [GENERALIST])
-            gradients_of[name] = _flat(gradients[GENERALIST]).float()
+            gradients_of[name] = self.gradient(self.draw(self.train))
         return gradients_of
+
+    def gradient(self, batch: Batch) -> Tensor:
+        """Return the loss's gradient, (d,) fp32, at the client's model, whose running statistics
+        are updated.
+        """
+        return _flat(self._gradients(batch, [GENERALIST])[GENERALIST]).float()
 
     def gradient_to_share(self, values: Tensor, batch: Batch) -> Tensor:
         """As `gradient_at`, for shared values: if examples are protected, the sanitizer makes the

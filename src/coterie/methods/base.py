@@ -44,7 +44,8 @@ class Method(ABC):
     stateful: ClassVar[bool] = False
     # Whether clients keep nothing of the model between rounds, whatever the recipe says.
     stateless: ClassVar[bool] = False
-    # Whether the server takes a step of its own: a single client does not get back what it sent.
+    # Whether a step follows the aggregation, at the server or where a client loads the result: a
+    # single client does not get back what it sent.
     server_steps: ClassVar[bool] = False
     # Why clients' single updates have to be seen, where `needs_only_mean` does not hold.
     beyond_mean: ClassVar[str] = "needs more of its clients than the uniform mean of their updates"

@@ -16,10 +16,10 @@ from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
-from coterie.core.roles import GENERALIST, ROUTER, Role
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method
-from coterie.models.layout import Balance, Layout
+from coterie.models.layout import Balance, Layout, LocalPart
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,37 @@ class OneAdapter(Method):
         if self.budget == "rank":
             return replace(one, mlp_rank=2 * base.rank)
         return replace(one, generalists=2)
+
+
+@dataclass(frozen=True)
+class PartlyLocal(Averaged, OneAdapter):
+    """A method that averages one part of the model; the other is trained by each client alone."""
+
+    joinable: ClassVar[bool] = True
+    local_part: ClassVar[LocalPart]
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(super().layout(position, base), local_part=self.local_part)
+
+    def iterate(self, client: Client) -> None:
+        client.step(GENERALIST, SPECIALIST, on=client.train)
+
+
+@dataclass(frozen=True)
+class WithHead(PartlyLocal):
+    """A method that treats a model's head and its body differently."""
+
+    head_blocks: Annotated[
+        int,
+        Field(
+            ge=1,
+            description="the last blocks of a language model whose adapters are its head; of a "
+            "classifier it is the last layer",
+        ),
+    ] = 1
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(super().layout(position, base), head_blocks=self.head_blocks)
 
 
 Rank = Annotated[int, Field(ge=1)]

@@ -43,7 +43,10 @@ class Adapter(nn.Module):
     def __init__(self, architecture: Architecture, layout: Layout) -> None:
         super().__init__()
         self.architecture, self.layout = architecture, layout
-        self.blocks = nn.ModuleList(AdapterBlock(block, layout) for block in architecture.blocks)
+        self.blocks = nn.ModuleList(
+            AdapterBlock(block, layout.of_block(number, len(architecture.blocks)))
+            for number, block in enumerate(architecture.blocks)
+        )
         self.gate = (
             Gate(architecture.blocks[0].mlp.width, layout.members) if layout.members else None
         )

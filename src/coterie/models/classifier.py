@@ -9,28 +9,30 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from coterie.core.errors import ModelError
-from coterie.core.roles import GENERALIST, Role, by_role
+from coterie.core.roles import GENERALIST, SPECIALIST, Role, by_role
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
+from coterie.models.layout import LocalPart
 from coterie.models.lora import LoRA
-from coterie.models.network_tensors import check, statistics, training
+from coterie.models.network_tensors import check, make_local, statistics, training
 from coterie.models.networks import Network, Shape
 from coterie.models.predictions import Prediction, score_of
 from coterie.models.vectorised import Stacked, unflatten
 
 
 class Classifier:
-    """A network with one role: GENERALIST. Batch normalisation uses the batch's statistics in
-    training, the running ones in scoring.
+    """A network, all of it a GENERALIST's but for a local part. Batch normalisation uses the
+    batch's statistics in training, the running ones in scoring.
 
     Args:
         shape: The shape of the network.
         device: The device of its tensors; on "meta" it has shapes but no values.
         start: Initial parameters and running statistics by name, for any seed; None: drawn.
         statistics: Whether running statistics are shared, too, as values of the GENERALIST.
+        local_part: The part whose tensors are a SPECIALIST's, see `Layout`.
 
     Raises:
-        ModelError: `start` is of another network.
+        ModelError: `start` is of another network, or the network has no such part.
     """
 
     def __init__(
@@ -39,10 +41,12 @@ class Classifier:
         device: torch.device | str = "cpu",
         start: Tensors | None = None,
         statistics: bool = False,
+        local_part: LocalPart = "none",
     ) -> None:
         self.shape, self.device, self._start = shape, torch.device(device), start
         self.statistics: Role | None = GENERALIST if statistics else None
         self.network = shape.build(self.device).eval()
+        make_local(self.network, local_part)
         if start is not None:
             check(shape, start, "the values to start from")
             # PyTorch misses counts that nothing reads
@@ -89,11 +93,12 @@ class Classifier:
 
     def initial(self, role: Role, seed: int) -> Tensors:
         """Return initial values of one role, with running statistics if these are shared."""
-        if role is not GENERALIST:
+        local = self._parameters[SPECIALIST]
+        if role is not GENERALIST and not (role is SPECIALIST and local):
             return {}
-        return self._started(self.shape.initial(seed)) | (
-            self.initial_buffers() if self.statistics else {}
-        )
+        fresh = self.shape.initial(seed).items()
+        named = {name: t for name, t in fresh if (name in local) == (role is SPECIALIST)}
+        return self._started(named) | (self.initial_buffers() if role is self.statistics else {})
 
     def _started(self, fresh: Tensors) -> Tensors:
         """Return the values of `start`, or else the fresh ones."""
@@ -179,7 +184,7 @@ class Classifier:
     @property
     def stacks(self) -> bool:
         """Whether many clients' networks can be computed at once with the same result."""
-        return isinstance(self.network, Network)
+        return isinstance(self.network, Network) and not self._parameters[SPECIALIST]
 
     def gains(self, examples: int) -> bool:
         """See `Stacked.gains`."""

@@ -1,9 +1,9 @@
-"""Classifiers trained to suit unseen clients: FedSR's has a random representation, FedADG's aligns
-features to a distribution.
+"""Classifiers with more in their objective than the error: FedSR's has a random representation,
+FedADG's aligns features to a distribution, FedProto's to prototypes.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,8 +12,9 @@ from torch.nn.functional import cross_entropy
 
 from coterie.core.roles import BACKBONE, GENERALIST, Role
 from coterie.core.tensors import Tensors
+from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier
-from coterie.models.generalising_networks import Adversarial, Extended, Stochastic
+from coterie.models.generalising_networks import Adversarial, Extended, Prototyped, Stochastic
 from coterie.models.layout import Layout, NetworkLayout
 from coterie.models.networks import Shape
 
@@ -33,6 +34,13 @@ class AdversarialLayout(NetworkLayout):
     align: float = 0.15  # share of the adversarial loss in the feature extractor's loss
     # width of the noise, the random projection and the hidden layers of generator and discriminator
     hidden: int = 128
+
+
+@dataclass(frozen=True)
+class PrototypeLayout(NetworkLayout):
+    """The weight in FedProto's objective."""
+
+    strength: float = 1.0  # lambda
 
 
 Objective = tuple[Tensor, set[nn.Parameter]]  # a mean loss, and who follows its gradient
@@ -85,11 +93,12 @@ class ExtendedClassifier(Classifier, ABC):
     def initial(self, role: Role, seed: int) -> Tensors:
         """Return initial values of one role, with running statistics if shared."""
         fresh = self.network.initial(seed)
-        if role is GENERALIST:
+        named = self.parameters_by_role()[role]
+        if any(name.startswith("base.") for name in named):
             fresh |= self._started(
                 {f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()}
             )
-        values = {name: fresh[name] for name in self.parameters_by_role()[role]}
+        values = {name: fresh[name] for name in named}
         return values | (self.initial_buffers() if role is self.statistics else {})
 
     @property
@@ -109,7 +118,7 @@ class ExtendedClassifier(Classifier, ABC):
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], Tensor, Tensor]:
-        totals = {parameter: torch.zeros_like(parameter) for parameter in wrt}
+        totals = {parameter: torch.zeros_like(parameter).detach() for parameter in wrt}
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))
         for x, y in zip(xs, ys, strict=True):
@@ -200,6 +209,41 @@ class AdversarialClassifier(ExtendedClassifier):
             ((1 - align) * error + align * (1 - seen).square().mean(), classifier),
             (drawn.square().mean(), generator),
         ]
+
+
+class PrototypeClassifier(ExtendedClassifier):
+    """FedProto's model: its own network minimises CE + lambda times the mean distance of features
+    to the prototypes of their classes, which are received.
+    """
+
+    network: Prototyped
+    layout: PrototypeLayout
+
+    def extend(self, base: nn.Module, width: int) -> Prototyped:
+        return Prototyped(base, width, self.shape.classes)
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of values that one example uses: the network's."""
+        return _size(_parameters(self.network.base, self.network.head))
+
+    def class_sums(self, batches: Iterable[Examples]) -> Tensors:
+        """Return the prototypes of a client's examples alone, by name."""
+        shared = self.parameters_by_role()[GENERALIST]
+        sums, counts = (torch.zeros_like(parameter).detach() for parameter in shared.values())
+        with torch.no_grad():
+            for x, y in map(self.checked, batches):
+                sums.index_add_(0, y, self.network.features(x))
+                counts.index_add_(0, y, torch.ones_like(y, dtype=counts.dtype))
+        return dict(zip(shared, (sums, counts), strict=True))
+
+    def objectives(
+        self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
+    ) -> tuple[Tensor, Sequence[Objective]]:
+        features = self.network.features(x)
+        logits = self.network.head(features)
+        pull = self.layout.strength * self.network.prototypes(features, y).mean()
+        return logits, [(cross_entropy(logits, y) + pull, trained)]
 
 
 def _parameters(*modules: nn.Module) -> set[nn.Parameter]:

@@ -145,3 +145,32 @@ class Adversarial(Extended):
 
     def _coded(self, y: Tensor) -> Tensor:
         return one_hot(y, self.classes).float()
+
+
+class Prototypes(nn.Module):
+    """The sums of the features of each class, (classes, e), and its numbers of examples,
+    (classes,), whose ratio is the class's prototype. Initially there is none.
+    """
+
+    def __init__(self, classes: int, width: int) -> None:
+        super().__init__()
+        self.sums = nn.Parameter(torch.empty(classes, width))
+        self.counts = nn.Parameter(torch.empty(classes))
+
+    def forward(self, features: Tensor, y: Tensor) -> Tensor:
+        """Return the mean squared distance of each example's features, (B, e), to the prototype of
+        its class, (B,); 0 where there is none.
+        """
+        counts = self.counts[y]
+        prototypes = self.sums[y] / counts.clamp_min(1e-9)[:, None]
+        return (features - prototypes).square().mean(dim=1) * (counts > 0)
+
+
+class Prototyped(Extended):
+    """A network of a client's own, beside it the prototypes that all share."""
+
+    def __init__(self, base: Any, width: int, classes: int) -> None:
+        super().__init__(base, width, classes)
+        self.prototypes = Prototypes(classes, width)
+        tag(self, SPECIALIST)
+        tag(self.prototypes, GENERALIST)

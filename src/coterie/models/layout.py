@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -16,6 +16,7 @@ MOST_ALPHA = 65504.0
 
 Balance = Literal["none", "uniform", "generalist", "generalist-printed"]
 Mixture = Literal["logits", "probabilities", "scores", "mean"]
+LocalPart = Literal["none", "head", "body", "norms"]
 ABSENT = -1  # the number of an expert in a place where there is none
 
 
@@ -36,7 +37,11 @@ class Layout:
         dropout: Probability of dropping a value of any LoRA's input while training.
         top_k: Experts that a token uses, at most all of them.
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
-        local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
+        local_a, local_b: Whether every A, or every B (FedSA-LoRA), is local, whatever its expert
+            is.
+        local_part: What of the model is local: the head, of a language model the adapters of its
+            last `head_blocks` blocks, of a classifier its last layer; the body, all else; or the
+            norms of a classifier (FedPer, LG-FedAvg, FedBN).
         routing: "learned" by a router; "equal": the fixed weights 1/n over all n experts, without a
             router (the equal-budget baseline).
         balance: Load balancing: "none", "uniform" (n sum_j f_j P_j), "generalist" (eq. 6, to the
@@ -56,7 +61,10 @@ class Layout:
     mlp_rank: int | None = None
     dropout: float = 0.0
     frozen_a: bool = False
+    local_a: bool = False
     local_b: bool = False
+    local_part: LocalPart = "none"
+    head_blocks: int = 1
     top_k: int = 2
     routing: Literal["learned", "equal"] = "learned"
     balance: Balance = "uniform"
@@ -76,6 +84,7 @@ class Layout:
             "alpha": (abs(self.alpha) <= MOST_ALPHA, f"within ±{MOST_ALPHA:,.0f}"),
             "dropout": (0 <= self.dropout < 1, "in [0, 1)"),
             "top_k": (self.top_k >= 1, "at least 1"),
+            "head_blocks": (self.head_blocks >= 1, "at least 1"),
             "routing": (self.routing in ("learned", "equal"), "'learned' or 'equal'"),
             "balance": (
                 self.balance in get_args(Balance),
@@ -98,7 +107,13 @@ class Layout:
 
     def factors(self, role: Role) -> tuple[Role, Role]:
         """Return the roles of A and B of a low-rank update of an expert with this role."""
-        return BACKBONE if self.frozen_a else role, SPECIALIST if self.local_b else role
+        a = BACKBONE if self.frozen_a else SPECIALIST if self.local_a else role
+        return a, SPECIALIST if self.local_b else role
+
+    def of_block(self, number: int, blocks: int) -> "Layout":
+        """Return the layout of one of a language model's blocks."""
+        part = "head" if number >= blocks - self.head_blocks else "body"
+        return replace(self, local_a=True, local_b=True) if part == self.local_part else self
 
     @property
     def experts(self) -> int:

@@ -3,13 +3,16 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor, nn
 
 from coterie.core.errors import ModelError, TensorError
 from coterie.core.files import load as load_tensors
+from coterie.core.roles import GENERALIST, SPECIALIST, tag
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
-from coterie.models.networks import Shape
+from coterie.models.layout import LocalPart
+from coterie.models.networks import Network, Shape
 
 _SMALL = 1_000_000  # values that cost nothing, see `check_size`
 
@@ -40,6 +43,35 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
         for prefix, norm in norms.items()
         for name, buffer in norm.named_buffers()
     }
+
+
+def make_local(network: nn.Module, part: LocalPart) -> None:
+    """Make one part of a network, every parameter a GENERALIST, a SPECIALIST's. Raises ModelError
+    if there is no such part.
+    """
+    if part == "norms":
+        kinds = nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm
+        norms = [module for module in network.modules() if isinstance(module, kinds)]
+        if not norms:
+            raise ModelError(
+                "the network has no normalisation that could stay local",
+                "Choose a network with model.norm batch or group, or another method.",
+            )
+        for norm in norms:
+            tag(norm, SPECIALIST)
+    elif part != "none":
+        inner, outer = (GENERALIST, SPECIALIST) if part == "head" else (SPECIALIST, GENERALIST)
+        tag(network, inner)
+        for module in head(network):
+            tag(module, outer)
+
+
+def head(network: nn.Module) -> list[nn.Module]:
+    """Return the modules of a network that classify its features."""
+    if isinstance(network, Network):
+        return [cast(nn.Module, network.head)]
+    model: Any = network.get_submodule("model")  # of transformers
+    return [part for part in model.children() if part is not model.base_model]
 
 
 def check_size(shape: Shape, tensors: Named, source: str) -> None:

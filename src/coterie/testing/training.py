@@ -317,7 +317,7 @@ def order_changes_nothing(method: Method, world: World) -> None:
 def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
     if method.server_steps or method.methods:
-        raise NotApplicable("its server takes a step of its own, or it is several methods")
+        raise NotApplicable("a step follows its aggregation, or it is several methods")
     if method.stateless:
         raise NotApplicable("its clients keep nothing that could be compared")
     (id,) = world.alone.federation.clients
@@ -327,7 +327,7 @@ def one_client_alone(method: Method, world: World) -> None:
         client = run.client(CENTRALIZED if method.centralized else id)
         trained = client.read(*method.shared)
         down = method.download(run.server, [id])[id]
-        if type(method).loadable is not Method.loadable:
+        if down and type(method).loadable is not Method.loadable:
             _require_same_updates(client, method.loadable(client, down), trained)
         else:
             with client.borrowing(down):

@@ -21,6 +21,8 @@ from coterie.models.generalising import (
     AdversarialClassifier,
     AdversarialLayout,
     ExtendedClassifier,
+    PrototypeClassifier,
+    PrototypeLayout,
     StochasticClassifier,
     StochasticLayout,
 )
@@ -87,10 +89,14 @@ class Classification(LearningProblem):
         match layout:
             case StochasticLayout():
                 return StochasticClassifier(shape, layout, device, start, self._shared)
+            case PrototypeLayout():
+                return PrototypeClassifier(shape, layout, device, start, self._shared)
             case AdversarialLayout():
                 return AdversarialClassifier(shape, layout, device, start, self._shared)
             case _:
-                return Classifier(shape, device, start, self._shared)
+                part = layout.local_part
+                shared = self._shared and part != "norms"  # whose statistics are their own
+                return Classifier(shape, device, start, shared, part)
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
         """Return networks' initial tensors; None: random. Raises ModelError if the common expert is

@@ -61,6 +61,12 @@ class Language(LearningProblem):
                 "Use a classifier (model.kind: classifier with images, or text-classifier with "
                 "labelled texts).",
             )
+        if layout.local_part == "norms":
+            raise ModelError(
+                f"method.name: {method} keeps normalisation layers local, which adapters do not "
+                f"have",
+                "Use a classifier, or a method such as fedper or comigs-1g1s.",
+            )
 
     def build(self, layout: Layout) -> LanguageModel:
         return LanguageModel(self.backbone, layout)

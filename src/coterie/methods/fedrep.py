@@ -1,0 +1,32 @@
+"""FedRep: a shared representation, trained through each client's own head.
+
+Collins et al., "Exploiting Shared Representations for Personalized Federated Learning", ICML 2021,
+Algorithm 1.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from coterie.client.client import Client
+from coterie.core.roles import GENERALIST, SPECIALIST
+from coterie.methods.fedper import FedPer
+
+
+@dataclass(frozen=True)
+class FedRep(FedPer):
+    """In each round a client first trains its head on the received body, then the body under that
+    head; bodies are averaged.
+    """
+
+    head_share: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of a round's local iterations that train the head"),
+    ] = 0.5
+
+    def local_iterations(self, client: Client) -> None:
+        steps = self.steps(client)
+        first = round(self.head_share * steps)
+        for step in range(steps):
+            client.step(SPECIALIST if step < first else GENERALIST, on=client.train)
