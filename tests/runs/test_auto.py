@@ -13,6 +13,8 @@ import yaml
 
 from coterie.core.errors import RecipeError
 from coterie.core.files import load as load_tensors
+from coterie.models.layout import Layout
+from coterie.models.memory import Step
 from coterie.runs import recipes
 from coterie.runs.problems import auto
 from coterie.runs.problems.auto import Texts, resolved
@@ -164,12 +166,15 @@ def test_large_bases_take_a_batch_in_parts_by_memory(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = write_config(tmp_path / "base", QWEN3)
-    rows = [auto.rows_that_fit(base, 512, "fp32", gib * 2**30) for gib in (3, 8, 64)]
+    step = Step(str(base), 512, Layout(), "fp32")
+    rows = [auto.rows_that_fit(step, gib * 2**30, False) for gib in (3, 8, 64)]
     assert rows == sorted(rows)
     assert rows[0] == 1
     assert rows[-1] > 8
+    assert auto.rows_that_fit(step, 8 * 2**30) >= rows[1]
+    assert auto.rows_that_fit(step, 8 * 2**30, True) > 2 * rows[1]
     texts = write_texts(tmp_path / "texts", 100_000)
-    monkeypatch.setattr(auto, "rows_that_fit", lambda *shape: 3)
+    monkeypatch.setattr(auto, "rows_that_fit", lambda *step: 3)
     assert resolved(of_folders(texts, tiny_base))[0].training.micro_batch == 2
     given = of_folders(texts, tiny_base, "training.micro_batch=null")
     assert resolved(given)[0].training.micro_batch is None

@@ -17,6 +17,7 @@ from coterie.models import gguf_base
 from coterie.models.families import (
     REMEDY,
     BlockShape,
+    LinearShape,
     check_parts,
     family_of,
     shape_of,
@@ -43,6 +44,11 @@ class Architecture:
     blocks: tuple[BlockShape, ...]  # from input to output
     d_model: int  # width of the residual stream
     vocabulary: int  # number of token ids
+
+    @property
+    def linears(self) -> list[LinearShape]:
+        """The linear layers of all blocks."""
+        return [layer for block in self.blocks for layer in (*block.attention, *block.mlp.linears)]
 
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":

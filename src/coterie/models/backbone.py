@@ -29,9 +29,18 @@ from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.quantised import dequantise, quantise
 from coterie.models.routing import Routing
-from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, slotted
+from coterie.models.slots import (
+    Attachable,
+    Attached,
+    LinearSlot,
+    check_mlps,
+    recomputable,
+    slotted,
+)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+# settings of a base whose logits are scaled or capped
+_OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 class Backbone:
@@ -42,6 +51,7 @@ class Backbone:
         source: Where its tokenizer comes from: a folder or a Hub id.
         quantised: Bits of its blocks' weights, see `models.quantised`; None: unchanged.
         plain: Whether quantised weights are kept as plain ones of the same values.
+        device: Where they are quantised; None: where they are.
 
     Raises:
         ModelError: It lacks layers that an adapter attaches to.
@@ -53,15 +63,16 @@ class Backbone:
         source: str | None = None,
         quantised: str | None = None,
         plain: bool = False,
+        device: str | torch.device | None = None,
     ) -> None:
         self.architecture = Architecture.of(model)
         self.family = family = family_of(model)
         self.quantised = quantised
         if quantised is not None:
-            quantise(model, family, quantised)
+            quantise(model, family, quantised, device)
             if plain:
                 dequantise(model)
-        self.model: Any = model.requires_grad_(False).eval()
+        self.model: Any = model.to(device).requires_grad_(False).eval()
         self.config: Any = model.config
         self._source, self._attached = source, Attached()
         self._in_use = threading.RLock()
@@ -75,6 +86,7 @@ class Backbone:
                 setattr(attention, name, LinearSlot(linear, self._attached, i, name))
             self.attentions.append(attention)
             self.mlps.append(slotted(block, family, self._attached, i))
+            recomputable(block, self._attached)
         if self.device.type != "meta":
             check_mlps(model, self.architecture.d_model)
 
@@ -129,9 +141,10 @@ class Backbone:
                 f"all)",
                 "The files are incomplete or belong to another configuration: get the base again.",
             )
-        backbone = cls(model.to(device), source, quantised, plain)
+        backbone = cls(model, source, quantised, plain, device)
         for parameter in backbone.model.parameters():
-            parameter.data = parameter.data.to(DTYPES[dtype])
+            # a copy lets go of the file, of which other weights were mapped
+            parameter.data = parameter.data.to(DTYPES[dtype], copy=quantised is not None)
         return backbone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Backbone":
@@ -156,6 +169,15 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         return cast(torch.device, self.model.device)
+
+    @property
+    def checkpointing(self) -> bool:
+        """Whether a block keeps its input only, and is computed again in the backward pass."""
+        return self._attached.checkpointing
+
+    @checkpointing.setter
+    def checkpointing(self, value: bool) -> None:
+        self._attached.checkpointing = value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -206,6 +228,9 @@ class Backbone:
         head = self.model.get_output_embeddings()
         if type(head) is not nn.Linear:
             return None
+        if self.device.type == "meta":  # without values, only the settings tell
+            changed = any(getattr(self.config, name, None) for name in _OF_LOGITS)
+            return None if changed else (head.weight, head.bias)
         probe = torch.arange(min(4, self.architecture.vocabulary), device=self.device)[None]
         with torch.no_grad(), self.using(None):
             logits, expected = self.logits(probe), head(self.hidden(probe))

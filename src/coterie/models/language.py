@@ -240,11 +240,13 @@ class LanguageModel:
             varies = self.layout.balance_has_gradient and self.layout.active < self.layout.experts
             load = self._load(parts) if len(parts) > 1 and varies else None
             for part in parts:
-                objective = self._objective(part, totals, load)
-                # a gate that chose a single expert: nothing is weighed
-                if not objective.requires_grad:
-                    return [torch.zeros_like(p) for p in wrt], totals.statistics()
-                terms = torch.autograd.grad(objective, wrt, materialize_grads=True)
+                record: list[Routing] = []
+                with self._using(record):  # the backward pass, too, may compute blocks
+                    objective = self._objective(part, record, totals, load)
+                    # a gate that chose a single expert: nothing is weighed
+                    if not objective.requires_grad:
+                        return [torch.zeros_like(p) for p in wrt], totals.statistics()
+                    terms = torch.autograd.grad(objective, wrt, materialize_grads=True)
                 if not gradients:
                     gradients = list(terms)
                     continue
@@ -271,18 +273,21 @@ class LanguageModel:
         copied, record = copies(wrt, len(windows)), list[Routing]()
         with self._using(record, CopiedAdapter(self.adapter, copied)):
             nll, objective = nll_by_row(self.backbone, windows)
-        totals.add(nll, windows.of_tokens(record), None)
-        if self.layout.balance_has_gradient:
-            balance = balance_by_row(self.layout, windows.by_row(record))
-            objective = objective + self.layout.balance_weight * balance
-        gradients = torch.autograd.grad(objective, list(copied.values()), materialize_grads=True)
+            totals.add(nll, windows.of_tokens(record), None)
+            if self.layout.balance_has_gradient:
+                balance = balance_by_row(self.layout, windows.by_row(record))
+                objective = objective + self.layout.balance_weight * balance
+            leaves = list(copied.values())
+            gradients = torch.autograd.grad(objective, leaves, materialize_grads=True)
         return list(gradients), totals.statistics()
 
-    def _objective(self, windows: Windows, totals: Totals, load: Tensor | None) -> Tensor:
-        """Return a micro-batch's share of the objective; `load` is f of the whole batch."""
-        record: list[Routing] = []
-        with self._using(record):
-            nll = nll_sum(self.backbone, windows)
+    def _objective(
+        self, windows: Windows, record: list[Routing], totals: Totals, load: Tensor | None
+    ) -> Tensor:
+        """Return a micro-batch's share of the objective, within `_using` that fills the record;
+        `load` is f of the whole batch.
+        """
+        nll = nll_sum(self.backbone, windows)
         balance = totals.add(nll, windows.of_tokens(record), load)
         objective = nll / totals.tokens
         return objective if balance is None else objective + self.layout.balance_weight * balance

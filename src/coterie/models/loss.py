@@ -97,6 +97,6 @@ def _exact(hidden: Tensor) -> torch.dtype:
 
 def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
     """Return the first and end row of W for each block."""
-    most = LOGITS_AT_ONCE if hidden.device.type == "cpu" else ON_ACCELERATORS
+    most = LOGITS_AT_ONCE if hidden.device.type in ("cpu", "meta") else ON_ACCELERATORS
     size, count = max(most // max(len(hidden), 1), WORDS_AT_ONCE), len(weight)
     return [(start, min(start + size, count)) for start in range(0, count, size)]

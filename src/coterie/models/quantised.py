@@ -148,9 +148,12 @@ def _packed(codes: Tensor) -> Tensor:
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
-def quantise(model: nn.Module, family: Family, kind: str) -> None:
+def quantise(
+    model: nn.Module, family: Family, kind: str, device: str | torch.device | None = None
+) -> None:
     """Quantise the linears of a base's attention and MLPs to 8 or 4 bits in place, not its
-    embeddings and output layer. Raises ModelError for another kind.
+    embeddings and output layer, each on a device, so that it never holds all weights. Weights that
+    are mapped from a file are read one by one. Raises ModelError for another kind.
     """
     if kind not in get_args(Quantisation):
         raise ModelError(
@@ -163,7 +166,7 @@ def quantise(model: nn.Module, family: Family, kind: str) -> None:
         for name in names:
             layer: Any = block.get_submodule(name)
             weight = layer.weight.T if is_transposed(layer) else layer.weight
-            quantised = QuantisedLinear(weight, layer.bias, cast(Quantisation, kind))
+            quantised = QuantisedLinear(weight.to(device), layer.bias, cast(Quantisation, kind))
             block.set_submodule(name, quantised)
 
 

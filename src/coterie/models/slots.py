@@ -1,10 +1,14 @@
 """Slots in a frozen base, at linears of its attention and MLPs, that call the adapter in use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from coterie.core.errors import ModelError
 from coterie.models.adapter import AdapterBlock
@@ -34,9 +38,46 @@ class Attached:
 
     adapter: Attachable | None = None
     record: list[Routing] | None = None
+    checkpointing: bool = False  # whether blocks are recomputed in the backward pass
 
     def block(self, index: int) -> AdapterBlock | None:
         return None if self.adapter is None else cast(AdapterBlock, self.adapter.blocks[index])
+
+    @contextmanager
+    def unrecorded(self) -> Iterator[None]:
+        """Record no decisions within the block: those of a recomputed one are known."""
+        record, self.record = self.record, None
+        try:
+            yield
+        finally:
+            self.record = record
+
+
+class _Recomputed(nn.Module):
+    """A block of a base that keeps its input only, where `attached` says so, and is computed again
+    in the backward pass (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016).
+    """
+
+    attached: Attached
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not (self.attached.checkpointing and torch.is_grad_enabled()):
+            return super().forward(*args, **kwargs)
+        contexts = lambda: (nullcontext(), self.attached.unrecorded())  # noqa: E731
+        return checkpoint(
+            super().forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
+        )
+
+
+@cache
+def _recomputed(kind: Any) -> Any:
+    return type(kind.__name__, (_Recomputed, kind), {})
+
+
+def recomputable(block: nn.Module, attached: Attached) -> None:
+    """Let a block be recomputed in the backward pass, in place; its class becomes a subclass."""
+    block.attached = attached  # type: ignore[assignment]  # no module
+    block.__class__ = _recomputed(type(block))  # type: ignore[arg-type]  # types are hashable
 
 
 class LinearSlot(nn.Module):

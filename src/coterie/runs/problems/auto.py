@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from coterie.core.errors import RecipeError
 from coterie.data.chats.splits import ChatSplit
 from coterie.data.section import Section
 from coterie.data.splits import Tokens, TokenSplit
 from coterie.data.text_streams import RunningText
-from coterie.engines.states import half_of_memory
 from coterie.models.architecture import Architecture, configuration, tokenizer
-from coterie.models.quantised import bytes_per_weight
+from coterie.models.memory import Step, room
 from coterie.runs import recipes
-from coterie.runs.problems.language import pick_dtype
+from coterie.runs.problems.language import memory_step, pick_dtype
 from coterie.runs.problems.loading import pick_device
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
@@ -102,22 +100,14 @@ def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, 
     return steps, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
 
 
-def rows_that_fit(
-    base: str, context: int, dtype: str, memory: float, quantised: str | None = None
-) -> int:
-    """Return about how many windows fit into memory (bytes) in a training step.
-
-    A block keeps about 17 values per position and unit of width (Korthikanti et al., 2022, Section
-    4.1: 34 bytes at two bytes a value, without the attention).
+def rows_that_fit(step: Step, memory: float, checkpointing: bool | None = None) -> int:
+    """Return about how many windows at a time fit into memory (bytes) in a training step, at least
+    one; with blocks computed again if they are to be, or none fits otherwise.
     """
-    shape, size = Architecture.from_base(base), 4 if dtype == "fp32" else 2
-    each = float(size) if quantised is None else bytes_per_weight(quantised)
-    weights = float(size * shape.vocabulary * shape.d_model)
-    for block in shape.blocks:
-        linears = (*block.attention, *block.mlp.linears)
-        weights += each * sum(linear.inputs * linear.outputs for linear in linears)
-    row = 17 * size * context * shape.d_model * len(shape.blocks)
-    return max(int((memory - weights) / row), 1) if math.isfinite(memory) else LARGEST_BATCH
+    rows = step.footprint(bool(checkpointing)).rows(memory)
+    if not rows and checkpointing is None:
+        rows = step.footprint(True).rows(memory)
+    return max(rows, 1)
 
 
 def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
@@ -208,9 +198,8 @@ def _choose_by_text(
     limit = int(configuration(section.base).max_position_embeddings)
     context = value(CONTEXT, context_of(texts, limit))
     batch = value(BATCH, batch_of(texts, context))
-    memory = half_of_memory(torch.device(device))
-    dtype = pick_dtype(section.dtype, device)
-    rows = rows_that_fit(section.base, context, dtype, memory, section.quantise)
+    step = memory_step(section, pick_dtype(section.dtype, device), device, context)
+    rows = rows_that_fit(step, room(device), section.checkpointing)
     value(MICRO_BATCH, micro_batch_of(batch, rows))
     if rounds and not recipe.method.get("local_epochs"):
         value(STEPS, steps_of(texts, context, batch, rounds))

@@ -6,6 +6,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from coterie.client.client import Client
 from coterie.core import devices
 from coterie.core.errors import DataError, ModelError
@@ -24,6 +26,7 @@ from coterie.models.artifact import Content
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
+from coterie.models.memory import Step
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.problems.routing import CLIENTS, look
 from coterie.runs.recipes.sections import LanguageSection
@@ -142,6 +145,20 @@ def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["
     if dtype != "auto":
         return dtype
     return "bf16" if devices.suits_bf16(device) else "fp32"
+
+
+def memory_step(
+    section: LanguageSection, dtype: str, device: str, context: int | None = None
+) -> Step:
+    """Return a local step as far as its memory depends on it."""
+    return Step(
+        section.base,
+        context or section.context,
+        section.layout(),
+        dtype,
+        section.quantise,
+        torch.device(device).type == "cpu",
+    )
 
 
 def fitted_federation(federation: Federation, backbone: Backbone) -> Federation:

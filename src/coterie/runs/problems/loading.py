@@ -14,7 +14,7 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
-from coterie.models import features, network_tensors
+from coterie.models import features, memory, network_tensors
 from coterie.models.architecture import tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.common import CommonExpert, Normalisation, trained
@@ -25,6 +25,7 @@ from coterie.runs.problems.language import (
     Language,
     fitted_federation,
     load_backbone,
+    memory_step,
     pick_dtype,
 )
 from coterie.runs.problems.problem import LearningProblem
@@ -71,7 +72,11 @@ def load(recipe: Recipe) -> LearningProblem:
     if not (isinstance(section, LanguageSection) and isinstance(data, Section)):
         return _classification(recipe, device)
     dtype = pick_dtype(section.dtype, device)
+    rows = recipe.training.micro_batch or recipe.training.batch_size
+    step = memory_step(section, dtype, device)
+    checkpointing = step.checkpointing(rows, memory.room(device), section.checkpointing)
     backbone = load_backbone(section.base, dtype, device, section.quantise)
+    backbone.checkpointing = checkpointing
     if section.context > backbone.context_limit:
         raise ModelError(
             f"model.context: {section.context} tokens, but {section.base} allows "

@@ -61,6 +61,11 @@ class LanguageSection(BaseModel):
         description="bits of the base's weights while clients train on it: 8, 4, or 4 by a "
         "normal distribution; null: as dtype says",
     )
+    checkpointing: bool | None = Field(
+        None,
+        description="whether a block keeps its input only, and is computed again in the backward "
+        "pass: less memory, a third more time; null: where a step does not fit otherwise",
+    )
     device: Device = "auto"
     context: int = Field(128, ge=2, description="window length in tokens")
     rank: int = Field(8, ge=1, le=1024, description="rank r of every LoRA")
