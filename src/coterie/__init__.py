@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from coterie.core.callback import Callback
     from coterie.core.errors import CallbackError, CoterieError, Refused
     from coterie.core.result import ClientResult, Comparison, Result, Row, TunedRow, Tuning
-    from coterie.personal import load, load_all, load_many
+    from coterie.personal import evaluate, load, load_all, load_many
     from coterie.runs.estimate import Estimate
     from coterie.runs.recipes.recipe import Recipe
 
@@ -22,7 +22,7 @@ _HOMES = {
     "coterie.core.callback": ("Callback",),
     "coterie.core.errors": ("CallbackError", "CoterieError", "Refused"),
     "coterie.core.result": ("ClientResult", "Comparison", "Result", "Row", "TunedRow", "Tuning"),
-    "coterie.personal": ("load", "load_all", "load_many"),
+    "coterie.personal": ("evaluate", "load", "load_all", "load_many"),
     "coterie.runs.estimate": ("Estimate",),
     "coterie.runs.recipes.recipe": ("Recipe",),
 }
@@ -43,6 +43,7 @@ __all__ = [
     "__version__",
     "compare",
     "dry_run",
+    "evaluate",
     "load",
     "load_all",
     "load_many",

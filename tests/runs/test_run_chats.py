@@ -9,6 +9,7 @@ from chat_bases import CHATML, turns, write_chat_base, write_jsonl
 
 import coterie
 from coterie.core.errors import DataError, Refused
+from coterie.core.result import WordScores
 from coterie.personal import PersonalModel
 
 SAID = {"ann": ("hello", "the end"), "ben": ("who", "and her")}
@@ -57,6 +58,20 @@ def test_a_keyboard_foresees_the_words_of_answers_learned_by_heart(learned: cote
     assert row.words is not None
     assert row.words.first == 100
     assert "Words foreseen, by client" in learned.report.read_text(encoding="utf-8")
+
+
+def test_a_model_of_conversations_is_evaluated_by_its_template(
+    learned: coterie.Run, texts: Path, tmp_path: Path
+) -> None:
+    scores = coterie.evaluate(learned.folder, texts / "ann" / "test.jsonl", words=4)
+    assert scores["ann"].perplexity == pytest.approx(learned.result.clients["ann"].test)
+    assert scores["ann"].perplexity < scores["ben"].perplexity
+    assert scores["ann"].words == WordScores(4, 100, 100, 75)
+    rows = [{"question": message, "answer": said} for message, said in SAID.values()]
+    rows += [{"question": "hello", "choices": ["and her", "the end"], "answer": "the end"}]
+    write_jsonl(tmp_path / "task.jsonl", rows)
+    asked = coterie.evaluate(learned.folder, tmp_path / "task.jsonl", ["ann"])["ann"]
+    assert (asked.questions, asked.exact_match, asked.accuracy) == (3, 50, 100)
 
 
 def test_after_training_a_model_ends_its_answer(learned: coterie.Run, base: Path) -> None:

@@ -2,9 +2,21 @@
 
 # Each module registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, lists, papers, use, serve, hub, deploy, doctor
+from coterie.cli import train, lists, papers, use, evaluate, serve, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
 
-__all__ = ["app", "deploy", "doctor", "hub", "lists", "main", "papers", "serve", "train", "use"]
+__all__ = [
+    "app",
+    "deploy",
+    "doctor",
+    "evaluate",
+    "hub",
+    "lists",
+    "main",
+    "papers",
+    "serve",
+    "train",
+    "use",
+]

@@ -3,6 +3,7 @@
 from coterie.models.artifact import About, Origin, read_about, save
 from coterie.models.classifier_artifact import save_classifier
 from coterie.personal.classifier import PersonalClassifier, Prediction
+from coterie.personal.evaluation import evaluate
 from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many
 from coterie.personal.many import ManyModels
 from coterie.personal.model import PersonalModel
@@ -17,6 +18,7 @@ __all__ = [
     "Prediction",
     "Word",
     "clients_of",
+    "evaluate",
     "folder_of",
     "load",
     "load_all",

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from coterie.core.metrics import best, prediction, worst
 from coterie.core.printing import printable
-from coterie.core.result import MetricInfo, Result, Row
+from coterie.core.result import Evaluated, MetricInfo, Result, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.reports.mixtures import mixtures
@@ -274,4 +274,34 @@ def _plain(title: str, header: Sequence[str], gap: int = 3) -> Table:
             overflow="fold",
             min_width=3,
         )
+    return shown
+
+
+_EVALUATED = {
+    "perplexity": "perplexity",
+    "tokens": "tokens",
+    "first word, %": "first",
+    "first three, %": "first_three",
+    "keystrokes saved, %": "keystrokes_saved",
+    "questions": "questions",
+    "right choice, %": "accuracy",
+    "right by length, %": "by_length",
+    "exact match, %": "exact_match",
+}
+
+
+def evaluated(scores: Mapping[str, Evaluated]) -> Table:
+    """Return a table of clients' models on given data, with the figures that any of them has."""
+    words = [None if of.words is None else vars(of.words) for of in scores.values()]
+    figures = {
+        name: [vars(of)[field] for of in scores.values()]
+        if field in Evaluated.__dataclass_fields__
+        else [of and of[field] for of in words]
+        for name, field in _EVALUATED.items()
+    }
+    known = {name: of for name, of in figures.items() if set(of) != {None}}
+    shown = _plain("", ["client", *known])
+    for client, *values in zip(scores, *known.values(), strict=True):
+        cells = ("" if v is None else f"{v:,.{0 if v == int(v) else 2}f}" for v in values)
+        shown.add_row(_plain_text(client), *cells)
     return shown

@@ -23,6 +23,25 @@ class WordScores(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Evaluated(Record):
+    """The scores of a personal model on given data, see `coterie.evaluate`."""
+
+    rare: ClassVar[Collection[str]] = (
+        *("perplexity", "tokens", "words", "questions", "accuracy", "by_length", "exact_match"),
+    )
+
+    perplexity: float | None = None  # per token; None of a task
+    tokens: int | None = None  # that were predicted
+    words: WordScores | None = None
+    questions: int | None = None  # of a task
+    # Percent of questions with choices whose right one is the most likely, and the most likely by
+    # its log-probability per byte of text; None without such questions.
+    accuracy: float | None = None
+    by_length: float | None = None
+    exact_match: float | None = None  # percent of the other questions answered right
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,
     and `test` is of a part of the test set.

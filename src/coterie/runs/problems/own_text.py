@@ -86,7 +86,15 @@ def text_of(
         otherwise = ", or leave --train out"
         text = own_text(section, tokenizer, context, recipe.seed, id, data, otherwise)
         return fitted(text, backbone)
+    return whole_text(section, backbone, context, id, data)
+
+
+def whole_text(
+    section: Folders, backbone: Backbone, context: int, id: ClientId, data: Path
+) -> ClientData:
+    """Return the text of a file or folder, the whole in each split. Raises DataError."""
     documents = section.of_client(id).documents(_files(section, data))
     texts = [document.text for document in documents]
-    arrays, make = _arrays(section, tokenizer, dict.fromkeys(SPLITS, texts), context)
+    parts = dict.fromkeys(SPLITS, texts)
+    arrays, make = _arrays(section, backbone.tokenizer, parts, context)
     return fitted(ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS)), backbone)
