@@ -119,9 +119,10 @@ def complete(entries: list[Entry]) -> list[Entry]:
         for path in sorted((REPOSITORY / "docs").glob("*.md"))
         if f'"{path.name}"' not in listed
     ]
+    pages, grouped = methods.groups(), methods.by_group().items()
     own: list[Entry] = [
-        {next(iter(group.values())).title: f"methods/{slug}.md"}
-        for slug, group in methods.groups().items()
+        {title: [{next(iter(pages[slug].values())).title: f"methods/{slug}.md"} for slug in slugs]}
+        for title, slugs in grouped
     ]
     found: list[Entry] = []
     for entry in entries:

@@ -150,9 +150,21 @@ def figure(cell: Mapping[str, Any] | None) -> str:
 def index() -> str:
     """Return the page of all methods."""
     text = (TEXTS / "README.md").read_text(encoding="utf-8")
-    rows = ["| method | names in a recipe | from |", "| --- | --- | --- |"]
+    parts = [text.strip()]
+    for title, slugs in by_group().items():
+        rows = ["| method | names in a recipe | from |", "| --- | --- | --- |"]
+        for slug in slugs:
+            entries = groups()[slug]
+            listed = ", ".join(f"`{name}`" for name in entries)
+            first = next(iter(entries.values()))
+            rows.append(f"| [{first.title}]({slug}.md) | {listed} | {first.paper} |")
+        parts += [f"### {title}", "\n".join(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def by_group() -> dict[str, list[str]]:
+    """Return the pages in each group of `coterie methods`."""
+    found: dict[str, list[str]] = {}
     for slug, entries in groups().items():
-        listed = ", ".join(f"`{name}`" for name in entries)
-        first = next(iter(entries.values()))
-        rows.append(f"| [{first.title}]({slug}.md) | {listed} | {first.paper} |")
-    return "\n\n".join([text.strip(), "\n".join(rows)]) + "\n"
+        found.setdefault(next(iter(entries.values())).group, []).append(slug)
+    return found

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import groupby
 from textwrap import wrap
 from typing import Annotated
 
@@ -51,10 +52,15 @@ def data(
 
 @app.command("methods")
 def list_methods() -> None:
-    """List the methods, with the paper of each."""
+    """List the methods by what they are for, with the paper of each."""
     from coterie.methods import METHODS
 
-    _list({name: entry.paper for name, entry in METHODS.items()})
+    margin = max(map(len, METHODS)) + 2
+    for group, entries in groupby(METHODS.items(), lambda item: item[1].group):
+        print(f"{group}:")
+        _list({name: entry.paper for name, entry in entries}, margin)
+        print()
+    print("Which one to take, by data, clients, bytes and privacy: docs/methods/README.md")
 
 
 @app.command("recipes")
@@ -70,7 +76,8 @@ def list_recipes(
         with _stopping("stopped."):
             print(recipes.find(name).read_text(encoding="utf-8"), end="")
         return
-    _list({name: _about(name) for name in recipes.names()})
+    names = recipes.names()
+    _list({name: _about(name) for name in names}, max(map(len, names)) + 2)
 
 
 def _about(name: str) -> str:
@@ -86,9 +93,8 @@ def _about(name: str) -> str:
     return f"{section.get('description', '')}" + (f" [{paper}]" if paper else "")
 
 
-def _list(items: Mapping[str, str]) -> None:
-    """Print names with their descriptions, wrapped at 80 columns."""
-    margin = max(map(len, items)) + 2
+def _list(items: Mapping[str, str], margin: int) -> None:
+    """Print names with their descriptions, wrapped at 80 columns, which begin at `margin`."""
     for name, text in items.items():
         lines = wrap(text, 80 - margin, break_on_hyphens=False) or [""]
         print(f"{name:<{margin}}{lines[0]}".rstrip())

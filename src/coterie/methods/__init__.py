@@ -29,6 +29,7 @@ class Entry:
     title: str  # in tables and figures
     paper: str  # its source
     fixed: Mapping[str, Any] = field(default_factory=dict)  # fields that the name fixes
+    group: str = "Of other packages"  # in lists
 
     @cached_property
     def method(self) -> "type[Method]":
@@ -42,8 +43,12 @@ class Entry:
 @cache
 def _shipped() -> Mapping[str, Entry]:
     """Return the shipped methods by name."""
-    entries = yaml_of(read_text(Path(__file__).with_name("methods.yaml")))
-    return {name: Entry(**fields) for name, fields in entries.items()}
+    groups = yaml_of(read_text(Path(__file__).with_name("methods.yaml")))
+    return {
+        name: Entry(**fields, group=group)
+        for group, entries in groups.items()
+        for name, fields in entries.items()
+    }
 
 
 GROUP = "coterie.methods"  # of the entry points
