@@ -109,6 +109,7 @@ def folded(model: PersonalModel, weights: Tensor, experts: Sequence[int]) -> Lan
         rank=rank,
         mlp_rank=None,
         alpha=math.sqrt(rank),
+        use_rslora=True,
         balance="none",
     )
     fold, updates = LanguageModel(model.backbone, layout), model.adapter.updates()

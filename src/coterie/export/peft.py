@@ -123,6 +123,8 @@ def tensors_of(model: LanguageModel, rank: int, precision: str) -> dict[str, Ten
     family = model.backbone.family
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):
         for name, (A, B) in _factors(block, family).items():
+            if not model.layout.targets(name):
+                continue
             more = rank - len(A)
             padded = {
                 "A": nn.functional.pad(A, (0, 0, 0, more)),
@@ -151,14 +153,14 @@ def config(model: PersonalModel, family: Family, rank: int) -> Any:
     """Return PEFT's configuration with one rank everywhere and a scale of 1."""
     from peft import LoraConfig, TaskType
 
+    paths = dict.fromkeys(family.paths.values())
     first = getattr(model.backbone.attentions[0], family.linears[0]).base
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=portable(model.about.base),
         r=rank,
         lora_alpha=rank,
-        target_modules=[f"{family.attention}.{name}" for name in family.linears]
-        + [family.within(name) for name in dict.fromkeys(family.mlp.values())],
+        target_modules=[path for path in paths if model.layout.targets(path)],
         fan_in_fan_out=is_transposed(first),
         inference_mode=True,
     )

@@ -1,6 +1,7 @@
 """The adapter: all trainable tensors of one client, and nothing else."""
 
 import math
+from collections.abc import Collection
 from itertools import chain
 
 import torch
@@ -20,15 +21,17 @@ from coterie.models.routing import Gate, Router
 class AdapterBlock(nn.Module):
     """The trainable part of a block: a LoRA per attention linear, a mixture for the MLP."""
 
-    def __init__(self, shape: BlockShape, layout: Layout) -> None:
+    def __init__(self, shape: BlockShape, layout: Layout, targets: Collection[str]) -> None:
         super().__init__()
         self.attention = nn.ModuleDict(
             {
-                linear.name: SingleLoRA(linear.inputs, linear.outputs, layout)
+                linear.name: SingleLoRA(
+                    linear.inputs, linear.outputs, layout, linear.name in targets
+                )
                 for linear in shape.attention
             }
         )
-        self.mlp = Mixture(shape.mlp, layout)
+        self.mlp = Mixture(shape.mlp, layout, targets)
 
 
 class Adapter(nn.Module):
@@ -43,8 +46,9 @@ class Adapter(nn.Module):
     def __init__(self, architecture: Architecture, layout: Layout) -> None:
         super().__init__()
         self.architecture, self.layout = architecture, layout
+        targets, count = architecture.targets(layout), len(architecture.blocks)
         self.blocks = nn.ModuleList(
-            AdapterBlock(block, layout.of_block(number, len(architecture.blocks)))
+            AdapterBlock(block, layout.of_block(number, count), targets)
             for number, block in enumerate(architecture.blocks)
         )
         self.gate = (
@@ -56,16 +60,19 @@ class Adapter(nn.Module):
         """Return the parameters by role, each in the order of `named_parameters`."""
         return by_role(self)
 
-    def loras(self) -> dict[str, LoRA]:
-        """All low-rank updates by module name."""
-        return {name: module for name, module in self.named_modules() if isinstance(module, LoRA)}
+    def loras(self, all: bool = False) -> dict[str, LoRA]:
+        """Return the low-rank updates by module name: those that are trained, or also those of
+        layers that are no targets.
+        """
+        modules = self.named_modules()
+        return {name: m for name, m in modules if isinstance(m, LoRA) and (all or m.target)}
 
     def updates(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A (n, r, in) and gamma B (n, out, r) of each layer, such as `blocks.0.mlp.up`: of
         all experts, generalists first; in the attention n is 1.
         """
         updates: dict[str, tuple[Tensor, Tensor]] = {}
-        for path, lora in self.loras().items():
+        for path, lora in self.loras(all=True).items():
             layer = path.replace(".generalist", "").replace(".specialist", "")
             A, B = lora.A.detach(), lora.gamma * lora.B.detach()
             if layer in updates:

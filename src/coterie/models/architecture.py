@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from coterie.core.foreign import json_of, opened, read_bytes, refusing
 from coterie.core.importing import uncollected
 from coterie.models import gguf_base
 from coterie.models.families import (
+    FAMILIES,
     REMEDY,
     BlockShape,
     LinearShape,
@@ -22,6 +23,7 @@ from coterie.models.families import (
     family_of,
     shape_of,
 )
+from coterie.models.layout import Layout
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
 # environment variable: 1 where whoever runs this process lets a base bring code of its own
@@ -49,6 +51,28 @@ class Architecture:
     def linears(self) -> list[LinearShape]:
         """The linear layers of all blocks."""
         return [layer for block in self.blocks for layer in (*block.attention, *block.mlp.linears)]
+
+    def targets(self, layout: Layout) -> set[str]:
+        """Return the layers of a block that have updates, those of an MLP by our names. Raises
+        ModelError for a target that there is not, or experts without any.
+        """
+        family = next(family for family in FAMILIES if family.name == self.family)
+        paths = family.paths
+        for name in layout.target_modules or ():
+            if not any(replace(layout, target_modules=(name,)).targets(x) for x in paths.values()):
+                layers = dict.fromkeys(path.rpartition(".")[2] for path in paths.values())
+                raise ModelError(
+                    f"model.target_modules: {name}: no layer of this base is called that",
+                    f"It has {', '.join(layers)}.",
+                )
+        targets = {name for name, path in paths.items() if layout.targets(path)}
+        if layout.experts > 1 and targets.isdisjoint(family.mlp):
+            raise ModelError(
+                "model.target_modules: names no layer of the MLP, of which there are experts",
+                f"Add one of {', '.join(dict.fromkeys(family.mlp.values()))}, or take a method of "
+                "one expert, such as fedavg with method.budget: rank.",
+            )
+        return targets
 
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":

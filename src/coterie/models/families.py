@@ -64,6 +64,14 @@ class Family:
         gate = self.mlp.get("gate")
         return gate if gate == self.mlp["up"] else None
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """The path within a block of each linear of the attention by its name, and of each of the
+        MLP by ours.
+        """
+        attention = {name: f"{self.attention}.{name}" for name in self.linears}
+        return attention | {ours: self.within(theirs) for ours, theirs in self.mlp.items()}
+
     def within(self, name: str) -> str:
         """Return the path of an MLP's module within a block."""
         return f"{self.place}.{name}" if self.place else name

@@ -32,7 +32,10 @@ class Layout:
         biased: Whether routers add a constant to their logits: the remnant of a gate in a personal
             model.
         rank: r of the attention LoRAs.
-        alpha: LoRA scale; an update is gamma B A with gamma = alpha / sqrt(r) (rank-stabilised).
+        alpha: LoRA scale; an update is gamma B A, see `gamma`.
+        use_rslora: Whether gamma is alpha / sqrt(r), or else alpha / r.
+        target_modules: Names of the base's layers that have updates, or ends of their paths, as of
+            PEFT; None: all linear layers of attention and MLPs.
         mlp_rank: r of the experts; `rank` unless given.
         dropout: Probability of dropping a value of any LoRA's input while training.
         top_k: Experts that a token uses, at most all of them.
@@ -69,6 +72,8 @@ class Layout:
     routing: Literal["learned", "equal"] = "learned"
     balance: Balance = "uniform"
     balance_weight: float = 0.01
+    use_rslora: bool = True
+    target_modules: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         limits = {
@@ -104,6 +109,17 @@ class Layout:
     def models(self) -> "tuple[Layout, ...]":
         """The layouts of the client's models: one, unless a method trains several."""
         return (self,)
+
+    def gamma(self, rank: int) -> float:
+        """Return the scale of an update: alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023), or alpha / r
+        (Hu et al. 2021).
+        """
+        return self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+    def targets(self, path: str) -> bool:
+        """Return whether a base's layer, by its path within a block, has an update."""
+        names = self.target_modules
+        return names is None or any(path == x or path.endswith(f".{x}") for x in names)
 
     def factors(self, role: Role) -> tuple[Role, Role]:
         """Return the roles of A and B of a low-rank update of an expert with this role."""

@@ -1,17 +1,10 @@
-"""Low-rank updates: W = W0 + gamma B A, gamma = alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023)."""
-
-import math
+"""Low-rank updates: W = W0 + gamma B A, see `Layout.gamma`."""
 
 import torch
 from torch import Tensor, nn
 
 from coterie.core.roles import GENERALIST, Role
 from coterie.models.layout import Layout
-
-
-def gamma(alpha: float, rank: int) -> float:
-    """Return the scale of a rank-stabilised update."""
-    return alpha / math.sqrt(rank)
 
 
 def project(base: nn.Module, x: Tensor) -> Tensor:
@@ -30,7 +23,11 @@ class LoRA(nn.Module):
     fp32.
 
     `roles` are those of A and of B; `count` is 1 for attention, otherwise the experts of that role.
+    Of a layer that is no target, A and B are no parameters and stay 0.
     """
+
+    A: Tensor
+    B: Tensor
 
     def __init__(
         self,
@@ -39,20 +36,26 @@ class LoRA(nn.Module):
         inputs: int,
         outputs: int,
         rank: int,
-        alpha: float,
+        gamma: float,
+        target: bool = True,
     ) -> None:
         super().__init__()
-        self.gamma = gamma(alpha, rank)
-        self.A = nn.Parameter(torch.zeros(count, rank, inputs))
-        self.B = nn.Parameter(torch.zeros(count, outputs, rank))
+        self.gamma, self.target = gamma, target
+        A, B = torch.zeros(count, rank, inputs), torch.zeros(count, outputs, rank)
+        for name, matrix in (("A", A), ("B", B)):
+            if target:
+                self.register_parameter(name, nn.Parameter(matrix))
+            else:
+                self.register_buffer(name, matrix, persistent=False)
         self.roles = dict(zip("AB", roles, strict=True))
 
 
 class SingleLoRA(LoRA):
     """The one update of an attention layer, a generalist's in every variant of CoMiGS."""
 
-    def __init__(self, inputs: int, outputs: int, layout: Layout) -> None:
-        super().__init__(layout.factors(GENERALIST), 1, inputs, outputs, layout.rank, layout.alpha)
+    def __init__(self, inputs: int, outputs: int, layout: Layout, target: bool) -> None:
+        roles, rank = layout.factors(GENERALIST), layout.rank
+        super().__init__(roles, 1, inputs, outputs, rank, layout.gamma(rank), target)
         self.dropout = layout.dropout
 
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
@@ -62,6 +65,8 @@ class SingleLoRA(LoRA):
         up to four times as fast.
         """
         tokens = x.flatten(0, -2)
+        if not self.target:
+            return project(base, tokens).view(*x.shape[:-1], -1)
         codes = (
             self.A[0].to(x.dtype) @ nn.functional.dropout(tokens, self.dropout, self.training).T
         )  # (r, T)

@@ -1,6 +1,7 @@
 """A mixture of LoRA experts on a frozen MLP: router, experts, and their computation."""
 
 import math
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.nn.functional import dropout, linear
 from coterie.core.roles import Role
 from coterie.models.families import MLPShape
 from coterie.models.layout import Layout
-from coterie.models.lora import LoRA, gamma, project
+from coterie.models.lora import LoRA, project
 from coterie.models.mixture_kernel import (
     Activation,
     FrozenMLP,
@@ -31,9 +32,11 @@ TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of
 class Mixture(nn.Module):
     """The adapter of one MLP: stacked experts by role, and a router."""
 
-    def __init__(self, shape: MLPShape, layout: Layout) -> None:
+    def __init__(
+        self, shape: MLPShape, layout: Layout, targets: Collection[str] | None = None
+    ) -> None:
         super().__init__()
-        self.layout, self.gamma = layout, gamma(layout.alpha, layout.expert_rank)
+        self.layout, self.gamma = layout, layout.gamma(layout.expert_rank)
         self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.members else Role.GENERALIST
@@ -42,9 +45,17 @@ class Mixture(nn.Module):
             ("specialist", Role.SPECIALIST, layout.specialists),
         ):
             if count:
-                roles, rank, alpha = layout.factors(role), layout.expert_rank, layout.alpha
+                roles, rank = layout.factors(role), layout.expert_rank
                 loras = {
-                    layer.name: LoRA(roles, count, layer.inputs, layer.outputs, rank, alpha)
+                    layer.name: LoRA(
+                        roles,
+                        count,
+                        layer.inputs,
+                        layer.outputs,
+                        rank,
+                        self.gamma,
+                        targets is None or layer.name in targets,
+                    )
                     for layer in shape.linears
                 }
                 self.add_module(name, nn.ModuleDict(loras))

@@ -25,10 +25,10 @@ from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.routing import Router, Routing
 
-Copies = Mapping[nn.Parameter, Tensor]  # (B, ...), each row's own copy of a parameter
+Copies = Mapping[Tensor, Tensor]  # (B, ...), each row's own copy of a parameter
 
 
-def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[nn.Parameter, Tensor]:
+def copies(parameters: Sequence[nn.Parameter], rows: int) -> dict[Tensor, Tensor]:
     """Return leaves (rows, ...) that take no memory and whose gradients are each row's."""
     return {p: p.detach().expand(rows, *p.shape).requires_grad_() for p in parameters}
 
@@ -121,6 +121,8 @@ def _routing(router: Router, x: Tensor, copied: Copies) -> Routing:
     weight = copied.get(router.weight, router.weight)
     logits = x.to(precise) @ weight.to(precise).mT
     if router.bias is not None:
-        bias = copied[router.bias][:, None] if router.bias in copied else router.bias  # type: ignore[index]  # a lent one is not copied
+        bias = (
+            copied[router.bias][:, None] if router.bias in copied else router.bias
+        )  # a lent one is not copied
         logits = logits + bias.to(precise)
     return router.decide(logits.flatten(0, 1))

@@ -75,11 +75,25 @@ class LanguageSection(BaseModel):
         le=MOST_ALPHA,
         description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)",
     )
+    use_rslora: bool | None = Field(
+        None, description="false: gamma = alpha / r, PEFT's default; null or true: alpha / sqrt(r)"
+    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        None,
+        description="the base's layers that have LoRAs, by names or ends of paths such as q_proj "
+        "or mlp.c_proj; null: all linear layers of attention and MLPs",
+    )
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of every LoRA")
 
     def layout(self) -> Layout:
         """Return the adapter's layout before the method's requirements for MLPs."""
-        return Layout(rank=self.rank, alpha=self.alpha, dropout=self.dropout)
+        return Layout(
+            rank=self.rank,
+            alpha=self.alpha,
+            dropout=self.dropout,
+            use_rslora=self.use_rslora is not False,
+            target_modules=self.target_modules,
+        )
 
 
 Network = Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
