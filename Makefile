@@ -9,10 +9,13 @@ TARGET ?= wire recipes limits accounts personal-models packs gguf bases tables c
 MINUTES ?= 10
 GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
 
-.PHONY: quickstart test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
+.PHONY: quickstart team test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 
 quickstart: .venv/.run  ## set up, then train four personal language models and compare
 	$(BIN)/coterie run quickstart
+
+team: .venv/.run  ## set up, then train four people's assistants together: BASE=FILE.gguf, a file of SmolLM2-135M-Instruct; default: from the Hub
+	$(BIN)/coterie run team $(if $(BASE),--set model.base=$(BASE))
 
 test: $(INSTALLED)  ## set up, then run the tests
 	$(BIN)/pytest -n 2 --dist worksteal

@@ -38,6 +38,7 @@ from coterie.data import (
     Stdlib,
     Synthetic,
     Table,
+    Team,
     Topics,
 )
 from coterie.data.canaries import Audit
@@ -196,7 +197,18 @@ def trust() -> list[str]:
 
 def data() -> list[str]:
     parts = ["Which fields there are depends on `data.kind`."]
-    for kind in (Stdlib, AgNews, Multilingual, Topics, Folders, Hub, HubClients, Table, Synthetic):
+    for kind in (
+        Stdlib,
+        AgNews,
+        Multilingual,
+        Topics,
+        Folders,
+        Hub,
+        HubClients,
+        Table,
+        Synthetic,
+        Team,
+    ):
         parts += [
             f"## `data.kind: {kind_of(kind)}`",
             about(kind),

@@ -153,7 +153,7 @@ def run(
             resume=resume,
             changed=resume_changed,
             reporter=events,
-            score_words=keystrokes.of_run,
+            score_texts=keystrokes.of_run,
         )
         write_report(folder, results, chosen.description)
     return Run(folder)
@@ -243,7 +243,7 @@ def compare(
             resume=going,
             changed=going and resume_changed,
             reporter=events,
-            score_words=keystrokes.of_run,
+            score_texts=keystrokes.of_run,
             **extra,
         )
         write_comparison(folder, comparison, chosen.description)

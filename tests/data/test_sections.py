@@ -63,7 +63,7 @@ def assert_disjoint(parts) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "table", "synthetic"]
+    "kind", ["stdlib", "agnews", "multilingual", "topics", "folders", "table", "synthetic", "team"]
 )
 def test_the_union_knows_every_kind(kind: str) -> None:
     section = TypeAdapter(Data).validate_python({"kind": kind})

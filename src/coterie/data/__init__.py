@@ -28,6 +28,7 @@ from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswe
 from coterie.data.section import Section, Source
 from coterie.data.synthetic import Synthetic
 from coterie.data.table import Table
+from coterie.data.team import Team
 
 GROUP = "coterie.data"  # of the entry points
 BASES = (Section, Images, LabelledTexts)
@@ -101,6 +102,7 @@ Data = Annotated[
     | HubClients
     | Table
     | Synthetic
+    | Team
     | Digits
     | Cifar100
     | Cifar10
@@ -135,6 +137,7 @@ __all__ = [
     "Stdlib",
     "Synthetic",
     "Table",
+    "Team",
     "Topics",
     "YahooAnswers",
     "kind_of",

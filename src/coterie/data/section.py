@@ -47,6 +47,14 @@ class Source:
     links: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class CheckedQuestion:
+    """A question to a client's trained model, and what its answer is checked for, by name."""
+
+    question: str
+    checks: Mapping[str, Callable[[str], bool]]
+
+
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     """Return path, size in bytes and modification time in nanoseconds of files, as a fingerprint.
     Raises DataError for a missing file.
@@ -124,6 +132,10 @@ class Section(BaseModel, ABC):
     @property
     def newcomers(self) -> tuple[ClientId, ...]:
         """The clients that never train and are only scored."""
+        return ()
+
+    def questions(self, client: ClientId) -> Sequence[CheckedQuestion]:
+        """Return what a client's model is asked after training, to check its own answers."""
         return ()
 
     def client_info(self, client: ClientId) -> ClientInfo | None:

@@ -1,16 +1,18 @@
 """What a keyboard with a model's suggestions is worth: words foreseen, and keystrokes saved."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from coterie.core.metrics import mean
 from coterie.core.protocol import ClientId
 from coterie.core.result import WordScores
 from coterie.data.chats.splits import ChatBatch
+from coterie.data.section import CheckedQuestion, Section
 from coterie.data.splits import RemoteSplit, Split
 from coterie.models.slots import Attachable
 from coterie.personal.loading import load_all
@@ -19,6 +21,7 @@ from coterie.personal.word_search import PUNCTUATION
 from coterie.personal.words import Words
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.problem import LearningProblem
+from coterie.runs.recipes.recipe import Recipe
 
 SHOWN = 3  # suggestions at a time
 ROWS = 16  # texts that are searched in one batch
@@ -65,25 +68,41 @@ def word_scores(search: Words, adapter: Attachable, split: Split, most: int) -> 
     return WordScores(len(places), first * share, shown * share, 100 * saved / keystrokes)
 
 
-def of_run(folder: Path, problem: LearningProblem, most: int) -> Mapping[ClientId, WordScores]:
-    """Return the scores of the personal models in a run's folder on at most `most` words of each
-    client's test text; {} for classifiers, and for texts on other machines.
+def of_run(
+    folder: Path, problem: LearningProblem, recipe: Recipe
+) -> Mapping[ClientId, Mapping[str, Any]]:
+    """Return the scores of the personal models in a run's folder by what they write, as fields of
+    `ClientResult`: on words of the clients' test texts, if the recipe asks for them, and of answers
+    to the data's questions, if there are any; {} for texts on other machines.
     """
-    if not isinstance(problem, Language) or not (folder / "clients").is_dir():
+    if not isinstance(problem, Language) or not isinstance(recipe.data, Section):
         return {}
-    models = load_all(folder, backbone=problem.backbone)
-    splits = {i: data.test for i, data in problem.federation.everyone.items() if i in models}
-    if any(isinstance(split, RemoteSplit) for split in splits.values()):
+    splits = {i: data.test for i, data in problem.federation.everyone.items()}
+    questions = {i: recipe.data.questions(i) for i in splits}
+    far = any(isinstance(split, RemoteSplit) for split in splits.values())
+    if far or not (recipe.words or any(questions.values())):
         return {}
-    search, scores = None, dict[ClientId, WordScores]()
-    for id, split in splits.items():
-        model = models[id]
+    search, scores = None, dict[ClientId, Mapping[str, Any]]()
+    for id, model in load_all(folder, backbone=problem.backbone).items():
         assert isinstance(model, PersonalModel)
         search = search or Words(problem.backbone, model.texts)
-        of_client = word_scores(search, model.fast, split, most)
-        if of_client is not None:
-            scores[id] = of_client
+        words = word_scores(search, model.fast, splits[id], recipe.words) if recipe.words else None
+        scores[id] = {"words": words, "answers": answer_scores(model, questions[id])}
     return scores
+
+
+def answer_scores(
+    model: PersonalModel, questions: Sequence[CheckedQuestion]
+) -> dict[str, float] | None:
+    """Return the percent of a model's answers, the most likely token at a time, that pass each
+    check, and `all`; None without questions.
+    """
+    passed = []
+    for one in questions:
+        answer = model.answer(one.question, do_sample=False)
+        checks = {name: check(answer) for name, check in one.checks.items()}
+        passed.append(checks | {"all": all(checks.values())})
+    return {name: 100 * mean(of[name] for of in passed) for name in passed[0]} if passed else None
 
 
 def _even(count: int, most: int) -> list[int]:

@@ -248,6 +248,11 @@ class Beside:
         return any(self.of(row) is not None for row in rows)
 
 
+def _of_answers(check: str, row: Row) -> float | None:
+    """Return the share of answers that pass a check; None without such a check."""
+    return (row.answers or {}).get(check)
+
+
 def _of_words(field: str, row: Row) -> float | None:
     """Return a figure of a row's word scores; None without any."""
     return None if row.words is None else float(getattr(row.words, field))
@@ -277,6 +282,14 @@ BESIDE = (
         False,
         "Imp.%: clients that do better than alone",
         "the share of clients that do better than their own Local run of the same seed",
+    ),
+    *(
+        Beside(name, partial(_of_answers, check), 0, False, f"{name}, %", sentence)
+        for name, check, sentence in (
+            ("right facts", "facts", "the share of a model's own answers with the right fact"),
+            ("right manner", "manner", "the share in the client's manner"),
+            ("both right", "all", "the share that is right in every respect"),
+        )
     ),
     *(
         Beside(name, partial(_of_words, field), 1, False, f"{name}, %", sentence)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_atomically, write_json
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
-from coterie.core.result import RESULT, Evaluation, Result, WordScores
+from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import under
 from coterie.core.threads import computing
 from coterie.methods import Method
@@ -33,7 +34,8 @@ from coterie.runs.results import ResultWriter
 from coterie.runs.scoring import Scorer
 from coterie.runs.state import RunState
 
-ScoreWords = Callable[[Path, LearningProblem, int], Mapping[ClientId, WordScores]]
+# of the personal models in a run's folder: fields of `ClientResult` by client
+ScoreTexts = Callable[[Path, LearningProblem, Recipe], Mapping[ClientId, Mapping[str, Any]]]
 # fields of a recipe that decide nothing of what a run computes
 UNDECISIVE = {"compare_with", "samples", "words", "memory", "curve_every", "auto"}
 
@@ -48,8 +50,7 @@ class Execution:
         title: The name of the run for the reporter.
         backend: Where the clients are; default: on this machine.
         parts: Recipes and folders of rows that are one part of this method each, see `leave`.
-        score_words: Returns the scores of the personal models in the run's folder on so many words
-            of each client, if the recipe asks for them.
+        score_texts: Scores the personal models in the run's folder by what they write.
     """
 
     def __init__(
@@ -60,10 +61,10 @@ class Execution:
         title: str = "",
         backend: Backend | None = None,
         parts: Sequence[tuple[Recipe, Path]] = (),
-        score_words: ScoreWords | None = None,
+        score_texts: ScoreTexts | None = None,
     ) -> None:
         self.folder, self.title, self.parts = folder, title, parts
-        self._score_words = score_words
+        self._score_texts = score_texts
         self.reporter = reporter or Callback()
         backend = backend or LocalBackend()
         recipe = prepared.recipe
@@ -119,10 +120,10 @@ class Execution:
             result = self.results.result(time.monotonic() - self.started)
             self.results.keep_personal_models()
             self.results.write_routing()
-            if self._score_words is not None and (count := self.recipe.words):
-                words = self._score_words(self.folder, state.prepared.problem, count)
-                scored = {i: replace(of, words=words.get(i)) for i, of in result.clients.items()}
-                result = replace(result, clients=scored)
+            if self._score_texts is not None:
+                scores = self._score_texts(self.folder, state.prepared.problem, self.recipe)
+                clients = {i: replace(of, **scores.get(i, {})) for i, of in result.clients.items()}
+                result = replace(result, clients=clients)
         write_json(self.folder / RESULT, result.to_json())
         RecordedInputs(self.folder).end()
         self.reporter.end(result)

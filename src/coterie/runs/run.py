@@ -23,7 +23,7 @@ from coterie.runs.backends import (
     computing_threads,
 )
 from coterie.runs.estimate import RunEstimator
-from coterie.runs.execution import Execution, ScoreWords
+from coterie.runs.execution import Execution, ScoreTexts
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
@@ -52,7 +52,7 @@ def run(
     changed: bool = False,
     reporter: Callback | None = None,
     backend: Backend | None = None,
-    score_words: ScoreWords | None = None,
+    score_texts: ScoreTexts | None = None,
 ) -> list[Result]:
     """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
     `baselines/<name>/` there. Return the results, the recipe's own method last.
@@ -68,7 +68,7 @@ def run(
     if resume or changed:
         _check_begun(folder, rows)
     return execute_all(
-        rows, reporter, backend=backend, changed=changed, within=folder, score_words=score_words
+        rows, reporter, backend=backend, changed=changed, within=folder, score_texts=score_texts
     )
 
 
@@ -91,7 +91,7 @@ def execute_all(
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
-    score_words: ScoreWords | None = None,
+    score_texts: ScoreTexts | None = None,
 ) -> list[Result]:
     """Run or resume every row in its folder; return the results of those that have one.
 
@@ -109,7 +109,7 @@ def execute_all(
         unfit: Called with folder and error of a row without a result, as its method refuses it or
             it diverged. By default the error is raised.
         ended: Called with the folder of each row that has ended.
-        score_words: See `Execution`.
+        score_texts: See `Execution`.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
@@ -163,7 +163,7 @@ def execute_all(
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
                 execution = Execution(
-                    prepared, folder, reporter, title, backend, parts[folder], score_words
+                    prepared, folder, reporter, title, backend, parts[folder], score_texts
                 )
                 try:
                     results[folder] = _executed(execution, changed)
@@ -256,7 +256,7 @@ def compare(
     chosen: Mapping[str, Recipe] | None = None,
     effort: str | None = None,
     searched: Path | None = None,
-    score_words: ScoreWords | None = None,
+    score_texts: ScoreTexts | None = None,
 ) -> Comparison:
     """Compare methods, see `coterie.compare`.
 
@@ -286,7 +286,7 @@ def compare(
         for row, _ in rows
     ]
     results = execute_all(
-        rows, reporter, titles, changed=changed, within=folder, score_words=score_words
+        rows, reporter, titles, changed=changed, within=folder, score_texts=score_texts
     )
     table = comparing.rows(results)
     comparison = Comparison(

@@ -40,6 +40,7 @@ class Row(Record):
         gate_accuracy: Percent; None without a gate.
         loss: Mean test loss, nats.
         words: Means over clients and seeds, see `ClientResult`.
+        answers: The same of `ClientResult.answers`.
         between_clients: Standard deviation of the test metric over clients.
         improved: Percent of clients that score better than with `local`; None if `local` is not
             among the methods.
@@ -63,7 +64,7 @@ class Row(Record):
         privacy: The privacy budget spent; None without differential privacy.
     """
 
-    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of", "words")
+    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of", "words", "answers")
 
     method: str
     metric: MetricInfo
@@ -79,6 +80,7 @@ class Row(Record):
     gate_accuracy: float | None = None
     loss: float | None = None
     words: WordScores | None = None
+    answers: Mapping[str, float] | None = None
     between_clients: float | None = None
     improved: float | None = None
     weights_error: float | None = None

@@ -63,6 +63,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         gate_accuracy=_average([r.gate_accuracy for r in results]),
         loss=_average([r.mean_loss for r in results]),
         words=_words(results),
+        answers=_answers(results),
         between_clients=mean(map(between, results)),
         improved=improved(results, alone) if alone else None,
         weights_error=_average([r.weights_error for r in results]),
@@ -87,6 +88,13 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         privacy=first.privacy,
         drawn_of=first.drawn_of,
     )
+
+
+def _answers(results: Sequence[Result]) -> dict[str, float] | None:
+    """Return the means of the shares of answers that pass each check, over clients and seeds."""
+    scored = (client.answers for result in results for client in result.headline.values())
+    known = [answers for answers in scored if answers]
+    return {name: mean(answers[name] for answers in known) for name in known[0]} if known else None
 
 
 def _words(results: Sequence[Result]) -> WordScores | None:

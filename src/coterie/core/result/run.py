@@ -69,17 +69,20 @@ class ClientResult(Costs, Scores):
         specialists: Number of experts in its model that stay with it.
         words: How well a keyboard with its model foresees the words of its test text; None unless
             the recipe names a number of `words`, and for text on other machines.
+        answers: Percent of its model's answers to the questions of `data` that pass each check,
+            and `all` of them; None for data without questions.
         group: The group of a client that never trained; None for a client that trains.
     """
 
     rare: ClassVar[Collection[str]] = (
-        *("experts", "parts", "weight", "group", "kept_round", "words"),
+        *("experts", "parts", "weight", "group", "kept_round", "words", "answers"),
     )
 
     valid: float
     test_synced: float | None = None
     kept_round: int | None = None
     words: WordScores | None = None
+    answers: Mapping[str, float] | None = None
     group: str | None = None
 
 
