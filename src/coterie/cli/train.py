@@ -127,13 +127,24 @@ def _dry_run(recipe: "Recipe") -> None:
 
 @app.command()
 def compare(
-    methods: Annotated[list[str], typer.Argument(help="Methods (`coterie methods`).")],
+    methods: Annotated[
+        list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
+    ] = None,
     recipe: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="A shipped recipe or a YAML file: the data, base and budget of all rows."
+            help="A shipped recipe or a YAML file: the data, base and budget of all rows.",
+            show_default=False,
         ),
-    ],
+    ] = None,
+    rivals: Annotated[
+        bool,
+        typer.Option(
+            "--rivals",
+            help="Take the methods that one compares with on such data: coterie compare --rivals "
+            "RECIPE.",
+        ),
+    ] = False,
     seeds: Annotated[
         int, typer.Option(min=1, help="Number of runs per method, with consecutive seeds.")
     ] = 3,
@@ -157,14 +168,18 @@ def compare(
 ) -> None:
     """Compare methods on the same data, base and budget: mean and standard deviation over seeds."""
     with _stopping():
+        if rivals and methods and recipe is None:
+            *methods, recipe = methods  # more rows, then the recipe
+        names, recipe = _methods_and_recipe(methods or [], recipe, "compare", rivals)
         loaded = _load(recipe, set_, seed)
         from rich.console import Console
 
         from coterie import api
+        from coterie.runs.recipes.rivals import rivals_of
         from coterie.runs.tuning import spaces
 
         comparison = api.compare(
-            methods,
+            list(dict.fromkeys([*rivals_of(loaded), *names])) if rivals else names,
             loaded,
             seeds=seeds,
             tune=tune,
@@ -211,7 +226,7 @@ def tune(
     effort for every method. For instance: coterie tune cobo local --recipe cobo-digits
     """
     with _stopping():
-        names, source = _methods_and_recipe(methods or [], recipe)
+        names, source = _methods_and_recipe(methods or [], recipe, "tune")
         loaded = _load(source, set_, seed)
         from rich.console import Console
 
@@ -246,25 +261,27 @@ def tune(
         )
 
 
-def _methods_and_recipe(names: list[str], recipe: str | None) -> tuple[list[str], str]:
-    """Return the methods and the recipe. Without --recipe the first name is the recipe's. Raises
-    Refused.
+def _methods_and_recipe(
+    names: list[str], recipe: str | None, to: str, more: bool = False
+) -> tuple[list[str], str]:
+    """Return the methods and the recipe. Without --recipe the first name is the recipe's, unless it
+    is a method's. Raises Refused if none are named, and there are not `more`.
     """
-    if recipe is not None and not names:
-        raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
+    if recipe is not None and not names and not more:
+        raise Refused(f"no methods to {to}", "Name at least one: see `coterie methods`.")
     if recipe is not None:
         return names, recipe
     if not names:
         raise Refused(
-            "no methods to tune, and no recipe",
-            "For instance: coterie tune cobo local --recipe cobo-digits",
+            f"no methods to {to}, and no recipe",
+            f"For instance: coterie {to} cobo local --recipe cobo-digits",
         )
     first, *others = names
     from coterie.methods import METHODS
 
     if first in METHODS:
         raise Refused(
-            "--recipe: missing", f"For instance: coterie tune {' '.join(names)} --recipe quickstart"
+            "--recipe: missing", f"For instance: coterie {to} {' '.join(names)} --recipe quickstart"
         )
     return others, first
 

@@ -40,8 +40,8 @@ class Layout:
         dropout: Probability of dropping a value of any LoRA's input while training.
         top_k: Experts that a token uses, at most all of them.
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
-        local_a, local_b: Whether every A, or every B (FedSA-LoRA), is local, whatever its expert
-            is.
+        local_a: Whether every A is local, whatever its expert is.
+        local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         local_part: What of the model is local: the head, of a language model the adapters of its
             last `head_blocks` blocks, of a classifier its last layer; the body, all else; or the
             norms of a classifier (FedPer, LG-FedAvg, FedBN).
