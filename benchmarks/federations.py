@@ -26,6 +26,7 @@ FULL: Mapping[str, Any] = {"evaluate_every": 2}
 AS_KEPT: Mapping[str, Any] = {
     "method": {"name": "comigs-1g1s", "rounds": 10, "router_every": 15, "router_steps": 5},
     "patience": None,
+    "evaluate_rows": None,
 }
 ROUTERS = {"router_every": 12, "router_steps": 4}  # a third of a router step per local iteration
 

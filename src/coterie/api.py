@@ -21,6 +21,7 @@ from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
 from coterie.reports.tuning import write_tuning
 from coterie.runs import run as runs
+from coterie.runs.budget import planned
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder.lock import latest_folder, new_folder
 from coterie.runs.recipes.recipe import Recipe, resolve
@@ -330,7 +331,7 @@ def dry_run(recipe: Recipe | str | Path, **changes: Any) -> dict[str, Estimate]:
         >>> estimate.seconds > 0, estimate.up > 0
         (True, True)
     """
-    costs = estimates(_recipe(recipe, changes))
+    costs = estimates(planned(_recipe(recipe, changes))[0])
     return {prepared.recipe.method["name"]: estimate for prepared, estimate in costs}
 
 

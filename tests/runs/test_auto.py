@@ -1,6 +1,7 @@
 """What `coterie run folders` chooses by itself: values of `auto`, known before the run starts."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -117,7 +118,9 @@ def test_epochs_and_batches_follow_the_text(
     assert recipe.auto == ()
     assert (recipe.keep, recipe.evaluate_every) == ("best", 1)
     assert said.count("\n") == 0
-    for key, value in zip(auto.dotted.AUTOMATIC, values(recipe), strict=True):
+    chosen = (*values(recipe), recipe.evaluate_rows)
+    assert recipe.evaluate_rows == max(math.ceil(0.3 * steps * batch), 4)
+    for key, value in zip(auto.dotted.AUTOMATIC, chosen, strict=True):
         assert (f"{key} {value:g} (" in said) if value is not None else (key not in said)
 
 
@@ -213,7 +216,7 @@ def test_local_epochs_and_whole_sections_win_too(tiny_base: Path, tmp_path: Path
 
 def test_it_can_be_written_read_and_asked_of_other_recipes() -> None:
     recipe = load("folders", ["data.path=/nowhere"])
-    assert len(recipe.auto) == 5
+    assert len(recipe.auto) == 6
     assert validate(yaml.safe_load(dump(recipe)), "again") == recipe
     assert recipe.with_method("local").auto == recipe.auto
     assert load("agnews-ood", ["training.experts.lr=auto"]).auto == ("training.experts.lr",)

@@ -223,7 +223,8 @@ def test_what_is_not_measured_is_expected_by_how_much_it_trains(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "coterie.runs.estimate.estimate", lambda prepared: Estimate(2 * work(prepared), 0, 0, None)
+        "coterie.runs.estimate.estimate",
+        lambda prepared, _: Estimate(2 * work(prepared), 0, 0, 0, None),
     )
     rows = [
         LocalBackend().prepare(recipe.with_method(name))

@@ -20,6 +20,7 @@ WORDS = {  # two who share words, and one apart
 }
 LIMIT = 30
 QUICK = {
+    "evaluate_rows": None,
     "model.context": 32,
     "training.batch_size": 4,
     "training.experts.lr": 0.05,

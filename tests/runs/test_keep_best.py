@@ -44,6 +44,7 @@ SMALL = (
     *(f"method.rounds={ROUNDS}", "method.local_steps=4", "method.router_every=2"),
     *("method.router_steps=1", "evaluate_every=1", "compare_with=[]", "curve_every=null", "seed=3"),
     *("training.experts.schedule=constant", "method.name=comigs-1g1s", "patience=null"),
+    "evaluate_rows=null",
 )
 DIGITS = (
     *(f"method.rounds={ROUNDS}", "method.local_steps=3", "compare_with=[]", "evaluate_every=1"),

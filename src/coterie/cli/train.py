@@ -63,6 +63,15 @@ def run(
     resume: Resume = False,
     resume_changed: Changed = False,
     track: Track = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            metavar="30m",
+            help="End in this time on this machine: rounds, iterations, batches and windows are "
+            "chosen by it. The field `time` of the recipe.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -75,7 +84,8 @@ def run(
     """Run a recipe: train and evaluate a personal model for every client."""
     with _stopping("stopped." if dry_run else RESUMABLE):
         # before the heavy imports, so that mistakes show at once
-        loaded = _load(recipe, set_, seed)
+        given = [*(set_ or ()), *((f"time={time}",) if time else ())]
+        loaded = _load(recipe, given, seed)
         if dry_run:
             _dry_run(loaded)
             return
@@ -110,18 +120,21 @@ def _dry_run(recipe: "Recipe") -> None:
     from rich.console import Console
 
     from coterie.reports.tables import clock, estimate_table
+    from coterie.runs.budget import advice, planned
     from coterie.runs.estimate import estimates
-    from coterie.runs.problems.auto import resolved
 
-    console, seconds = Console(), list[float]()
-    recipe, note = resolved(recipe)
-    for line in filter(None, [note, recipe.limit]):
+    console, seconds, once = Console(), list[float](), 0.0
+    recipe, lines = planned(recipe)
+    for line in filter(None, [*lines, recipe.limit]):
         print(line)
     for prepared, estimate in estimates(recipe):
         estimate_table(console, prepared, estimate, first=not seconds)
         seconds.append(estimate.seconds)
+        once += estimate.once
     if len(seconds) > 1:
         print(f"All {len(seconds)} methods: about {clock(sum(seconds))}.")
+    if hint := advice(recipe, sum(seconds), once):
+        print(hint)
     print("Estimates from a few steps on this machine.\nNothing was written.")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -48,6 +49,8 @@ class Client(BoundClient):
         sanitizer: Makes the gradients of shared roles, if single examples are protected.
         round: Rounds that the run has done.
         round_steps: L, the client's local iterations in a round.
+        scored_rows: Rows of each set that are scored between rounds, and at the end; None: all of
+            them.
         frozen: Roles that no step changes: they belong to others and are not sent back, see
             `Method.iterate`.
     """
@@ -55,9 +58,20 @@ class Client(BoundClient):
     sanitizer: Sanitizer | None = None
     round: int = 0
     round_steps: int = 0
+    scored_rows: tuple[int | None, int | None] = (None, None)
     frozen: frozenset[Role] = frozenset()
     stats: dict[str, list[dict[str, Tensor]]] = field(default_factory=dict)
     tokens: int = 0
+    _most: int | None = None  # rows of a set that are scored now
+
+    @contextmanager
+    def scoring(self, rows: int | None) -> Iterator[None]:
+        """Score so many rows of each set within the block."""
+        self._most = rows
+        try:
+            yield
+        finally:
+            self._most = None
 
     @property
     def iteration(self) -> int:
@@ -271,14 +285,11 @@ class Client(BoundClient):
 
     def score_part(self, split: Split, windows: int) -> Tensor:
         """Return `score` of so many rows, evenly spaced over the split."""
-        return self.model.score(iter(split.take(self._part(split, windows)).split(self._rows)))
+        return self.model.score(self.batches(split, windows))
 
     def predictions(self, split: Split, windows: int | None = None) -> list[Prediction]:
         """Return the model's predictions on a split, or on so many rows evenly spaced over it."""
-        if windows is None:
-            return list(self.model.predictions(self.batches(split)))
-        rows = split.take(self._part(split, windows)).split(self._rows)
-        return list(self.model.predictions(iter(rows)))
+        return list(self.model.predictions(self.batches(split, windows)))
 
     def losses(self, split: Split, windows: int) -> Tensor:
         """Return each row's loss of `score_part`, (rows,), weighted to have its mean."""
@@ -291,9 +302,13 @@ class Client(BoundClient):
         """Return the indices of so many rows, evenly spaced over the split."""
         return np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
 
-    def batches(self, split: Split) -> Iterator[Any]:
-        """Yield all rows of a split in order, in batches for scoring."""
-        for batch in split.scoring(self._rows):
+    def batches(self, split: Split, windows: int | None = None) -> Iterator[Any]:
+        """Yield all rows of a split in order, or so many evenly spaced over it, in batches for
+        scoring.
+        """
+        most = self._most if windows is None else windows
+        part = None if most is None else split.take(self._part(split, most)).split(self._rows)
+        for batch in split.scoring(self._rows) if part is None else part:
             check_stopped()
             yield batch
 

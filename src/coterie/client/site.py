@@ -51,6 +51,8 @@ class Site:
     seed: int
     total_iterations: int  # T * L
     outbound: Outbound | None = None  # processes replies; None: they are sent unchanged
+    # of each set between rounds, and at the end; None: all
+    scored_rows: tuple[int | None, int | None] = (None, None)
     models: dict[Layout, Model] = field(default_factory=dict)
     _parts: "dict[str, Site]" = field(default_factory=dict)  # see `part`
     _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class Site:
 
     def client(self, id: ClientId, state: State, **task: Any) -> Client:
         """Return the client `id` with its state, and the settings of a task."""
-        settings = {"total_iterations": self.total_iterations} | task
+        settings: dict[str, Any] = {"scored_rows": self.scored_rows}
+        settings |= {"total_iterations": self.total_iterations} | task
         return Client(
             id, self.model(id), self.data[id], self.training, state, self.seed, **settings
         )

@@ -206,8 +206,11 @@ class Method(ABC):
 
     @task(Sends.SCORES)
     def score_and_keep(self, client: Client, tensors: Tensors) -> Tensors:
-        """Return `score`; keep a copy of the personal model if it is the best on validation."""
-        scores = self.score(client, tensors)
+        """Return `score` of `Client.scored_rows`; keep a copy of the personal model if it is the
+        best on validation.
+        """
+        with client.scoring(client.scored_rows[0]):
+            scores = self.score(client, tensors)
         if improves(client, scores["valid"]):
             with client.borrowing(self.loadable(client, tensors)):
                 remember(client, scores, client.round)
@@ -215,8 +218,15 @@ class Method(ABC):
 
     @task(Sends.SCORES)
     def recall(self, client: Client, tensors: Tensors) -> Tensors:
-        """Make the copy of `score_and_keep` the client's model; return its scores and round."""
-        return recall(client)
+        """Make the copy of `score_and_keep` the client's model; return its scores, of what is
+        scored at the end, and round.
+        """
+        recalled = recall(client)
+        if client.scored_rows[0] is None:
+            return recalled
+        with client.scoring(client.scored_rows[1]):
+            scores = self.score(client, {})
+        return recalled | {name: scores[name] for name in ("valid", "test")}
 
     @task(Sends.NOTHING)
     def keep(self, client: Client, tensors: Tensors) -> Tensors:

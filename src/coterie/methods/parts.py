@@ -249,7 +249,8 @@ class OfParts(Method):
         """Choose the weights by validation data; return scores of the mixture and of each part."""
         by_part, scores = [], []
         for one in self._each(client, tensors):
-            by_part.append((one.predictions(one.valid), one.predictions(one.test)))
+            with one.scoring(one.scored_rows[0 if keep else 1]):
+                by_part.append((one.predictions(one.valid), one.predictions(one.test)))
             its = dict(zip(("valid", "test"), map(score_of, by_part[-1]), strict=True))
             if keep and improves(one, its["valid"]):
                 remember(one, its, one.round)

@@ -58,13 +58,16 @@ class Estimate:
         (['fedavg', 'cobo'], True, True)
 
     Args:
-        seconds: Of all rounds and evaluations; 0 of a part that another row trains.
+        seconds: Of all rounds and evaluations; of a part that another row trains only the last
+            evaluation.
+        once: Seconds of what the number of rounds does not change: scores on everything.
         up: Bytes that a client sends in a round.
         down: Bytes that a client receives in a round.
         memory: Bytes: the peak of the process so far, and the states of all clients.
     """
 
     seconds: float
+    once: float  # of these, seconds that do not depend on the number of rounds and iterations
     up: float
     down: float
     memory: float | None
@@ -92,15 +95,28 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     if method.rounds:
         per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
         seconds = method.rounds * _iterations(prepared) * per_step
-    every = recipe.evaluate_every
+    every, share = recipe.evaluate_every, _share(prepared, recipe.evaluate_rows)
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
-    seconds += (evaluations + 0.5) * scoring  # and once more, synchronised, of the test sets alone
-    seconds += scoring * _curve(prepared)
-    seconds /= prepared.at_once
+    seconds += (evaluations * share + _curve(prepared)) * scoring
+    # of the kept models; or once more, synchronised, of the test sets alone
+    end = _share(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
+    once = scoring * end / prepared.at_once
     peak = devices.peak_memory()
     states = trial.state_bytes * len(prepared.site.data)
-    return Estimate(seconds, trial.up, trial.down, None if peak is None else peak + states)
+    memory = None if peak is None else peak + states
+    seconds = seconds / prepared.at_once + once
+    return Estimate(seconds, once if method.rounds else seconds, trial.up, trial.down, memory)
+
+
+def _share(
+    prepared: Prepared, rows: int | None, splits: Sequence[str] = ("valid", "test")
+) -> float:
+    """Return the share of all rows that so many of each of these splits are."""
+    everyone = list(prepared.problem.federation.everyone.values())
+    sizes: list[int] = [getattr(data, name).windows for data in everyone for name in splits]
+    scored = sum(size if rows is None else min(rows, size) for size in sizes)
+    return scored / sum(data.valid.windows + data.test.windows for data in everyone)
 
 
 def _curve(prepared: Prepared) -> float:
@@ -108,11 +124,9 @@ def _curve(prepared: Prepared) -> float:
     recipe = prepared.recipe
     if recipe.curve_every is None:
         return 0.0
-    everyone = list(prepared.problem.federation.everyone.values())
-    share = sum(min(CURVE_ROWS, data.test.windows) for data in everyone) / sum(
-        d.valid.windows + d.test.windows for d in everyone
+    return _share(prepared, CURVE_ROWS, ("test",)) * (
+        1 + math.ceil(prepared.method.rounds / recipe.curve_every)
     )
-    return share * (1 + math.ceil(prepared.method.rounds / recipe.curve_every))
 
 
 def work(prepared: Prepared) -> float:
@@ -123,10 +137,10 @@ def work(prepared: Prepared) -> float:
     return iterations * recipe.training.batch_size + scored / 3
 
 
-def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
+def estimates(recipe: Recipe, speed: "Speed | None" = None) -> Iterator[tuple[Prepared, Estimate]]:
     """Yield the cost of each method of a recipe here, its own last. Raises Refused."""
     recipe, _ = resolved(recipe)
-    backend, data, speed = LocalBackend(), SharedData(), Speed()
+    backend, data, speed = LocalBackend(), SharedData(), speed or Speed()
     threads = CommonThreads((), backend)
     rows = [*map(recipe.with_method, recipe.compare_with), recipe]
     for row in rows:
@@ -134,7 +148,8 @@ def estimates(recipe: Recipe) -> Iterator[tuple[Prepared, Estimate]]:
         with computing(computing_threads(prepared)):
             cost = estimate(prepared, speed)
         whole = next((of.method["name"] for of in rows if of.trains(row)), None)
-        yield prepared, replace(cost, seconds=0.0, part_of=whole) if whole else cost
+        last = cost.once if row.evaluate_rows else 0.0  # a part is only scored on everything
+        yield prepared, replace(cost, seconds=last, once=last, part_of=whole) if whole else cost
 
 
 @dataclass
@@ -172,7 +187,7 @@ class Speed:
     and proportional to their operations. Each of their steps would take seconds.
     """
 
-    known: dict[int, tuple[float, float] | None] = field(default_factory=dict)
+    known: dict[tuple[int, ...], tuple[float, float] | None] = field(default_factory=dict)
     flops: dict[Layout, int] = field(default_factory=dict)
 
     @contextmanager
@@ -184,7 +199,9 @@ class Speed:
         if not isinstance(problem, Language):
             yield None
             return
-        if (base := id(problem.backbone)) not in self.known:
+        # other windows have other steps, long or short
+        base = id(problem.backbone), prepared.recipe.training.batch_size, problem.section.context
+        if base not in self.known:
             self.known[base] = _pace(prepared)
         if (pace := self.known[base]) is None:
             yield None
@@ -334,10 +351,11 @@ class _Trial:
         client = prepared.site.client(id, {})
         rows = sum(len(batch) for batch in islice(client.batches(client.test), BATCHES))
         with client.borrowing(prepared.method.loadable(client, sent)):
-            begun = self._now()
-            client.score(client.test, BATCHES)
-            devices.synchronise(client.model.device)
-            seconds = self._now() - begun
+            for _ in range(2):  # the first loads libraries
+                begun = self._now()
+                client.score(client.test, BATCHES)
+                devices.synchronise(client.model.device)
+                seconds = self._now() - begun
         windows = sum(client.valid.windows + client.test.windows for client in scored)
         models = len(self.prepared.site.layouts[id].models)
         return models * seconds * windows / max(rows, 1)

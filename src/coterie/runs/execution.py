@@ -37,7 +37,8 @@ from coterie.runs.state import RunState
 # of the personal models in a run's folder: fields of `ClientResult` by client
 ScoreTexts = Callable[[Path, LearningProblem, Recipe], Mapping[ClientId, Mapping[str, Any]]]
 # fields of a recipe that decide nothing of what a run computes
-UNDECISIVE = {"compare_with", "samples", "words", "memory", "curve_every", "auto"}
+UNDECISIVE = {"compare_with", "samples", "words", "memory", "curve_every", "auto", "time"}
+LATER = ("patience", "evaluate_rows", "final_rows")  # fields that older checkpoints are without
 
 
 class Execution:
@@ -51,6 +52,7 @@ class Execution:
         backend: Where the clients are; default: on this machine.
         parts: Recipes and folders of rows that are one part of this method each, see `leave`.
         score_texts: Scores the personal models in the run's folder by what they write.
+        until: A time, by `time.monotonic`, by which a round must end to be begun; None: none.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Execution:
         backend: Backend | None = None,
         parts: Sequence[tuple[Recipe, Path]] = (),
         score_texts: ScoreTexts | None = None,
+        until: float | None = None,
     ) -> None:
-        self.folder, self.title, self.parts = folder, title, parts
+        self.folder, self.title, self.parts, self.until = folder, title, parts, until
         self._score_texts = score_texts
         self.reporter = reporter or Callback()
         backend = backend or LocalBackend()
@@ -79,7 +82,11 @@ class Execution:
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
         # what decides the values of a run: a checkpoint is of one of these alone
-        later = set[str]() if recipe.patience else {"patience"}  # older checkpoints are without it
+        later = {
+            name
+            for name in ("patience", "evaluate_rows", "final_rows")
+            if getattr(recipe, name) is None
+        }
         decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE | later)
         if fingerprint := prepared.problem.fingerprint:
             decisive["common_expert"] = fingerprint
@@ -109,7 +116,8 @@ class Execution:
                 self.scorer.add_point()
             if self.scorer.keeps_best and not state.evaluations and rounds:
                 self.scorer.evaluate()
-            while state.round < rounds and not self.scorer.turned():
+            self._first, self._rounds_began = state.round, time.monotonic()
+            while state.round < rounds and not self.scorer.turned() and not self._late():
                 self.one_round()
             if state.round < rounds and "part_of" not in state.progress:  # it has ended, as a part
                 self._end_early()
@@ -157,13 +165,21 @@ class Execution:
             self._save()
         self.reporter.round(state.round)
 
+    def _late(self) -> bool:
+        """Whether another round would end after the time that the run has."""
+        done, now = self.state.round - self._first, time.monotonic()
+        if self.until is None or not done:
+            return False
+        return now + (now - self._rounds_began) / done > self.until
+
     def _end_early(self) -> None:
         """Do what follows the last round, and score it, if the method has anything to do then."""
         state = self.state
+        why = f"no validation score was better in the last {self.recipe.patience} evaluations"
         self.requests.noted(
             "the server",
-            f"training ends after round {state.round} of at most {state.method.rounds}: no "
-            f"validation score was better in the last {self.recipe.patience} evaluations",
+            f"training ends after round {state.round} of at most {state.method.rounds}: "
+            f"{'the time is over' if self._late() else why}",
         )
         methods = state.method.methods.values() or (state.method,)
         if any(type(method).finish is not Method.finish for method in methods):

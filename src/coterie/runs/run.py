@@ -1,6 +1,7 @@
 """Run a recipe, or several methods on one, into a folder."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,16 +23,18 @@ from coterie.runs.backends import (
     SharedData,
     computing_threads,
 )
+from coterie.runs.budget import advice, planned
 from coterie.runs.estimate import RunEstimator
 from coterie.runs.execution import Execution, ScoreTexts
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
 from coterie.runs.folder.names import COMPARISON, RECIPE
-from coterie.runs.problems.auto import resolved
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
+
+OVER = 1.05  # of the time that one has: a round that would end later is not begun
 
 
 @dataclass
@@ -61,14 +64,21 @@ def run(
         raise Refused(
             f"{folder} already holds a run", "Resume it with --resume, or choose another --out."
         )
-    reporter, backend = reporter or Callback(), backend or LocalBackend()
+    reporter, backend, begun = reporter or Callback(), backend or LocalBackend(), time.monotonic()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, backend)
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
     rows.append((recipe, folder))
     if resume or changed:
         _check_begun(folder, rows)
+    until = None if recipe.time is None or backend.devices else begun + OVER * recipe.time
     return execute_all(
-        rows, reporter, backend=backend, changed=changed, within=folder, score_texts=score_texts
+        rows,
+        reporter,
+        backend=backend,
+        changed=changed,
+        within=folder,
+        score_texts=score_texts,
+        until=until,
     )
 
 
@@ -76,9 +86,9 @@ def without_auto(
     recipe: Recipe, folder: Path | None, reporter: Callback, backend: Backend
 ) -> Recipe:
     """Return a recipe with `auto` resolved, and report the choices. Raises Refused."""
-    recipe, choices = resolved(recipe, folder, devices=backend.devices)
-    if choices:
-        reporter.chosen(choices)
+    recipe, choices = planned(recipe, folder, devices=backend.devices)
+    for line in choices:
+        reporter.chosen(line)
     return recipe
 
 
@@ -92,6 +102,7 @@ def execute_all(
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
     score_texts: ScoreTexts | None = None,
+    until: float | None = None,
 ) -> list[Result]:
     """Run or resume every row in its folder; return the results of those that have one.
 
@@ -110,6 +121,7 @@ def execute_all(
             it diverged. By default the error is raised.
         ended: Called with the folder of each row that has ended.
         score_texts: See `Execution`.
+        until: The time, by `time.monotonic`, at which all should have ended; None: none.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
@@ -138,7 +150,7 @@ def execute_all(
         # of another recipe `_executed` says more
         if not changed and RecordedInputs(folder).begun() and same_recipe(recipe, folder):
             RecordedInputs(folder).check(Inputs.of(prepared))
-        if reporter.shows_estimate and not backend.devices and recipe.engine != "flower":
+        if (reporter.shows_estimate or until) and not backend.devices and recipe.engine != "flower":
             # what is estimated computes as what is run: as many clients at once
             planned = threads.assign(prepared, folder)
             with computing(computing_threads(planned)):
@@ -146,9 +158,8 @@ def execute_all(
         del prepared
     if not first:
         return []  # all are refused
-    limits = dict.fromkeys(recipe.limit for recipe, _ in given if recipe.limit)
-    reporter.noted([*first[0].problem.federation.notes, *limits])
-    reporter.expects(foresight.seconds())
+    expected = foresight.seconds()
+    _announce(reporter, first[0], [recipe for recipe, _ in given], expected)
     data.keep(*first)
     results: dict[Path, Result] = {}
     with ExitStack() as stack:
@@ -158,12 +169,20 @@ def execute_all(
         for recipe, folder in rows:
             if folder in refused:
                 continue
+            expected = expected[1:]  # of the rows after this one
             title = called.get(folder) or METHODS[recipe.method["name"]].title
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
                 execution = Execution(
-                    prepared, folder, reporter, title, backend, parts[folder], score_texts
+                    prepared,
+                    folder,
+                    reporter,
+                    title,
+                    backend,
+                    parts[folder],
+                    score_texts,
+                    None if until is None else until - sum(expected),
                 )
                 try:
                     results[folder] = _executed(execution, changed)
@@ -173,6 +192,17 @@ def execute_all(
                 if ended is not None:
                     ended(folder)
     return [results[folder] for _, folder in given if folder in results]
+
+
+def _announce(
+    reporter: Callback, first: Prepared, recipes: Sequence[Recipe], expected: Sequence[float]
+) -> None:
+    """Report what people should know before training, and the seconds of each row."""
+    limits = [recipe.limit for recipe in recipes]
+    hint = advice(recipes[-1], sum(expected))
+    notes = [*first.problem.federation.notes, *limits, hint]
+    reporter.noted(list(dict.fromkeys(note for note in notes if note)))
+    reporter.expects(expected)
 
 
 def _report_unfit(
@@ -266,6 +296,8 @@ def compare(
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
     check_new(folder, resume or changed)
+    if recipe.time is not None:
+        raise Refused("time: only `coterie run` ends in a given time", "Leave it out.")
     reporter = reporter or Callback()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, LocalBackend())
     recipes_of = {name: (chosen or {}).get(name) or recipe.with_method(name) for name in methods}

@@ -56,6 +56,7 @@ class Scorer:
                 gate_accuracy=self._choices(replies, [i]).gate_accuracy if gated else None,
                 experts=numbers_of_experts(received[i]) if gated else None,
                 parts=self._parts(replies[i]),
+                predictions=int(replies[i]["test"][1]),
             )
             for i, by_split in values.items()
         }
@@ -198,6 +199,7 @@ class Scorer:
                 gate_accuracy=None if before is None else before.gate_accuracy,
                 experts=None if before is None else before.experts,
                 parts=self._parts(reply),
+                predictions=int(reply["test"][1]),
             )
             recalled[i] = round, scores
         return recalled

@@ -41,6 +41,7 @@ class Row(Record):
         loss: Mean test loss, nats.
         words: Means over clients and seeds, see `ClientResult`.
         answers: The same of `ClientResult.answers`.
+        predictions: Number of test predictions that `mean` is over, of all clients.
         between_clients: Standard deviation of the test metric over clients.
         improved: Percent of clients that score better than with `local`; None if `local` is not
             among the methods.
@@ -64,7 +65,7 @@ class Row(Record):
         privacy: The privacy budget spent; None without differential privacy.
     """
 
-    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of", "words", "answers")
+    rare: ClassVar[Collection[str]] = ("kept_rounds", "part_of", "words", "answers", "predictions")
 
     method: str
     metric: MetricInfo
@@ -81,6 +82,7 @@ class Row(Record):
     loss: float | None = None
     words: WordScores | None = None
     answers: Mapping[str, float] | None = None
+    predictions: int | None = None
     between_clients: float | None = None
     improved: float | None = None
     weights_error: float | None = None

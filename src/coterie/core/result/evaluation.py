@@ -44,11 +44,11 @@ class Evaluated(Record):
 @dataclass(frozen=True, kw_only=True)
 class Scores(Record):
     """The scores of one client's model, see `ClientResult`. At a point of a curve `valid` is None,
-    and `test` is of a part of the test set.
+    and `test` is of a part of the test set, as between rounds with `evaluate_rows`.
     """
 
     rare: ClassVar[Collection[str]] = (
-        *("valid", "valid_loss", "test_loss", "experts", "parts", "weight"),
+        *("valid", "valid_loss", "test_loss", "experts", "parts", "weight", "predictions"),
     )
 
     valid: float | None = None
@@ -59,6 +59,7 @@ class Scores(Record):
     experts: Sequence[int] | None = None
     parts: Mapping[str, "Scores"] | None = None
     weight: float | None = None
+    predictions: int | None = None
 
     def to_json(self) -> Json:
         """Return the JSON object; with a gate, `gate_accuracy` is in it even if it is unknown."""
@@ -103,7 +104,10 @@ class Evaluation(Record):
         parts = {i: scores.parts[name] for i, scores in self.clients.items() if scores.parts}
         valids = [part.valid for part in parts.values() if part.valid is not None]
         valid, test = fmean(valids) if valids else None, fmean(p.test for p in parts.values())
-        clients = {i: replace(part, weight=None) for i, part in parts.items()}
+        clients = {
+            i: replace(part, weight=None, predictions=self.clients[i].predictions)
+            for i, part in parts.items()
+        }
         return replace(self, valid=valid, test=test, clients=clients, weights=None)
 
 

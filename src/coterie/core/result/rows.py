@@ -64,6 +64,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         loss=_average([r.mean_loss for r in results]),
         words=_words(results),
         answers=_answers(results),
+        predictions=_predictions(first),
         between_clients=mean(map(between, results)),
         improved=improved(results, alone) if alone else None,
         weights_error=_average([r.weights_error for r in results]),
@@ -142,7 +143,21 @@ def rows(results: Sequence[Result]) -> list[Row]:
     return [replace(line, clients={i: line.clients[i] for i in common}) for line in lines]
 
 
+def _predictions(result: Result) -> int | None:
+    """Return the number of test predictions of a result's headline; None if it is not known."""
+    counts = [client.predictions for client in result.headline.values()]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
+
+
 def reading(row: Row) -> str:
+    """Return sentences on which models the scores of a table's rows are of, and on how much."""
+    if row.predictions is None:
+        return _models(row)
+    return f"{_models(row)} On {row.predictions:,} test {prediction(row.metric)}s of all clients."
+
+
+def _models(row: Row) -> str:
     """Return a sentence on which models the scores of a table's rows are of."""
     if row.groups:
         return "Clients that took no part in training, with the model that the server gives them."

@@ -55,6 +55,7 @@ class ClientResult(Costs, Scores):
         parts: Of a method that mixes the predictions of several models: each one's weight and
             scores.
         weight: Of the predictions of a part.
+        predictions: The number of test predictions, tokens or examples, that `test` is over.
         test_synced: As `test`, after one more synchronisation; None if the client could not be
             reached. A model kept by `keep: best` is not synchronised again: the value is `test`.
         kept_round: With `keep: best`, the number of rounds after which the kept model was scored;
@@ -76,6 +77,7 @@ class ClientResult(Costs, Scores):
 
     rare: ClassVar[Collection[str]] = (
         *("experts", "parts", "weight", "group", "kept_round", "words", "answers"),
+        "predictions",
     )
 
     valid: float

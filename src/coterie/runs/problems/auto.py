@@ -21,7 +21,7 @@ from coterie.runs import recipes
 from coterie.runs.problems.language import memory_step, pick_dtype
 from coterie.runs.problems.loading import pick_device
 from coterie.runs.recipes import dotted
-from coterie.runs.recipes.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, STEPS
+from coterie.runs.recipes.dotted import BATCH, CONTEXT, LR, MICRO_BATCH, ROWS, STEPS
 from coterie.runs.recipes.recipe import Recipe, changed
 from coterie.runs.recipes.sections import LanguageSection
 
@@ -33,7 +33,11 @@ SHORTEST, LONGEST, LEAST = 64, 1024, 16  # tokens of a window; at least, where a
 LARGEST_BATCH, SMALLEST_BATCH = 8, 2
 WHOLE = 0.95  # of conversations that fit into a window
 LEAST_LR, MOST_LR = 2e-4, 8e-3
-UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10}  # of texts that nobody here has
+# rows of valid and of test for each row of training: at 0.4 of the time of its step, both take a
+# fifth of a round
+SCORED, FEWEST_SCORED = 0.3, 4
+# of texts that nobody here has
+UNSEEN = {CONTEXT: 128, BATCH: 8, MICRO_BATCH: None, STEPS: 10, ROWS: 24}
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,12 @@ def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
     return (None, "it fits") if rows >= batch else (_power_below(rows), "limited by memory")
 
 
+def rows_of(steps: int, batch: int, every: int) -> tuple[int, str]:
+    """Return the rows of each set that are scored between rounds, and why."""
+    rows = max(math.ceil(SCORED * steps * batch * max(every, 1)), FEWEST_SCORED)
+    return rows, "scoring takes a fifth of a round; at the end everything is scored"
+
+
 def texts_of(recipe: Recipe) -> Texts:
     """Measure the texts of a recipe, encoded by its base's tokenizer. Raises Refused."""
     assert isinstance(recipe.data, Section)
@@ -166,13 +176,14 @@ def resolved(
     """
     if not recipe.auto:
         return recipe, ""
-    if (before := _before(recipe, folder)) is not None:
+    if (before := choices_before(recipe, folder, recipe.auto)) is not None:
         return changed(recipe, before), ""
     section, choices = _language(recipe), dict[str, tuple[Any, str]]()
     if LR in recipe.auto:
         choices[LR] = learning_rate(section.base)
     if devices:
-        fixed = {key: value for key, value in UNSEEN.items() if key in recipe.auto}
+        keys = set(recipe.auto) - ({ROWS} if recipe.keep != "best" else set())
+        fixed = {key: value for key, value in UNSEEN.items() if key in keys}
         choices = {key: (value, "the text is on devices") for key, value in fixed.items()} | choices
     else:
         _choose_by_text(recipe, section, choices)
@@ -201,8 +212,11 @@ def _choose_by_text(
     step = memory_step(section, pick_dtype(section.dtype, device), device, context)
     rows = rows_that_fit(step, room(device), section.checkpointing)
     value(MICRO_BATCH, micro_batch_of(batch, rows))
+    steps = None
     if rounds and not recipe.method.get("local_epochs"):
-        value(STEPS, steps_of(texts, context, batch, rounds))
+        steps = value(STEPS, steps_of(texts, context, batch, rounds))
+    if rounds and recipe.keep == "best":
+        value(ROWS, rows_of(steps or FEWEST, batch, recipe.evaluate_every))
 
 
 def _language(recipe: Recipe) -> LanguageSection:
@@ -213,12 +227,14 @@ def _language(recipe: Recipe) -> LanguageSection:
     return recipe.model
 
 
-def _before(recipe: Recipe, folder: Path | None) -> Mapping[str, Any] | None:
-    """Return the earlier choices of a run in a folder; None if there are none."""
+def choices_before(
+    recipe: Recipe, folder: Path | None, keys: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """Return what a run in a folder chose for these fields; None if it has not begun."""
     if folder is None:
         return None
     paths = [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
     if (path := next((path for path in paths if path.is_file()), None)) is None:
         return None
     then = recipes.read(path)
-    return {key: dotted.value_at(then, key) for key in recipe.auto} | {"auto": []}
+    return {key: dotted.value_at(then, key) for key in keys} | {"auto": []}

@@ -168,6 +168,7 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
         recipe.seed,
         method.total_iterations,
         outbound(recipe, clients),
+        (recipe.evaluate_rows, recipe.final_rows),
     )
     prepared = Prepared(recipe, method, problem, site, clients)
     method.check(prepared.blueprint, clients, training)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,23 @@ from coterie.methods import METHODS, name_of
 from coterie.runs.recipes.mistakes import SHOWN
 
 AUTO = "auto"  # the value of a field that the run chooses, see `coterie.runs.problems.auto`
-LR, CONTEXT, BATCH, MICRO_BATCH, STEPS = AUTOMATIC = (
+LR, CONTEXT, BATCH, MICRO_BATCH, STEPS, ROWS = AUTOMATIC = (
     "training.experts.lr",
     "model.context",
     "training.batch_size",
     "training.micro_batch",
     "method.local_steps",
+    "evaluate_rows",
 )
+
+
+def seconds(value: Any) -> Any:
+    """Return a time with a unit, such as 30m, in seconds; other values as they are."""
+    units = {"s": 1, "m": 60, "h": 3600}
+    if isinstance(value, str) and value[-1:] in units:
+        with suppress(ValueError):
+            return float(value[:-1]) * units[value[-1]]
+    return value
 
 
 def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,24 @@ class Recipe(BaseModel):
     evaluate_every: int = Field(
         0, ge=0, description="rounds between evaluations; 0: only after the last round"
     )
+    evaluate_rows: int | None = Field(
+        None,
+        ge=1,
+        description="with keep: best, windows or examples of each validation and test set, evenly "
+        "spaced, that are scored between rounds; null: everything each time",
+    )
+    final_rows: int | None = Field(
+        None,
+        ge=1,
+        description="as evaluate_rows, of what a run ends with, where there is no time for more; "
+        "null: everything",
+    )
+    time: float | None = Field(
+        None,
+        gt=0,
+        description="seconds, or 30m or 2h, in which `coterie run` ends on this machine: the run "
+        "chooses rounds, iterations and the fields that are auto by it; null: no bound",
+    )
     evaluate_clients: EvaluatedClients = None
     keep: Literal["last", "best"] = Field(
         "last",
@@ -217,6 +235,8 @@ class Recipe(BaseModel):
             raise Mistakes(str(error)) from None
         return section
 
+    _in_seconds = field_validator("time", mode="before")(dotted.seconds)
+
     @field_validator("presence")
     @classmethod
     def _in_normal_form(cls, presence: dict[str, Any]) -> dict[str, Any]:
@@ -235,6 +255,10 @@ class Recipe(BaseModel):
     def _check_patience(self) -> "Recipe":
         if self.patience is not None and (self.keep != "best" or not self.evaluate_every):
             raise Mistakes("patience: needs keep: best and evaluate_every of at least 1, or null")
+        if self.evaluate_rows is not None and self.keep != "best":
+            raise Mistakes("evaluate_rows: needs keep: best, or null")
+        if self.final_rows is not None and self.evaluate_rows is None:
+            raise Mistakes("final_rows: needs evaluate_rows, or null")
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,166 @@
+"""Settings with which a comparison ends in the time that one has."""
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from coterie.core.errors import Refused
+from coterie.methods import Method
+from coterie.runs.estimate import Speed, estimates
+from coterie.runs.problems.auto import (
+    FEWEST,
+    ROUNDS,
+    SHORTEST,
+    SMALLEST_BATCH,
+    choices_before,
+    resolved,
+    rows_of,
+)
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.dotted import BATCH, CONTEXT, ROWS, STEPS
+from coterie.runs.recipes.recipe import Recipe, changed
+
+SPARE = 0.9  # of the time that is planned with; the rest is for loading, models and the report
+LEAST_ROUNDS = 3
+LONG_S = 3600.0  # a run that takes longer is told how it could take less
+MOST_SCORED = 0.2  # of the time for the last scores
+FINAL = "final_rows"
+CHOSEN = ("method.rounds", STEPS, BATCH, CONTEXT, ROWS, FINAL, "words")
+# seconds to type a word with a model's suggestions, and for each operation of a forward pass: 4 s
+# for 20 words with the embedded base, 20 s with one of 135 M parameters (docs/own-text.md)
+WORD_S, OPERATION_S = 0.15, 3e-9
+MOST_WORDS = 0.1  # of the time for them
+
+
+def planned(
+    recipe: Recipe, folder: Path | None = None, *, devices: bool = False
+) -> tuple[Recipe, list[str]]:
+    """Return a recipe with a value for each `auto` field, of a recipe with `time` so that it ends
+    in that time on this machine, and sentences on what was chosen. Raises Refused.
+
+    A run resumed in `folder` keeps its earlier choices.
+    """
+    begun = time.monotonic()
+    chosen, line = resolved(recipe, folder, devices=devices)
+    lines = [line] if line else []
+    if recipe.time is None or devices:
+        return chosen, lines
+    if (before := choices_before(chosen, folder, CHOSEN)) is not None:
+        return changed(chosen, before), lines
+    fitting, line = _in_time(chosen, recipe.auto, recipe.time, begun)
+    return fitting, [*lines, line]
+
+
+def advice(recipe: Recipe, seconds: float, once: float = 0.0) -> str | None:
+    """Return what would bring a run that takes more than an hour below; None if it does not."""
+    if seconds <= LONG_S or recipe.time is not None:
+        return None
+    method, share = recipe.build_method(), (SPARE * LONG_S - once) / (seconds - once)
+    iterations = int(share * method.rounds * method.local_steps)
+    return (
+        f"about {seconds / 3600:.1f} hours: `--time 1h` chooses what ends in an hour, here about "
+        f"{iterations} iterations of a client in place of {method.rounds * method.local_steps}"
+    )
+
+
+def _in_time(
+    recipe: Recipe, free: Collection[str], limit: float, begun: float
+) -> tuple[Recipe, str]:
+    """Return a recipe that ends within `limit` seconds of `begun`, and a sentence on it. `free`
+    are the fields that may be chosen, besides the rounds. Raises Refused.
+    """
+    speed, before, most_of = Speed(), None, recipe.build_method()
+    # rounds and iterations cost in proportion; smaller batches and windows do not: once more
+    while before is None or _rows(recipe) != _rows(before):
+        rows, again, before = list(estimates(recipe, speed)), before is not None, recipe
+        left = SPARE * limit - (time.monotonic() - begun)
+        costs = [cost for _, cost in rows]
+        seconds, once = (sum(getattr(cost, name) for cost in costs) for name in ("seconds", "once"))
+        training = seconds - once
+        if recipe.words:
+            words = sum(_word(prepared) for prepared, _ in rows)
+            most_words = int(MOST_WORDS * left / words)
+            recipe = changed(recipe, {"words": min(recipe.words, most_words) or None})
+            once += words * (recipe.words or 0)
+        if once > (most := MOST_SCORED * left) and recipe.evaluate_rows and not recipe.final_rows:
+            sets = rows[-1][0].site.data.values()
+            largest = max(max(data.valid.windows, data.test.windows) for data in sets)
+            final = max(int(largest * most / once), recipe.evaluate_rows)
+            recipe, once = changed(recipe, {FINAL: final}), once * min(final / largest, 1)
+        if again or training + once > left:
+            recipe = _smaller(recipe, free, most_of, left - once, training)
+        if again:
+            break
+    done, whole = (r.build_method().rounds * r.build_method().local_steps for r in (recipe, before))
+    foreseen = once + training * done / max(whole, 1) + time.monotonic() - begun
+    return recipe, _sentence(recipe, limit, foreseen)
+
+
+def _word(prepared: Prepared) -> float:
+    """Return about how long a word of each client takes to be typed."""
+    layouts = [prepared.site.layouts[i] for i in prepared.clients]
+    of_models = (prepared.problem.flops(layout, True) for layout in layouts[0].models)
+    return len(layouts) * sum(WORD_S + OPERATION_S * flops for flops in of_models)
+
+
+def _smaller(
+    recipe: Recipe, free: Collection[str], most: Method, left: float, training: float
+) -> Recipe:
+    """Return a recipe that trains for about as long as there is time: with fewer rounds and
+    iterations, and where these get too few, smaller batches and shorter windows. Raises Refused.
+
+    Args:
+        recipe: What takes too long.
+        free: The fields that may be chosen.
+        most: The method with as many rounds and iterations as there may be.
+        left: The seconds for training.
+        training: The seconds that the recipe trains.
+    """
+    method, (batch, context) = recipe.build_method(), _rows(recipe)
+    whole = method.rounds * method.local_steps
+    iterations, smaller = left / training * whole, 1
+    while iterations < FEWEST:
+        if BATCH in free and batch > SMALLEST_BATCH:
+            batch //= 2
+        elif CONTEXT in free and context is not None and context > SHORTEST:
+            context //= 2
+        else:
+            break
+        iterations, smaller = 2 * iterations, 2 * smaller
+    steps = most.local_steps
+    if STEPS in free and iterations < ROUNDS * steps:
+        steps = max(int(iterations / ROUNDS), 1)
+    rounds = min(int(iterations / steps), most.rounds)
+    if rounds < LEAST_ROUNDS:
+        least = training * LEAST_ROUNDS * steps / (whole * smaller)
+        raise Refused(
+            f"time: {recipe.time:g} s are too few: {LEAST_ROUNDS} rounds take about "
+            f"{least / SPARE:.0f} s on this machine, besides loading and the last scores",
+            "Give more time, less text, a smaller base, or fewer methods (compare_with).",
+        )
+    values: dict[str, Any] = {"method.rounds": rounds, STEPS: steps, BATCH: batch}
+    if context is not None:
+        values[CONTEXT] = context
+    if ROWS in free and recipe.evaluate_rows is not None:
+        values[ROWS] = rows_of(steps, batch, recipe.evaluate_every)[0]
+    return changed(recipe, values)
+
+
+def _rows(recipe: Recipe) -> tuple[int, int | None]:
+    """Return the rows of a batch, and the length of a window; None without text."""
+    return recipe.training.batch_size, getattr(recipe.model, "context", None)
+
+
+def _sentence(recipe: Recipe, limit: float, foreseen: float) -> str:
+    """Return a sentence on what is done in the time."""
+    method, (batch, context) = recipe.build_method(), _rows(recipe)
+    windows = "" if context is None else f" of {context} tokens"
+    every, rows = recipe.evaluate_every, recipe.evaluate_rows
+    scored = f"every {every} rounds" if every > 1 else "every round" if every else "at the end"
+    end = f"{recipe.final_rows}" if recipe.final_rows else "everything"
+    on = f" on {rows} rows of each set, at the end on {end}" if rows else " on everything"
+    return (
+        f"in {limit / 60:g} minutes: {method.rounds} rounds of {method.local_steps} iterations on "
+        f"{batch} rows{windows}, scored {scored}{on}; about {foreseen / 60:.1f} minutes"
+    )
