@@ -1,18 +1,19 @@
 """The papers' tables and figures at the small scale, in order of value.
 
-    python benchmarks/tables.py [--folder runs/tables] [--hours H] [--jobs 2] [--set KEY=VALUE ...]
+    python benchmarks/tables.py [NAME ...] [--folder runs/tables] [--hours H] [--jobs 2]
+        [--set KEY=VALUE ...]
     python benchmarks/tables.py --list
     python benchmarks/tables.py --page
     python benchmarks/tables.py --keep
 
-Every entry of `PLAN` is a call of `coterie reproduce`, with three seeds, column by column, in
-processes of their own with one thread. Runs are kept in FOLDER; the same command goes on where it
-stopped (Ctrl-C, SIGTERM, or after H hours), and skips what is complete. What is complete is copied
-to `results/`: the JSON and the Markdown of a table, and FOLDER has the HTML. `results/README.md`,
-all statements with their verdicts, is written anew each time, and by `--page` alone. Checkpoints
-and models are removed then: FOLDER keeps results and metrics. So does `results/runs/`, from which
-any machine goes on: what is there is unpacked into FOLDER at the start, and what ended since is
-added at the end, and by `--keep` alone.
+Every entry of `PLAN`, or of those NAMEs (comigs/table2), is a call of `coterie reproduce`, with
+three seeds, column by column, in processes of their own with one thread. Runs are kept in FOLDER;
+the same command goes on where it stopped (Ctrl-C, SIGTERM, or after H hours), and skips what is
+complete. What is complete is copied to `results/`: the JSON and the Markdown of a table, and FOLDER
+has the HTML. `results/README.md`, all statements with their verdicts, is written anew each time,
+and by `--page` alone. Checkpoints and models are removed then: FOLDER keeps results and metrics. So
+does `results/runs/`, from which any machine goes on: what is there is unpacked into FOLDER at the
+start, and what ended since is added at the end, and by `--keep` alone.
 
 With `--jobs 2` two columns run at a time, never the same one of two tables of a paper, as these
 share runs.
@@ -224,9 +225,11 @@ def write_page() -> None:
     (RESULTS / "README.md").write_text(verdicts.page(RESULTS), encoding="utf-8")
 
 
-def work(folder: Path, overrides: Sequence[str], jobs: int, until: float) -> list[Entry]:
+def work(
+    plan: Sequence[Entry], folder: Path, overrides: Sequence[str], jobs: int, until: float
+) -> list[Entry]:
     """Run what is not complete, in order; return what failed."""
-    left = [entry for entry in PLAN if not complete(entry, folder, overrides)]
+    left = [entry for entry in plan if not complete(entry, folder, overrides)]
     done: set[Part] = set()
     at_work: list[Running] = []
     failed: list[Entry] = []
@@ -267,6 +270,7 @@ def startable(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="only these tables or figures")
     parser.add_argument("--folder", type=Path, default=Path("runs/tables"))
     parser.add_argument("--hours", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--jobs", type=int, default=1)
@@ -280,23 +284,24 @@ def main() -> int:
         write_page()
         return 0
     folder = asked.folder.resolve()
+    plan = [entry for entry in PLAN if not asked.names or entry.name in asked.names]
     if asked.keep:
         print(kept_runs.pack(KEPT, folder))
         return 0
     if asked.list:
-        for entry in PLAN:
+        for entry in plan:
             state = "complete" if complete(entry, folder, asked.set) else "to do"
             print(f"{entry.result:<40} {state}")
         return 0
-    for paper in {entry.paper for entry in PLAN}:
+    for paper in {entry.paper for entry in plan}:
         without_models(folder / paper)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if asked.again:
-        for entry in PLAN:
+        for entry in plan:
             marker(entry, folder).unlink(missing_ok=True)
     print(f"{kept_runs.unpack(KEPT, folder)} runs from {KEPT}", flush=True)
     try:
-        failed = work(folder, asked.set, asked.jobs, time.monotonic() + 3600 * asked.hours)
+        failed = work(plan, folder, asked.set, asked.jobs, time.monotonic() + 3600 * asked.hours)
     finally:
         kept_runs.pack(KEPT, folder)
     return 1 if failed else 0
