@@ -6,9 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from coterie.core.protocol import ClientId, Replies
+from coterie.core.errors import RecipeError
+from coterie.core.protocol import ClientId, Replies, remark
 from coterie.core.tensors import Named, Tensors, check_alike, weighted_sum
 
 SAMPLES = "samples"  # how many training examples a client has, in its reply
@@ -57,8 +59,26 @@ class Combining(BaseModel, ABC):
         """Whether only the sum of the clients' tensors and their number are needed."""
         return False
 
+    @property
+    def fewest(self) -> int:
+        """The least number of clients of which the rule does what it is for; 0: any."""
+        return 0
+
     def check(self, clients: int) -> None:
         """Refuse a number of clients that the rule does not support. Raises RecipeError."""
+        if clients < self.fewest:
+            mistake = (
+                f"method.aggregation.rule: {self.name} of {clients} clients that are averaged "
+                f"together, where {self.fewest} are needed"
+            )
+            raise RecipeError(
+                "method", [f"{mistake}; use another rule, or more clients in each round"]
+            )
+
+    @property
+    def name(self) -> str:
+        """The name of the rule in recipes."""
+        return str(getattr(self, "rule", type(self).__name__))
 
     @abstractmethod
     def combine(self, replies: Replies, around: Named) -> Tensors:
@@ -122,8 +142,9 @@ def ordered(replies: Replies) -> dict[ClientId, Tensors]:
 
 def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
     """Apply a rule to each tensor of the clients that sent it, as clients have different members of
-    a pool. Tensors that the same clients sent are one vector to the rule. Returns {} without
-    replies. Raises TensorError: clients' tensors differ in shapes or dtypes.
+    a pool. Tensors that the same clients sent are one vector to the rule. Those of fewer clients
+    than the rule needs keep their values, with a remark. Returns {} without replies. Raises
+    TensorError: clients' tensors differ in shapes or dtypes.
     """
     groups: dict[tuple[ClientId, ...], list[str]] = {}
     names_sent = dict.fromkeys(name for reply in replies.values() for name in reply)
@@ -136,5 +157,14 @@ def by_holders(rule: Combining, replies: Replies, around: Named) -> Tensors:
             i: {name: replies[i][name] for name in (*names, SAMPLES) if name in replies[i]}
             for i in holders
         }
-        combined |= rule.combine(held, around)
+        if len(holders) >= rule.fewest:
+            combined |= rule.combine(held, around)
+            continue
+        remark(
+            f"what {len(holders)} clients sent is left out, {names[0]} and more: "
+            f"{rule.name} needs {rule.fewest}"
+        )
+        first = ordered(held)[holders[0]]
+        for name, tensor in first.items():
+            combined[name] = around[name] if name in around else torch.zeros_like(tensor)
     return combined

@@ -26,6 +26,10 @@ from coterie.core.tensors import Named, Tensors, weighted_sum
 class _Trimming(Combining, ABC):
     """The mean of each coordinate without the smallest and largest values."""
 
+    @property
+    def fewest(self) -> int:
+        return 3
+
     @abstractmethod
     def cut(self, n: int) -> int:
         """How many of n values are cut at each end, at most (n - 1) / 2."""
@@ -81,6 +85,10 @@ class TrimmedMean(_Trimming):
         ),
     ] = 0.2
 
+    @property
+    def fewest(self) -> int:
+        return 3 if self.trim else 0
+
     def cut(self, n: int) -> int:
         # 0.1 * 30 is a little more than 3
         return min(math.ceil(self.trim * n - 1e-9), (n - 1) // 2)
@@ -97,16 +105,18 @@ class _Selecting(Combining, ABC):
         ),
     ] = 1
 
+    @property
+    def fewest(self) -> int:
+        return 2 * self.attackers + 3
+
     def check(self, clients: int) -> None:
-        if clients < 2 * self.attackers + 3:
+        if clients < self.fewest:
             mistake = (
                 f"method.aggregation.attackers: {self.attackers} among {clients} clients that "
                 f"are averaged together"
             )
             most = f"at most {_most_attackers(clients)}" if clients >= 3 else "another rule"
-            raise RecipeError(
-                "method", [f"{mistake}, where {2 * self.attackers + 3} are needed; use {most}"]
-            )
+            raise RecipeError("method", [f"{mistake}, where {self.fewest} are needed; use {most}"])
 
     @abstractmethod
     def count(self, n: int, f: int) -> int:
@@ -126,9 +136,7 @@ class Krum(_Selecting):
     distances (Blanchard et al. 2017).
 
     It withstands f attackers among n >= 2f + 3 clients, and breaks at n/2 if they all send the
-    same. Where fewer reply in a round, or have a member of a pool, f is the largest that their
-    number n allows, (n - 3) / 2 rounded down. Of equal scores, and so of two clients, the first by
-    id is chosen.
+    same. What fewer send in a round is left out. Of equal scores, the first by id is chosen.
     """
 
     rule: Annotated[
@@ -142,9 +150,8 @@ class Krum(_Selecting):
 class MultiKrum(_Selecting):
     """The mean of the m clients that Krum scores best (Blanchard et al. 2017).
 
-    It withstands f attackers among n >= 2f + 3 clients, and breaks at f + 1 if m is n - f. Where
-    fewer reply in a round, or have a member of a pool, f is the largest that their number n allows,
-    (n - 3) / 2 rounded down, and m at most n - f.
+    It withstands f attackers among n >= 2f + 3 clients, and breaks at f + 1 if m is n - f. What
+    fewer send in a round is left out, and m is at most n - f.
     """
 
     rule: Annotated[
@@ -188,6 +195,10 @@ class GeometricMedian(Combining):
         Field(gt=0, description="nu, the distance below which all models have the same weight"),
     ] = 1e-6
 
+    @property
+    def fewest(self) -> int:
+        return 3
+
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
         products = _products(list(models.values()), around)
@@ -219,6 +230,10 @@ class ClippedMean(Combining):
             description="tau, largest norm of an update; null: the median of the norms of a round",
         ),
     ] = None
+
+    @property
+    def fewest(self) -> int:
+        return 0 if self.norm else 3
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)

@@ -31,6 +31,7 @@ class Blueprint:
     # each client's true cluster, if known: for oracles
     clusters: Mapping[ClientId, int] | None = None
     anchors: Sequence[ClientId] = ()  # the q-th client is tied to expert q
+    fewest: int | None = None  # the least number of clients in a round; None: all
 
     def part(self, name: str) -> "Blueprint":
         """Return the view of one part of a method that trains several models of each client."""

@@ -4,7 +4,9 @@ A method's `round` is a generator for one round: it yields `Ask`s, is sent the r
 the next server state. An engine is one function, `answer(ask, phase) -> replies`.
 """
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
@@ -228,6 +230,26 @@ def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replie
     except StopIteration as end:
         result: R = end.value
         return result
+
+
+_remarks: ContextVar[dict[str, None] | None] = ContextVar("remarks", default=None)
+
+
+def remark(text: str) -> None:
+    """Tell those who read about the run what a method's server has left out in this round."""
+    if (remarks := _remarks.get()) is not None:
+        remarks[text] = None
+
+
+@contextmanager
+def remarked() -> Iterator[dict[str, None]]:
+    """Provide the remarks that are made within the block, each once, in order."""
+    remarks = dict[str, None]()
+    token = _remarks.set(remarks)
+    try:
+        yield remarks
+    finally:
+        _remarks.reset(token)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:

@@ -80,6 +80,7 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
         return self.projection == "simplex"
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
         eta = training.experts.lr if self.pull == "gradient" else None
         check_pull(self.rho, eta, len(clients), self.row_stochastic)
 

@@ -53,7 +53,7 @@ class CoMiGSCoBo(CoMiGS, SamplingPairs):
     ] = "all"
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
-        super().check(model, clients, training)
+        SamplingPairs.check(self, model, clients, training)
         if self.aggregation != Mean():
             mistake = (
                 "method.aggregation: comigs-cobo weighs the generalists for each client by "

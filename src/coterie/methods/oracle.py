@@ -44,7 +44,7 @@ class Oracle(FedAvg):
                 ],
             )
         for members in Counter(model.clusters[i] for i in clients).values():
-            self.aggregation.check(members)
+            self.aggregation.check(members if model.fewest is None else min(members, model.fewest))
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta, clusters = super().init(model, clients), model.clusters or {}

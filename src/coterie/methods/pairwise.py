@@ -15,8 +15,10 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation.collaboration import agreement, midpoints, rearranged
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import AnyClient
+from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST
@@ -67,6 +69,12 @@ class SamplingPairs(Method):
     exchange_mb: Annotated[
         float, Field(gt=0, description="megabytes of midpoints and gradients in flight at once")
     ] = 256.0
+
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
+        if model.fewest == 1 < len(clients):
+            raise RecipeError(
+                "method", ["participation: pairs of clients cannot be compared in a round of one"]
+            )
 
     def sample(self, t: int, order: Sequence[ClientId], rng: torch.Generator) -> list[Pair]:
         """Draw the pairs i < j of participants that round t compares."""

@@ -40,7 +40,7 @@ class Aggregating(Method):
     ] = Mean()  # noqa: RUF009 - rules are frozen
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
-        self.aggregation.check(len(clients))
+        self.aggregation.check(len(clients) if model.fewest is None else model.fewest)
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         """Aggregate the replies, updates of `around`, see `by_holders`; {} without replies."""

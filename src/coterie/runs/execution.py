@@ -13,7 +13,7 @@ import torch
 from coterie.core.callback import Callback
 from coterie.core.errors import Refused, SpoiltSum
 from coterie.core.files import write_atomically, write_json
-from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, trains
+from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, remarked, trains
 from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import under
 from coterie.core.threads import computing
@@ -149,7 +149,10 @@ class Execution:
         # the replies, and returns the server's next state.
         exchanges = method.round(members, self._active(), rng)
         try:
-            state.server = drive(exchanges, self._exchange)
+            with remarked() as remarks:
+                state.server = drive(exchanges, self._exchange)
+            for text in remarks:
+                self.requests.noted("the server", f"round {state.round + 1}: {text}")
         except SpoiltSum:
             self._drop_round()
         for i in sorted(self.requests.answered):

@@ -159,7 +159,8 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
         batch = {"batch_size": size * len(clients), "micro_batch": micro_batch}
         training = training.model_copy(update=batch)
     _check_privacy(recipe, method, problem, layouts[clients[0]])
-    _check_secure(recipe, method, clients)
+    fewest = recipe.fewest(federation)
+    _check_secure(recipe, method, fewest)
     site = Site(
         problem.build,
         layouts,
@@ -171,7 +172,7 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
         (recipe.evaluate_rows, recipe.final_rows),
     )
     prepared = Prepared(recipe, method, problem, site, clients)
-    method.check(prepared.blueprint, clients, training)
+    method.check(replace(prepared.blueprint, fewest=fewest), clients, training)
     return prepared
 
 
@@ -253,8 +254,10 @@ def _check_privacy(
         raise RecipeError(f"recipe {recipe.name}", mistakes)
 
 
-def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -> None:
-    """Refuse secure aggregation that is impossible or useless. Raises RecipeError."""
+def _check_secure(recipe: Recipe, method: Method, clients: int) -> None:
+    """Refuse secure aggregation that is impossible or useless with so many clients in a round.
+    Raises RecipeError.
+    """
     if not recipe.secure:
         return
     mistakes = _beyond_sums("secure", recipe, method)
@@ -272,10 +275,9 @@ def _check_secure(recipe: Recipe, method: Method, clients: Sequence[ClientId]) -
             "quorum.otherwise: with secure: true the few that are asked again would form "
             "a separate, small sum; use stop"
         )
-    if len(clients) < FEWEST:
+    if clients < FEWEST:
         mistakes.append(
-            f"secure: {len(clients)} clients; a sum of fewer than {FEWEST} would reveal "
-            f"their updates"
+            f"secure: {clients} clients; a sum of fewer than {FEWEST} would reveal their updates"
         )
     if mistakes:
         raise RecipeError(f"recipe {recipe.name}", mistakes)
