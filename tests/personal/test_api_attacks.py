@@ -2,6 +2,7 @@
 meanwhile.
 """
 
+import gzip
 import http.client
 import json
 import socket
@@ -377,3 +378,49 @@ def test_a_caller_who_does_not_read_is_cut_off(bases, tmp_path):
             else:
                 pytest.fail("the work of a caller who does not read goes on")
     assert problems == []
+
+
+def gzipped(port: int, body: bytes, encoding: str = "gzip") -> tuple[int, str]:
+    """The status and text of the answer to a body of this encoding."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    headers = {
+        "Authorization": f"Bearer {TOKEN}",
+        "Content-Type": "application/json",
+        "Content-Encoding": encoding,
+    }
+    connection.request("POST", "/v1/completions", body, headers)
+    response = connection.getresponse()
+    return response.status, response.read().decode()
+
+
+def test_gzip_is_taken_within_the_bounds_of_plain_bodies(port):
+    packed = gzip.compress(json.dumps(ASKED).encode())
+    assert gzipped(port, packed)[0] == gzipped(port, packed, "GZIP")[0] == 200
+    bomb = gzip.compress(json.dumps(ASKED | {"prompt": "a" * 1_000_000}).encode())
+    assert len(bomb) < LIMITS.body
+    for body, encoding, status, said in (
+        (bomb, "gzip", 413, "10,000 bytes"),
+        (packed[:-9], "gzip", 400, "ends too early"),
+        (b"{}", "gzip", 400, "is not gzip"),
+        (packed, "br", 415, "'br'"),
+        (packed, "gzip, gzip", 415, "gzip, gzip"),
+    ):
+        answered = gzipped(port, body, encoding)
+        assert answered[0] == status
+        assert said in answered[1]
+
+
+def test_a_connection_in_steady_use_is_kept_and_answered_at_once(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    sockets, seconds, begin = set(), [], time.monotonic()
+    while time.monotonic() < begin + 3 * LIMITS.head_s:
+        asked_at = time.perf_counter()
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
+        response = connection.getresponse()
+        assert response.status == 200
+        assert response.read()
+        seconds.append(time.perf_counter() - asked_at)
+        sockets.add(connection.sock)
+        time.sleep(0.05)
+    assert len(sockets) == 1
+    assert sorted(seconds)[len(seconds) // 2] < 0.03

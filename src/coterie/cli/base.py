@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,6 +66,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
+_NARROWEST = 20  # columns of a terminal in which anything can be shown
 # seconds that stopping may take
 STOPPING_S = 15.0
 RESUMABLE = (
@@ -245,9 +246,6 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
     except CoterieError as error:
         print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
-    except BrokenPipeError:
-        # the reader of the output has closed it
-        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         problem = printable(f"{where}{error.strerror or error}", lines=True)
@@ -261,14 +259,54 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 
+class _Output(io.FileIO):
+    """An output of this process. Once nobody reads it, or it is full, what is written is lost, and
+    work goes on: a reader such as `head` must not end hours of training.
+    """
+
+    def __init__(self, file: int | str) -> None:
+        super().__init__(file, "w", closefd=isinstance(file, str))
+        self.error: OSError | None = None  # that nobody has caused by reading no further
+
+    def write(self, content: Any) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.error = error
+            return len(content)
+
+
 def main() -> None:
     """Run the command line."""
-    # file names may not be valid text
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    with suppress(ValueError):
+        if 0 <= int(os.environ.get("COLUMNS", "")) < _NARROWEST:
+            del os.environ["COLUMNS"]  # nothing could be shown
+    output = _output("stdout")
+    _output("stderr")
     wait_briefly()
-    app()
+    try:
+        app()
+    finally:
+        sys.stdout.flush()
+        if output.error is not None:
+            print(f"coterie: standard output: {output.error.strerror}", file=sys.stderr)
+            sys.exit(1)
+
+
+def _output(name: str) -> _Output:
+    """Have `sys.stdout` or `sys.stderr` end no work, also if it is closed; return where it goes."""
+    stream = getattr(sys, name)
+    output = _Output(os.devnull if stream is None else stream.fileno())
+    # file names may not be valid text
+    text = io.TextIOWrapper(
+        io.BufferedWriter(output),
+        getattr(stream, "encoding", "utf-8"),
+        "backslashreplace",
+        line_buffering=output.isatty() or name == "stderr",
+    )
+    setattr(sys, name, text)
+    return output
 
 
 def _personal(

@@ -1,5 +1,6 @@
 """Commands for a server and devices on separate machines: keys, server, client, submit, deploy."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,8 +55,11 @@ def keys(
     """Make a certificate for a server and a key for each client's device (extra `flower`)."""
     with _stopping("stopped."):
         from coterie.deploy import keys as key_files
+        from coterie.deploy.link import unknown
 
         key_files.make(folder, host or [], client or [])
+        for sentence in filter(None, map(unknown, host or ())):
+            print(f"Note:{sentence}", file=sys.stderr)
         print(
             f"The server needs all of {folder}. A device needs only {folder}/{key_files.CA} and "
             f"its own key, {folder}/{key_files.CLIENTS}/ID."
@@ -191,7 +195,9 @@ def client(
 
             print(account.described(folder, device_limits.read(limits)))
         if not node.link.answers("fleet"):
-            print(f"No server answers at {server} yet. This device keeps trying.")
+            from coterie.deploy.link import unknown
+
+            print(f"No server answers at {server} yet. This device keeps trying.{unknown(server)}")
         with supernode.device(node) as supervisor:
             who = printable(id or "a client")
             print(

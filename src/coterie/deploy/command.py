@@ -12,7 +12,7 @@ from typing import Any
 from coterie.core.errors import ClientError, Refused
 from coterie.core.foreign import read_bytes
 from coterie.core.printing import printable
-from coterie.deploy.link import Link, listening
+from coterie.deploy.link import Link, listening, unknown
 from coterie.deploy.process import COLOUR, environment, program
 
 NAME = "coterie"  # of the connection in the configuration of Flower's command line
@@ -94,7 +94,7 @@ def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str
     link.check()
     if not link.answers("control"):
         raise Refused(
-            f"no server answers at {link.address}",
+            f"no server answers at {link.address}.{unknown(link.address)}".rstrip("."),
             "Start `coterie server`. It accepts runs from its own machine only.",
         )
     configure(link, home)

@@ -92,6 +92,18 @@ def there(path: Path, what: str, remedy: str) -> None:
         raise Refused(f"{path}: {what} does not exist", remedy)
 
 
+def unknown(address: str) -> str:
+    """Return a sentence if the host of `host:port`, or a host alone, has no address as seen from
+    this machine; "" if it has one.
+    """
+    host = address.rpartition(":")[0] or address
+    try:
+        socket.getaddrinfo(host, None)
+    except (socket.gaierror, UnicodeError):
+        return f" The name {host} has no address here: check it, and this machine's network."
+    return ""
+
+
 def listening(address: str) -> bool:
     """Return whether a program listens on host:port."""
     host, _, port = address.rpartition(":")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cache
@@ -29,6 +29,7 @@ _QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.1",
 }
+_HERE = ("127.0.0.1", "localhost", "::1")
 _UP_S = 60.0  # seconds for a program to come up
 AGAIN_S = 5.0  # seconds before a program that ended is started again
 _IN_USE = "COTERIE_HOME_IN_USE"  # in the environment of the programs that work in a folder
@@ -56,7 +57,16 @@ def environment(home: Path) -> dict[str, str]:
         POSTED: str(posted(home)),
         guard.MARK: _guarded(),
     }
-    return _QUIET | os.environ | variables
+    return _QUIET | os.environ | variables | _direct(os.environ)
+
+
+def _direct(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which what goes from this machine to itself goes to no proxy; gRPC
+    and Python read different ones.
+    """
+    names = ("no_proxy", "NO_PROXY", "no_grpc_proxy")
+    given = ",".join(dict.fromkeys(filter(None, map(environment.get, names))))
+    return dict.fromkeys(names, ",".join(filter(None, [given, *_HERE])))
 
 
 def program(name: str) -> str:

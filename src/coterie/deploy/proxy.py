@@ -182,6 +182,8 @@ def open_proxy(
     _raise_descriptors()
     with socket.create_server(address, backlog=512) as listener:
         listener.setblocking(False)
+        # accepted connections inherit it; asyncio sets it only where a protocol's number is given
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         proxy = Proxy(listener, behind, outer, inner, limits or Limits(), posted)
         thread = threading.Thread(target=proxy.run, name="proxy", daemon=True)
         thread.start()

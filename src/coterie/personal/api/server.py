@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import re
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing, contextmanager
@@ -154,7 +155,7 @@ class Service:
             raise ApiError(408, "The body of the request did not come in time.") from None
         if size > most or (length.isdecimal() and int(length) > most):
             raise ApiError(413, f"The body has more than {most:,} bytes. Send less at once.")
-        return bytes(body)
+        return _plain(bytes(body), request.headers.get("content-encoding", ""), most)
 
     async def worked(self, request: Request, work: Callable[[_A], _B], parameters: _A) -> _B:
         """Return the result of work in the thread. Raises ClientDisconnect, and stops the work, if
@@ -290,6 +291,26 @@ class Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.job.cancel()
+
+
+def _plain(body: bytes, encoding: str, most: int) -> bytes:
+    """Return a body without its compression. Raises ApiError if it is of another kind than gzip,
+    damaged, or longer than `most`.
+    """
+    if encoding.strip().lower() in ("", "identity"):
+        return body
+    if encoding.strip().lower() != "gzip":
+        raise ApiError(415, f"Content-Encoding '{shown(encoding)}': send gzip, or leave it out.")
+    unpacked = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    try:
+        plain = unpacked.decompress(body, most + 1)
+    except zlib.error:
+        raise ApiError(400, "The body is not gzip, which its Content-Encoding says.") from None
+    if len(plain) > most:
+        raise ApiError(413, f"The body has more than {most:,} bytes. Send less at once.")
+    if not unpacked.eof:
+        raise ApiError(400, "The body's gzip ends too early.")
+    return plain
 
 
 async def _whole(job: Job, answers: Answers) -> dict[str, Any]:

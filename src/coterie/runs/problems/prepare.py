@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from coterie.aggregation.secure import FEWEST
@@ -159,7 +160,7 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
         batch = {"batch_size": size * len(clients), "micro_batch": micro_batch}
         training = training.model_copy(update=batch)
     _check_privacy(recipe, method, problem, layouts[clients[0]])
-    fewest = recipe.fewest(federation)
+    fewest = _fewest(recipe, federation)
     _check_secure(recipe, method, fewest)
     site = Site(
         problem.build,
@@ -174,6 +175,16 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
     prepared = Prepared(recipe, method, problem, site, clients)
     method.check(replace(prepared.blueprint, fewest=fewest), clients, training)
     return prepared
+
+
+def _fewest(recipe: Recipe, federation: Federation) -> int:
+    """Return the least number of clients that take part in a round."""
+    part, rounds = recipe.participation, {0, *filter(None, chain(*recipe.presence.values()))}
+    if part.schedule != "all":
+        turns = len(set((federation.clusters or {}).values()))
+        rounds |= {part.every * turn for turn in range(turns)}
+    last = max(recipe.build_method().rounds, 1)
+    return min(len(recipe.active(federation, round)) for round in rounds if round < last)
 
 
 def _layouts(

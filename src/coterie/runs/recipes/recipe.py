@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -296,15 +295,6 @@ class Recipe(BaseModel):
         return self.participation.of(
             there, federation.anchors, federation.clusters, self.seed, round, secret
         )
-
-    def fewest(self, federation: Federation) -> int:
-        """Return the least number of clients that take part in a round."""
-        part, rounds = self.participation, {0, *filter(None, chain(*self.presence.values()))}
-        if part.schedule != "all":
-            turns = len(set((federation.clusters or {}).values()))
-            rounds |= {part.every * turn for turn in range(turns)}
-        last = max(self.build_method().rounds, 1)
-        return min(len(self.active(federation, round)) for round in rounds if round < last)
 
     def drawn(self, federation: Federation, round: int) -> tuple[int, int] | None:
         """Return how many clients are drawn in a round, and out of how many; None if not every set
