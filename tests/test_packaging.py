@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coterie.core.version import __version__
+from coterie.core.version import HOME, __version__
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
@@ -95,7 +95,6 @@ def test_the_metadata_keep_the_core_small(built: Path) -> None:
         "pydantic",
         "pyyaml",
         "typer",
-        "click",
         "rich",
         "filelock",
         "chardet",
@@ -169,3 +168,22 @@ def test_the_wheel_runs_apart_from_the_checkout(built: Path, tmp_path: Path) -> 
     )
     assert str(here) in done.stdout
     assert (elsewhere / "mine/report.html").is_file()
+
+
+def test_nobody_is_told_to_install_a_package_of_our_name_that_may_be_anothers() -> None:
+    if HOME is not None:
+        pytest.skip(f"published at {HOME}")
+    kinds = {".py", ".md", ".html", ".txt", ".yaml", ".yml", ".ipynb"}
+    folders = ("src", "docs", "examples")
+    texts = {
+        path: path.read_text(encoding="utf-8")
+        for folder in folders
+        for path in (REPOSITORY / folder).rglob("*")
+        if path.suffix in kinds
+    }
+    texts[REPOSITORY / "README.md"] = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    wrong = re.compile(
+        r"(pip install|uvx|uv add|pipx run) (-\S+ )*['\"]?coterie\b(?!-\d)|pypi.org/project/coterie"
+    )
+    told = {str(path): found[0] for path, text in texts.items() if (found := wrong.search(text))}
+    assert not told

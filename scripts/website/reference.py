@@ -2,8 +2,8 @@
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
-import click
 from typer.main import get_command
 
 import coterie
@@ -114,8 +114,7 @@ def pages() -> dict[str, str]:
 
 def command_line() -> str:
     """Return the page of all commands and their options, from the program itself."""
-    group = get_command(app)
-    assert isinstance(group, click.Group)
+    group: Any = get_command(app)
     parts = [
         "# The command line",
         "`coterie COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 failed while "
@@ -128,9 +127,9 @@ def command_line() -> str:
     return "\n\n".join(parts)
 
 
-def about(command: click.Command) -> list[str]:
+def about(command: Any) -> list[str]:
     """Return what a command does, and its arguments and options."""
-    context = click.Context(command)
+    context = command.context_class(command)
     records = [(p, p.get_help_record(context)) for p in command.params]
     shown = [record for _, record in records if record and record[0] != "--help"]
     rows = [f"| {cell(left)} | {cell(right)} |" for left, right in shown]

@@ -74,3 +74,12 @@ def test_a_command_that_was_misspelt_is_suggested_once() -> None:
     done = CliRunner().invoke(app, ["copmare"])
     assert done.exit_code == 2
     assert done.stderr.count("Did you mean 'compare'?") == 1
+
+
+def test_help_is_wrapped_at_the_terminals_width_and_nowhere_else() -> None:
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["--help"])
+    lines = [line.strip("│ ") for line in done.stdout.splitlines()]
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    (place,) = (k for k, line in enumerate(lines) if line.startswith("tune "))
+    assert "any field, with the same effort for every method" in " ".join(lines[place : place + 3])
+    assert lines[place + 1].endswith("instance:")  # as much as fits

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,14 @@ def test_an_installed_package_says_how_to_install_an_extra(
 ) -> None:
     from coterie.core import errors
 
+    pytest.importorskip("hatchling", reason="no hatchling (pip install -e '.[dev]')")
+    from hatchling.metadata.core import ProjectMetadata
+    from hatchling.plugin.manager import PluginManager
+
+    # of this checkout: an editable installation may be older
+    extras = ProjectMetadata(str(REPOSITORY), PluginManager()).core.optional_dependencies
+    lines = [f"{one}; extra == '{name}'" for name, listed in extras.items() for one in listed]
+    monkeypatch.setattr(metadata, "requires", lambda name: lines)
     monkeypatch.setattr(errors, "_in_checkout", lambda: False)
     assert errors.extra("hub") == "pip install 'datasets>=4.0'"
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]

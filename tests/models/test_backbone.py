@@ -6,21 +6,27 @@ import json
 import os
 import subprocess
 import sys
+from copy import copy
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_bases import FAMILIES, VOCABULARY, tiny
 from torch import nn
+from transformers.utils import ModelOutput
 
 from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.adapter import Adapter
 from coterie.models.architecture import Architecture, locate
-from coterie.models.backbone import Backbone
+from coterie.models.backbone import Backbone, cache_name
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.routing import Router, balance_loss
+from coterie.personal.words import Words
 
 STORIES = (
     Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent
@@ -317,3 +323,29 @@ def test_stories260k_loads_scores_and_speaks():
 def test_importing_the_room_does_not_load_transformers():
     code = "import sys, coterie.models.language; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_cache_is_given_by_the_name_that_the_base_has_for_it() -> None:
+    """Transformers 5.24 calls it `cache`, and warns of `past_key_values`."""
+    older = Backbone.load("embedded")
+    model = older.model
+
+    class Newer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.device = model.config, model.device
+
+        def forward(self, ids: torch.Tensor, cache: object = None, **inputs: Any) -> ModelOutput:
+            output = model(ids, **{older.cache_name: cache}, **inputs)
+            return ModelOutput(logits=output.logits, cache=output[older.cache_name])
+
+    texts = TextEncoder(older.tokenizer)
+    layout = Layout(generalists=1, specialists=0, rank=1)
+    adapter = LanguageModel(older, layout).adapter
+    wanted = Words(older, texts).of(adapter, ["The connection is", "A"], 3)
+    assert older.cache_name in signature(model.forward).parameters
+    newer = copy(older)
+    newer.model = Newer()
+    newer.cache_name = cache_name(newer.model)
+    assert newer.cache_name == "cache"
+    assert Words(newer, texts).of(adapter, ["The connection is", "A"], 3) == wanted

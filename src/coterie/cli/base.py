@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 from typer.core import TyperGroup
 
@@ -39,21 +38,29 @@ def _normal(given: Any) -> Any:
     return normal(given) if isinstance(given, str) else [normal(name) for name in given]
 
 
+# click's, of which newer releases of typer hold a copy
+_exceptions = sys.modules[typer.BadParameter.__module__]
+
+
 class _Commands(TyperGroup):
     """The group of all commands; its error for `--set a=1 b=2` explains the right form."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in self.commands.values():  # the terminal wraps lines, at its own width
+            command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:
+        except _exceptions.UsageError as error:
             command = error.ctx.command if error.ctx else self
             options = [name for option in command.params for name in option.opts]
             stray = re.findall(r"[\w.-]+=[^ )]*", error.message)
-            if not (stray and "--set" in options and "unexpected extra" in error.message):
-                raise
-            settings = " ".join(f"--set {setting}" for setting in stray)
-            problem = f"{error.message}. Repeat --set for each field: ... {settings}"
-            raise click.UsageError(problem, error.ctx) from None
+            if stray and "--set" in options and "unexpected extra" in error.message:
+                settings = " ".join(f"--set {setting}" for setting in stray)
+                error.message += f". Repeat --set for each field: ... {settings}"
+            raise
 
 
 app = typer.Typer(
@@ -61,7 +68,7 @@ app = typer.Typer(
     cls=_Commands,
     help="Train personal models together without sharing data.",
     no_args_is_help=True,
-    suggest_commands=not hasattr(click.exceptions, "NoSuchCommand"),  # click 8.4 suggests too
+    suggest_commands=not hasattr(_exceptions, "NoSuchCommand"),  # click 8.4 suggests too
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )

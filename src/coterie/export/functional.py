@@ -149,7 +149,7 @@ def cache_shapes(backbone: Backbone) -> list[CacheShape]:
 
     cache = DynamicCache()
     ids = torch.zeros((1, 2), dtype=torch.int64)
-    backbone.model(ids, past_key_values=cache, use_cache=True)
+    backbone.model(ids, use_cache=True, **{backbone.cache_name: cache})
     return [CacheShape(k.shape[1], k.shape[-1], v.shape[-1]) for k, v in _entries(cache.layers)]
 
 
@@ -188,7 +188,10 @@ class Functional(nn.Module):
         weights: Any = []
         with self.backbone.using(_Client(self.backbone.architecture, client), weights):
             output = self.base(
-                input_ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
+                input_ids,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self.backbone.cache_name: cache},
             )
         if not self.routing:
             return output.logits, [*_entries(cache.layers)]

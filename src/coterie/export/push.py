@@ -14,7 +14,7 @@ from coterie.core.files import load, read_json, write_json
 from coterie.core.foreign import opened
 from coterie.core.metrics import PERPLEXITY, direction
 from coterie.core.result import RESULT, MetricInfo, PrivacySpent, Result
-from coterie.core.version import __version__
+from coterie.core.version import HOME, __version__
 from coterie.data.section import Section
 from coterie.export.peft import portable
 from coterie.methods import METHODS
@@ -277,7 +277,7 @@ def card(facts: Facts, repo: str) -> str:
     return f"""{_front_matter(facts)}
 # {name}
 
-{what}, trained with [coterie](https://pypi.org/project/coterie/) {__version__}
+{what}, trained with {f"[coterie]({HOME})" if HOME else "coterie"} {__version__}
 without the clients' data leaving them.
 
 | | |

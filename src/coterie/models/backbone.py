@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -43,6 +44,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
+def cache_name(model: nn.Module) -> str:
+    """Return the name that a base has for the cache of earlier tokens; transformers 5.24 and later
+    call it `cache`.
+    """
+    return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+
+
 class Backbone:
     """A frozen causal LM with a slot for an adapter at every attention linear and MLP.
 
@@ -74,6 +82,7 @@ class Backbone:
                 dequantise(model)
         self.model: Any = model.to(device).requires_grad_(False).eval()
         self.config: Any = model.config
+        self.cache_name = cache_name(model)
         self._source, self._attached = source, Attached()
         self._in_use = threading.RLock()
         # of each block, from the input to the output

@@ -116,9 +116,9 @@ class _Prompts:
             self.ids[:, begin : self.done],
             [one.client for one in self.all_of],
             [one.weights for one in self.all_of],
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=0 if self.scores else 1,
+            **{models.backbone.cache_name: self.cache},
             **padding,
         ).logits
         if self.scores:
@@ -242,10 +242,10 @@ class RunningBatch:
             torch.tensor([[row.last] for row in self._rows]),
             [row.of.client for row in self._rows],
             [row.of.weights for row in self._rows],
-            past_key_values=self._cache,
             position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
+            **{self.models.backbone.cache_name: self._cache},
             **padding,
         ).logits[:, -1]
         self._cache.advance()

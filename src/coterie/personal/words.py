@@ -262,21 +262,22 @@ class Words:
         with attached(self.backbone, adapter, record):
             output = self.backbone.model(
                 ids,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self.backbone.cache_name: cache},
                 **padding,
             )
+        cache = output[self.backbone.cache_name]
         logits = output.logits[:, -1].float()
         if not usable(logits).all():
             raise not_usable(self._whose)
         p = logits.softmax(dim=-1)
         if not record:
-            return output.past_key_values, p, [None] * len(p)
+            return cache, p, [None] * len(p)
         weights = torch.stack([r.weights.view(len(p), length, -1)[:, -1] for r in record]).mean(
             dim=0
         )
-        return output.past_key_values, p, list(weights)
+        return cache, p, list(weights)
 
 
 def _starts(name: str) -> bool:
