@@ -6,13 +6,13 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from text_runs import NAMES, Small
 from torch import Tensor
 
 from coterie.aggregation.dual import fused, fusion_weights, nesterov
@@ -26,17 +26,11 @@ from coterie.aggregation.lowrank import (
     svd_of_sum,
     tail_gradient,
 )
-from coterie.client.blueprint import Blueprint
-from coterie.client.client import Client
-from coterie.client.settings import AdamW, Training
-from coterie.client.site import Site
 from coterie.client.state import OWNED
 from coterie.core.protocol import Ask, drive
 from coterie.core.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST
 from coterie.core.tensors import Tensors, under
 from coterie.data.federation import Federation
-from coterie.engines import InProcess
-from coterie.methods import Method
 from coterie.methods.fdlora import FDLoRA
 from coterie.methods.fedavgmoe import FedAvgMoE
 from coterie.methods.fedsalora import FedSALoRA
@@ -48,52 +42,12 @@ from coterie.methods.pcl import PCL, collaboration_weights
 from coterie.methods.pfedmoe import PFedMoE
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
-from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-
-TRAINING = Training(batch_size=4, experts=AdamW(lr=5e-3), routers=AdamW(lr=5e-3))
-NAMES = ("ann", "ben", "cleo")
 
 
 @pytest.fixture(scope="module")
 def backbone(tiny_base: Path) -> Backbone:
     return Backbone.load(tiny_base)
-
-
-class Small:
-    """A method on three tiny clients, in one process."""
-
-    def __init__(self, method: Method, backbone: Backbone, federation: Federation) -> None:
-        self.method = method
-        layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(federation.clients)}
-        self.site = Site(
-            partial(LanguageModel, backbone),
-            layouts,
-            federation.clients,
-            TRAINING,
-            seed=5,
-            total_iterations=method.total_iterations,
-        )
-        self.engine = InProcess(self.site, method)
-        self.blueprint = Blueprint(partial(Adapter, backbone.architecture), layouts, 5)
-        self.server, self.done = method.init(self.blueprint, NAMES), 0
-
-    def round(self) -> Tensors:
-        generator = self.method.round(self.server, NAMES, torch.Generator())
-        self.server = drive(generator, lambda ask, phase: self.engine.answer(ask, self.done, phase))
-        if self.done + 1 == self.method.rounds:
-            self.server = drive(
-                self.method.finish(self.server, NAMES),
-                lambda ask, phase: self.engine.answer(ask, self.done, phase),
-            )
-        self.done += 1
-        return self.server
-
-    def client(self, i: str) -> Client:
-        return self.site.client(i, dict(self.engine.states().get(i, {})))
-
-    def count(self, i: str, key: str) -> int:
-        return int(self.engine.states()[i].get(key, torch.zeros(())))
 
 
 # HetLoRA

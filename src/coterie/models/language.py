@@ -102,10 +102,12 @@ class LanguageModel:
         return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """Return layout and tensors without a pool: the gate's logits become routers' biases."""
+        """Return layout and tensors without a pool: the gate's logits become routers' biases; and
+        as of a model in which nothing is frozen.
+        """
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
-            return self.layout, tensors
+            return replace(self.layout, frozen_generalists=False), tensors
         with torch.no_grad():
             bias = self._bias()
         layout = replace(self.layout, members=0, biased=bias is not None)

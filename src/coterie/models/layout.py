@@ -40,6 +40,8 @@ class Layout:
         dropout: Probability of dropping a value of any LoRA's input while training.
         top_k: Experts that a token uses, at most all of them.
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
+        frozen_generalists: Whether steps leave the experts of the generalist's place as they came
+            (FedALT).
         local_a: Whether every A is local, whatever its expert is.
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         local_part: What of the model is local: the head, of a language model the adapters of its
@@ -64,6 +66,7 @@ class Layout:
     mlp_rank: int | None = None
     dropout: float = 0.0
     frozen_a: bool = False
+    frozen_generalists: bool = False
     local_a: bool = False
     local_b: bool = False
     local_part: LocalPart = "none"

@@ -40,6 +40,7 @@ class Mixture(nn.Module):
         self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.members else Role.GENERALIST
+        shared = Role.BACKBONE if layout.frozen_generalists else shared
         for name, role, count in (
             ("generalist", shared, layout.generalists),
             ("specialist", Role.SPECIALIST, layout.specialists),
