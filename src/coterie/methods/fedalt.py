@@ -60,10 +60,11 @@ class FedALT(Routed):
         mean = dict(download)
         if not (senders := int(mean.pop(SENDERS, 0))):
             return mean
-        own = zip(client.read(BACKBONE), client.read(SPECIALIST).values(), strict=True)
+        individual = as_generalist(client)
         if senders == 1:  # there are no others
-            return {name: t for name, t in mean.items() if name not in client.read(BACKBONE)}
-        return mean | {n: (senders * mean[n] - t) / (senders - 1) for n, t in own}
+            return {name: t for name, t in mean.items() if name not in individual}
+        rest = {n: (senders * mean[n] - t) / (senders - 1) for n, t in individual.items()}
+        return mean | rest
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
@@ -81,8 +82,12 @@ class FedALT(Routed):
     def local_round(self, client: Client, received: Tensors) -> Tensors:
         client.load(self.loadable(client, received))
         self.local_iterations(client)
-        own = zip(client.read(BACKBONE), client.read(SPECIALIST).values(), strict=True)
-        return client.read(GENERALIST) | dict(own)
+        return client.read(GENERALIST) | as_generalist(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
+
+
+def as_generalist(client: Client) -> Tensors:
+    """Return the client's own expert under the generalist's names."""
+    return dict(zip(client.read(BACKBONE), client.read(SPECIALIST).values(), strict=True))
