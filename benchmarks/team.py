@@ -49,7 +49,8 @@ def averaged(folder: Path, team: Team) -> list[dict[str, float]]:
 
 def seed_of(settings: Sequence[str], seed: int, folder: Path) -> dict[str, Any]:
     """Each row's perplexity and shares of right answers, the means over clients."""
-    recipe = load("team", [*settings, f"seed={seed}", f"data.seed={seed}"])
+    seeds = [f"seed={seed}", f"data.seed={seed}"]
+    recipe = load("team", ["model.dtype=fp32", *seeds, *settings])  # the same on every machine
     run = coterie.run(recipe, out=folder, resume=(folder / "lock").exists(), progress=True)
     rows = {row.method: {"perplexity": row.mean, **(row.answers or {})} for row in run.rows}
     of_clients = averaged(folder / "baselines" / "fedavg", Team(seed=seed))

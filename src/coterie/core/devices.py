@@ -58,16 +58,15 @@ def here() -> list[str]:
     return ["cpu"] if device is None else ["cpu", device]
 
 
-def suits_bf16(device: str | torch.device) -> bool:
-    """Return whether to compute in bf16: not on CPUs without it, where it is many times slower."""
-    return torch.device(device).type != "cpu" and has_bf16(device)
-
-
 def has_bf16(device: str | torch.device) -> bool:
     """Return whether a device computes in bf16 natively, unlike CUDA devices before Ampere."""
-    module = _module(torch.device(device))
+    device = torch.device(device)
+    if device.type == "cpu":
+        built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        return bool(built and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    module = _module(device)
     if (supported := getattr(module, "is_bf16_supported", None)) is None:
-        return _computes(torch.device(device), torch.bfloat16)
+        return _computes(device, torch.bfloat16)
     try:
         return bool(supported(including_emulation=False))
     except TypeError:  # only CUDA's takes it

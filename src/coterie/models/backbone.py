@@ -26,6 +26,7 @@ from coterie.models.architecture import (
     tokenizer,
     trusted,
 )
+from coterie.models.attention import precise_attention
 from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.quantised import dequantise, quantise
@@ -81,6 +82,8 @@ class Backbone:
             if plain:
                 dequantise(model)
         self.model: Any = model.to(device).requires_grad_(False).eval()
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            precise_attention(model)
         self.config: Any = model.config
         self.cache_name = cache_name(model)
         self._source, self._attached = source, Attached()
@@ -113,7 +116,8 @@ class Backbone:
 
         Args:
             base: A Hub id, a local folder, or "embedded" (the small model in the package).
-            dtype: Of weights and computation. bf16 is slow on CPUs without native support.
+            dtype: Of weights and computation. bf16 is slow on CPUs without native support; on CPUs
+                attention is then in fp32.
             device: The device to load it to.
             quantised: "int8", "int4" or "nf4" for its blocks, whose weights are then read in their
                 stored precision; None: `dtype`.

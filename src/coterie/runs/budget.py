@@ -17,6 +17,7 @@ from coterie.runs.problems.auto import (
     resolved,
     rows_of,
 )
+from coterie.runs.problems.precision import with_dtype
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.dotted import BATCH, CONTEXT, ROWS, STEPS
 from coterie.runs.recipes.recipe import Recipe, changed
@@ -42,8 +43,9 @@ def planned(
     A run resumed in `folder` keeps its earlier choices.
     """
     begun = time.monotonic()
+    recipe, precision = (recipe, "") if devices else with_dtype(recipe, folder)
     chosen, line = resolved(recipe, folder, devices=devices)
-    lines = [line] if line else []
+    lines = [line for line in (precision, line) if line]
     if recipe.time is None or devices:
         return chosen, lines
     if (before := choices_before(chosen, folder, CHOSEN)) is not None:

@@ -25,6 +25,7 @@ from coterie.runs.device.checks import OutboundCheck, check_code, check_run
 from coterie.runs.device.limits import Limits
 from coterie.runs.device.states import Memory
 from coterie.runs.problems import loading
+from coterie.runs.problems.precision import with_dtype
 from coterie.runs.problems.prepare import Prepared, outbound, prepare
 from coterie.runs.recipes import recipe as recipes
 
@@ -53,7 +54,7 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
             "audit: the recipe would plant canaries in this device's data",
             "Canaries are only for runs whose data are all on one machine.",
         )
-    problem = loading.load(recipe)
+    problem = loading.load(with_dtype(recipe)[0])
     # a device does not let itself be told to lie
     leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)
     site = Site(

@@ -139,12 +139,11 @@ def load_backbone(
 
 
 def pick_dtype(dtype: Literal["auto", "fp32", "bf16"], device: str) -> Literal["fp32", "bf16"]:
-    """Resolve `auto`: bf16 on accelerators that support it, else fp32; on a CPU without native
-    support bf16 is many times slower.
-    """
+    """Resolve `auto`: bf16 on accelerators that support it, else fp32, see `with_dtype`."""
     if dtype != "auto":
         return dtype
-    return "bf16" if devices.suits_bf16(device) else "fp32"
+    on_cpu = torch.device(device).type == "cpu"
+    return "bf16" if not on_cpu and devices.has_bf16(device) else "fp32"
 
 
 def memory_step(
