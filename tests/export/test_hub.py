@@ -355,3 +355,34 @@ def test_weights_that_follow_a_text_are_never_sent(run: Path, hub: Hub, tmp_path
     for repository in hub.repositories.values():
         files = repository.files.items()
         assert not any(FOLLOWED in name or followed in data for name, data in files)
+
+
+def test_a_model_goes_there_and_back_by_its_own_methods(
+    run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "assets"))
+    model = coterie.load(run, "bob")
+    assert isinstance(model, PersonalModel)
+    with pytest.raises(Refused, match="the personal model of 'bob' holds what was trained"):
+        model.push_to_hub("mine")
+    assert model.push_to_hub("mine", publish_personal=True).endswith("ann/mine")
+    assert hub.repositories["ann/mine"].private
+    back = coterie.PersonalModel.from_pretrained("ann/mine")
+    ids = torch.arange(8)[None]
+    assert torch.equal(back(ids).logits, model(ids).logits)
+    with pytest.raises(Refused, match="Names are like"):
+        coterie.PersonalModel.from_pretrained("not a name")
+
+
+def test_the_same_pull_again_replaces_what_it_wrote_and_nothing_else(
+    run: Path, hub: Hub, tmp_path: Path
+) -> None:
+    coterie.push(run, "river", shared=True)
+    for _ in range(2):
+        assert coterie.pull("ann/river", tmp_path / "there").shared
+    (tmp_path / "there" / "README.md").write_text("notes of my own")
+    with pytest.raises(Refused, match="exists already"):
+        coterie.pull("ann/river", tmp_path / "there")
+    assert (tmp_path / "there" / "README.md").read_text() == "notes of my own"

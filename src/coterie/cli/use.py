@@ -359,10 +359,11 @@ def export(
 ) -> None:
     """Write a client's model for other programs, run what was written, and print how it does."""
     with _stopping("stopped. Nothing is kept."):
-        from coterie import export as exports
+        from coterie.export import Source
+        from coterie.export import export as written
 
-        exported = exports.export(
-            exports.Source(run, client, everyone, base, data),
+        exported = written(
+            Source(run, client, everyone, base, data),
             format,
             out,
             part=part,

@@ -26,6 +26,8 @@ from coterie.models.artifact import (
     read_about_json,
 )
 from coterie.models.classifier_artifact import read_classifier
+from coterie.personal import PersonalModel
+from coterie.personal import load as load_model
 from coterie.runs import recipes
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import resolve
@@ -111,6 +113,28 @@ def pull(
         raise hub_error(f"the Hub does not give {repo}", error) from error
     about = read_about_json(model_folders(out)[0]) | read_about_json(out)
     return Pulled(out, str(about["client"]), base_of(about), str(about["method"]), info.sha)
+
+
+def from_pretrained(repo: Path | str, revision: str | None, **settings: Any) -> PersonalModel:
+    """Load a language model from a folder or a repository, see `PersonalModel.from_pretrained`."""
+    from huggingface_hub import HfApi, cached_assets_path
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    folder = Path(repo)
+    if not folder.is_dir():
+        try:
+            info = HfApi(library_name="coterie").model_info(str(repo), revision=revision)
+        except HFValidationError as error:
+            raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
+        except (HfHubHTTPError, OSError) as error:
+            raise hub_error(f"the Hub does not give {repo}", error) from error
+        folder = Path(cached_assets_path("coterie", info.id, info.sha or "")) / "model"
+        if not folder.exists():
+            pull(str(repo), folder, revision=info.sha)
+    model = load_model(folder, **settings)
+    if not isinstance(model, PersonalModel):
+        raise Refused(f"{repo} holds a classifier", "Pull it, and load it by coterie.load.")
+    return model
 
 
 def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -43,6 +45,15 @@ class PersonalModel:
     adapter. Used like a transformers model.
 
     Several models on one backbone do not affect each other; threads that use it take turns.
+
+    Examples:
+        >>> import coterie
+        >>> small = {"clients": 2, "train_tokens": 600, "valid_tokens": 200, "test_tokens": 200}
+        >>> short = {"name": "fedavg", "rounds": 1, "local_steps": 1}
+        >>> run = coterie.run("synthetic", out="words", data=small, method=short)
+        >>> model = coterie.PersonalModel.from_pretrained("words/clients/client-0")
+        >>> model.about.client
+        'client-0'
 
     Args:
         language: The base with the client's adapter.
@@ -126,6 +137,34 @@ class PersonalModel:
         `coterie.load` reads. Raises SaveError.
         """
         save(Path(folder), self.about, dict(self.adapter.named_parameters()))
+
+    @staticmethod
+    def from_pretrained(
+        repo: Path | str, *, revision: str | None = None, **settings: Any
+    ) -> "PersonalModel":
+        """Load a model from a folder, or from a repository of the Hub, where `coterie push` or
+        `push_to_hub` wrote it; what is fetched is verified, see `coterie.pull`, and kept in the
+        Hub's cache. `settings` are those of `coterie.load`. Raises CoterieError.
+        """
+        # the room that knows the Hub is above this one
+        hub = import_module("coterie.export.pull")
+        model: PersonalModel = hub.from_pretrained(repo, revision, **settings)
+        return model
+
+    def push_to_hub(
+        self, repo: str, *, publish_personal: bool = False, private: bool = True
+    ) -> str:
+        """Write the model with its card to a repository of the Hub, and return its address. It is
+        made if it does not exist, private unless told otherwise; `publish_personal` says that the
+        owner agrees. Raises CoterieError.
+        """
+        hub = import_module("coterie.export.push")
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder)
+            agreed = {"publish_personal": publish_personal, "public": not private}
+            pushed = hub.push(Path(folder), repo, client=self.about.client, **agreed)
+        address: str = pushed.url
+        return address
 
     @property
     def experts(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,10 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
     def __init__(self, console: Console, rows: int) -> None:
         self.console, self.rows, self.row = console, rows, 0
-        self.live = console.is_terminal
+        # a notebook shows a display by its widgets, where it has them
+        self.live = console.is_terminal or (
+            console.is_jupyter and find_spec("ipywidgets") is not None
+        )
         # a line that does not fit would wrap, and the display would jump
         self.narrow = self.live and console.width < BROAD
         self.progress = Progress(

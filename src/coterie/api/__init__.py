@@ -113,11 +113,11 @@ def run(
     recipe: Recipe | str | Path,
     *,
     out: Path | str | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
-    progress: bool = False,
+    progress: bool | None = None,
     **changes: Any,
 ) -> Run:
     """Run a recipe and the methods of its `compare_with`: train and evaluate a personal model for
@@ -133,12 +133,14 @@ def run(
     Args:
         recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a `Recipe`.
         out: Folder for the run; default: a new one under runs/.
-        resume: Continue the run in `out`, or the latest run of this recipe under runs/.
+        resume: Continue the run in `out`, or the latest run of this recipe under runs/; default:
+            what is in `out` already, so that a cell of a notebook can be run again. False refuses
+            it.
         resume_changed: Like `resume`, and accept that base, data or clients have changed, or that
             metrics were lost.
         callbacks: Called at the events of the run, see `Callback`.
         track: Programs that get the figures besides: `wandb`, `mlflow`.
-        progress: Whether to show progress in the terminal.
+        progress: Whether to show progress in the terminal or the notebook; default: in notebooks.
         changes: Other values for fields of the recipe, see `Recipe.load`.
 
     Raises:
@@ -146,7 +148,7 @@ def run(
         CoterieError: The run failed and can be resumed.
     """
     chosen = _recipe(recipe, changes)
-    folder = _folder(out, chosen.name, resume or resume_changed)
+    folder, resume = _folder(out, chosen.name, resume, resume_changed)
     with _events(callbacks, progress, len(chosen.compare_with) + 1, track, folder) as events:
         results = runs.run(
             chosen,
@@ -170,11 +172,11 @@ def compare(
     fields: Mapping[str, Sequence[Any]] | None = None,
     trials: int | None = None,
     out: Path | str | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
     resume_changed: bool = False,
     callbacks: Sequence[Callback] = (),
     track: Sequence[str] = (),
-    progress: bool = False,
+    progress: bool | None = None,
     **changes: Any,
 ) -> Comparison:
     """Compare methods on the same data, base and budget: mean and deviation over seeds.
@@ -201,7 +203,8 @@ def compare(
         fields: Fields to search, as in `coterie.tune`; only with `tune`.
         trials: Candidates of the first rung, as in `coterie.tune`; only with `tune`.
         out: Folder for the comparison; default: a new one under runs/.
-        resume: Continue the comparison in `out`, or the latest of this recipe under runs/.
+        resume: Continue the comparison in `out`, or the latest of this recipe under runs/; default
+            as in `run`.
         resume_changed: As in `run`.
         callbacks: As in `run`.
         track: As in `coterie.run`; the runs of a search are tracked too.
@@ -219,8 +222,8 @@ def compare(
             "fields and trials need a search, and tune is not set",
             "Give tune=True (--tune) too, or leave them out.",
         )
-    going = resume or resume_changed
-    folder, extra = _folder(out, f"compare-{chosen.name}", going), dict[str, Any]()
+    folder, going = _folder(out, f"compare-{chosen.name}", resume, resume_changed)
+    extra = dict[str, Any]()
     if tune:
         runs.check_new(folder, going)
         searched, effort = folder / tuning.TUNED, _effort(trials, 1)
@@ -260,11 +263,11 @@ def tune(
     trials: int | None = None,
     seeds: int = 1,
     out: Path | str | None = None,
-    resume: bool = False,
+    resume: bool | None = None,
     resume_changed: bool = False,
     track: Sequence[str] = (),
     callbacks: Sequence[Callback] = (),
-    progress: bool = False,
+    progress: bool | None = None,
     **changes: Any,
 ) -> Tuning:
     """Choose the settings of each method on validation data, with the same effort for all.
@@ -290,7 +293,8 @@ def tune(
             8.
         seeds: Runs of each setting, with consecutive seeds.
         out: Folder for the search; default: a new one under runs/.
-        resume: Continue the search in `out`, or the latest one of this recipe under runs/.
+        resume: Continue the search in `out`, or the latest one of this recipe under runs/; default
+            as in `run`.
         resume_changed: As in `run`.
         track: As in `coterie.run`: every run of the search is tracked.
         callbacks: As in `run`.
@@ -303,7 +307,7 @@ def tune(
     """
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
-    folder = _folder(out, f"tune-{chosen.name}", resume or resume_changed)
+    folder, resume = _folder(out, f"tune-{chosen.name}", resume, resume_changed)
     effort = _effort(trials, seeds)
     with _events(callbacks, progress, None, track, folder) as events:
         tuned = tuning.tune(
@@ -344,19 +348,25 @@ def _recipe(recipe: Recipe | str | Path, changes: dict[str, Any]) -> Recipe:
     return recipe.with_changes(**changes) if changes else recipe
 
 
-def _folder(out: Path | str | None, name: str, resume: bool) -> Path:
-    """Return the folder of the arguments, absolute, as callbacks may change the current one. Raises
-    Refused if there is no run to resume.
+def _folder(
+    out: Path | str | None, name: str, resume: bool | None, changed: bool
+) -> tuple[Path, bool]:
+    """Return the folder of the arguments, absolute, as callbacks may change the current one, and
+    whether to go on with what is in it. Raises Refused if there is nothing to resume.
     """
     if out is not None:
-        return Path(out).absolute()
-    return (latest_folder(name) if resume else new_folder(name)).absolute()
+        folder = Path(out).absolute()
+        begun = any((folder / part / "lock").exists() for part in ("", tuning.TUNED))
+        begun = begun if resume is None else resume
+        return folder, begun or changed
+    going = bool(resume or changed)
+    return (latest_folder(name) if going else new_folder(name)).absolute(), going
 
 
 @contextmanager
 def _events(
     callbacks: Sequence[Callback],
-    progress: bool,
+    progress: bool | None,
     rows: int | None,
     track: Sequence[str],
     folder: Path,
@@ -365,11 +375,11 @@ def _events(
     the progress of so many runs, or with None of a search.
     """
     with tracked(track, folder) as trackers:
-        if not progress:
-            yield Callbacks([*callbacks, *trackers])
-            return
         from rich.console import Console
 
+        if not (Console().is_jupyter if progress is None else progress):
+            yield Callbacks([*callbacks, *trackers])
+            return
         from coterie.reports.progress import SearchTerminal, Terminal
 
         shown = SearchTerminal(Console()) if rows is None else Terminal(Console(), rows)
