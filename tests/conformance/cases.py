@@ -58,6 +58,8 @@ CASES: dict[str, dict[str, object]] = {
     "fedsa-lora": {"rounds": 2, "local_steps": 2},
     "hetlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "prune": 0.6},
     "flexlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3]},
+    "flora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3]},
+    "fedex-lora": {"rounds": 2, "local_steps": 2},
     "fedalt": {"rounds": 2, "local_steps": 2},
     "local-moe": {"rounds": 2, "local_steps": 2},
     "fedavg-moe": {"rounds": 2, "local_steps": 2},

@@ -5,12 +5,17 @@ gradients are autograd's and means are written out.
 from pathlib import Path
 
 import pytest
+import torch
 from text_runs import NAMES, PLAIN, Naive, Small
 
+from coterie.core.protocol import derive_seed
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
 from coterie.methods.fedalt import FedALT
+from coterie.methods.fedexlora import FedExLoRA
+from coterie.methods.flora import FLoRA
 from coterie.models.backbone import Backbone
+from coterie.models.language import LanguageModel
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +65,77 @@ def test_fedalt_needs_others(backbone: Backbone, tiny_federation: Federation) ->
     run.round(("ann",))
     rest = run.client("ann").model.adapter.named_parameters()  # type: ignore[attr-defined]
     assert all(not t.any() for n, t in rest if "generalist" in n and n.endswith("B"))
+
+
+def weights_of(naive: Naive) -> Tensors:
+    """The product of each LoRA."""
+    return {
+        path: lora.gamma * (lora.B @ lora.A).detach()[0]
+        for path, lora in naive.model.adapter.loras().items()
+    }
+
+
+def test_fedex_clients_go_on_from_the_mean_of_their_models(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """The naive loop adds to the weights what the mean of the products has beyond the product of
+    the means.
+    """
+    run = Small(FedExLoRA(rounds=3, local_steps=2), backbone, tiny_federation, PLAIN)
+    clients, moved = {i: Naive(run, i) for i in NAMES}, 0.0
+    for _ in range(3):
+        for naive in clients.values():
+            naive.steps(2, (".A", ".B"))
+        run.round()
+        close(run, clients)
+        products = mean([weights_of(naive) for naive in clients.values()])
+        factors = mean([naive.named(".A") | naive.named(".B") for naive in clients.values()])
+        for naive in clients.values():
+            naive.load(factors)
+            residual = {n: t - weights_of(naive)[n] for n, t in products.items()}
+            naive.load({f"{n}.W": naive.parameters[f"{n}.W"] + t for n, t in residual.items()})
+            moved = max(moved, *(float(t.abs().max()) for t in residual.values()))
+    assert moved > 1e-5  # the residual is more than rounding
+
+
+def test_flora_adds_the_sum_of_all_products_to_the_weights(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """Clients start each round from new factors; ranks and numbers of tokens differ."""
+    method = FLoRA(rounds=3, local_steps=2, ranks=(4, 2, 3))
+    run = Small(method, backbone, tiny_federation, PLAIN)
+    clients = {i: Naive(run, i) for i in NAMES}
+    tokens = {i: len(naive.data.train) for i, naive in clients.items()}
+    for done in range(3):
+        for i, naive in clients.items():
+            torch.manual_seed(derive_seed(5, done, 0, i))
+            for lora in naive.model.adapter.loras().values():
+                bound = lora.A.shape[2] ** -0.5
+                lora.A.data = torch.empty(lora.A.shape).uniform_(-bound, bound)
+                lora.B.data = torch.zeros(lora.B.shape)
+            naive.steps(2, (".A", ".B"))
+        run.round()
+        close(run, clients)
+        for path in weights_of(clients["ann"]):
+            stacked = sum(tokens[i] * weights_of(clients[i])[path] for i in NAMES)
+            for naive in clients.values():
+                name = f"{path}.W"
+                naive.load({name: naive.parameters[name] + stacked / sum(tokens.values())})
+
+
+def test_a_frozen_sum_becomes_ranks_of_a_kept_model(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """A personal model without a frozen sum predicts what the client's own did."""
+    run = Small(FedExLoRA(rounds=2, local_steps=2), backbone, tiny_federation)
+    run.round()
+    run.round()
+    model = run.client("ann").model
+    assert isinstance(model, LanguageModel)
+    layout, tensors = model.settled()
+    kept = LanguageModel(backbone, layout)
+    kept.adapter.load_state_dict(tensors)
+    ids = torch.arange(1, 9)[None]
+    torch.testing.assert_close(kept(ids), model(ids), rtol=1e-4, atol=1e-5)
+    assert float(run.client("ann").loras["blocks.0.mlp.generalist.up"].W.detach().abs().max()) > 0  # type: ignore[union-attr]
+    assert not layout.frozen_sum

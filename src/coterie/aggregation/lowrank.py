@@ -2,7 +2,7 @@
 
 In messages and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in)
 and `<module>/B` (count, out, r), with B multiplied by gamma, which depends on the rank and so
-differs between clients (rank-stabilised LoRA).
+differs between clients (rank-stabilised LoRA). A frozen sum, (out, in), is `<module>/W`.
 
 Where clients prune their ranks (Cho et al., "Heterogeneous LoRA for Federated Fine-tuning of
 On-Device Foundation Models", EMNLP 2024), the tail of an update is the ranks that its client would
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from coterie.core import devices
-from coterie.core.protocol import Replies
+from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Named, Tensors, weighted_sum
 from coterie.models.lora import LoRA
 
+TOKENS = "tokens"  # how much a client counts, in its reply
 Ranks = Mapping[str, int]  # of each module
 Factors = tuple[Tensor, Tensor]  # A (count, r, in) and gamma B (count, out, r)
 
@@ -42,8 +43,13 @@ def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
         parameters |= {
             f"{module}.A": resized(A, lora.A.shape[1], 1),
             f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma,
-        }
+        } | ({f"{module}.W": W} if (W := tensors.get(f"{module}/W")) is not None else {})
     return parameters
+
+
+def frozen_sums(tensors: Named) -> Tensors:
+    """Return the frozen sums of a message or state."""
+    return {name: tensor for name, tensor in tensors.items() if name.endswith("/W")}
 
 
 def modules(tensors: Named) -> list[str]:
@@ -72,8 +78,10 @@ def ranks(tensors: Named) -> list[int]:
 
 
 def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
-    """Return the first ranks of each pair, as many as `ranks` says for its module."""
-    pairs: Tensors = {}
+    """Return the first ranks of each pair, as many as `ranks` says for its module, and all frozen
+    sums.
+    """
+    pairs = frozen_sums(tensors)
     for module, rank in zip(modules(tensors), ranks, strict=True):
         A, B = factors(module, tensors)
         pairs |= {f"{module}/A": A[:, :rank].clone(), f"{module}/B": B[..., :rank].clone()}
@@ -108,6 +116,23 @@ def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
     A, B = signs.mT * (Vh @ Q2.mT), directions * (signs * S[:, None, :])
     like = exact[0][3]
     return resized(A, rank, 1).to(like), resized(B, rank, 2).to(like)
+
+
+def shares_of(replies: Replies) -> dict[ClientId, float]:
+    """Return each client's share of all tokens, or equal ones if nobody has any."""
+    tokens = {i: float(replies[i][TOKENS]) for i in sorted(replies)}
+    total = sum(tokens.values())
+    return {i: n / total if total > 0 else 1 / len(tokens) for i, n in tokens.items()}
+
+
+def added(replies: Replies, state: Named, shares: Mapping[ClientId, float]) -> Tensors:
+    """Return the frozen sums with sum_i share_i gamma_i B_i A_i."""
+    sums = frozen_sums(state)
+    for module in modules(sums):
+        for i, share in shares.items():
+            A, B = factors(module, replies[i])
+            sums[f"{module}/W"] = sums[f"{module}/W"] + share * (B[0] @ A[0])
+    return sums
 
 
 def same_sizes(reply: Named, state: Named) -> bool:

@@ -17,8 +17,6 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors
 from coterie.methods.templates import Ranked
 
-TOKENS = "tokens"  # how much a client counts, in its reply
-
 
 @dataclass(frozen=True)
 class FlexLoRA(Ranked):
@@ -32,34 +30,40 @@ class FlexLoRA(Ranked):
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)
-        return state | redistribute(replies, state)
+        return state | (self.merge(replies, state) if replies else {})
+
+    def merge(self, replies: Replies, state: State) -> Tensors:
+        """Return what the server's factors become."""
+        return redistribute(replies, state)
+
+    def begin(self, client: Client) -> None:
+        """Prepare a client that has loaded what it received."""
+        client.reset_optimizer(GENERALIST)
 
     def reply_spec(self, sent: Named) -> Named:
         """Return the specification of a client's factors and number of tokens."""
-        return {**sent, TOKENS: torch.tensor(MOST_SAMPLES)}
+        frozen = lowrank.frozen_sums(sent)
+        factors = {name: tensor for name, tensor in sent.items() if name not in frozen}
+        return factors | {lowrank.TOKENS: torch.tensor(MOST_SAMPLES)}
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         client.load(lowrank.own_factors(client.loras, theta))
-        client.reset_optimizer(GENERALIST)
+        self.begin(client)
         self.local_iterations(client)
-        return lowrank.read_factors(client.loras) | {TOKENS: torch.tensor(len(client.train))}
+        return lowrank.read_factors(client.loras) | {
+            lowrank.TOKENS: torch.tensor(len(client.train))
+        }
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
     """Return the SVD of sum_i n_i gamma_i B_i A_i / sum_i n_i, module by module, with n_i tokens of
-    client i, or equal n_i if all are zero.
+    client i, see `lowrank.shares_of`.
     """
     redistributed: Tensors = {}
-    order = sorted(replies)
-    tokens = [float(replies[i][TOKENS]) for i in order]
-    total = sum(tokens)
-    shares = [n / total if total > 0 else 1 / len(order) for n in tokens]
-    for module in lowrank.modules(replies[order[0]]) if order else ():
-        terms = [
-            (share, lowrank.factors(module, replies[i]))
-            for share, i in zip(shares, order, strict=True)
-        ]
+    shares = lowrank.shares_of(replies)
+    for module in lowrank.modules(replies[next(iter(shares))]):
+        terms = [(share, lowrank.factors(module, replies[i])) for i, share in shares.items()]
         A, B = lowrank.svd_of_sum(terms, state[f"{module}/A"].shape[1])
         redistributed |= {f"{module}/A": A, f"{module}/B": B}
     return redistributed

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from coterie.core.protocol import derive_seed
 from coterie.core.roles import BACKBONE, EXPERT, Role, by_role
@@ -80,6 +82,23 @@ class Adapter(nn.Module):
             updates[layer] = A, B
         return updates
 
+    @torch.no_grad()
+    def whole(self) -> tuple[Layout, Tensors]:
+        """Return layout and tensors of the same model without frozen sums, exact in fp32: LoRAs of
+        the rank that this needs. The adapter has one expert.
+        """
+        pairs, ranks = {path: lora.whole() for path, lora in self.loras().items()}, [1, 1]
+        for path, (A, _) in pairs.items():
+            ranks[".mlp." in path] = max(ranks[".mlp." in path], A.shape[1])
+        layout = replace(self.layout, frozen_sum=False, rank=ranks[0], mlp_rank=ranks[1])
+        tensors = Tensors()
+        for path, (A, B) in pairs.items():
+            rank = ranks[".mlp." in path]
+            missing = rank - A.shape[1]
+            tensors[f"{path}.A"] = pad(A, (0, 0, 0, missing))
+            tensors[f"{path}.B"] = pad(B, (0, missing)) / layout.gamma(rank)
+        return layout, tensors
+
     def routers(self) -> list[Router]:
         """Return the routers of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]
@@ -129,7 +148,7 @@ class Adapter(nn.Module):
 
 def _initial(name: str, parameter: Tensor, seed: int) -> Tensor:
     values = torch.zeros(parameter.shape)
-    if name.rpartition(".")[2] in ("B", "bias"):
+    if name.rpartition(".")[2] in ("B", "W", "bias"):
         return values
     bound = 1 / math.sqrt(parameter.shape[-1])
     return values.uniform_(-bound, bound, generator=torch.Generator().manual_seed(seed))

@@ -103,8 +103,10 @@ class LanguageModel:
 
     def settled(self) -> tuple[Layout, Tensors]:
         """Return layout and tensors without a pool: the gate's logits become routers' biases; and
-        as of a model in which nothing is frozen.
+        as of a model in which nothing is frozen: a frozen sum becomes ranks of the LoRA.
         """
+        if self.layout.frozen_sum:
+            return self.adapter.whole()
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if not self.layout.members:
             return replace(self.layout, frozen_generalists=False), tensors

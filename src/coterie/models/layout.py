@@ -42,6 +42,8 @@ class Layout:
         frozen_a: Whether every A stays at its initial value, the same for all clients (FFA-LoRA).
         frozen_generalists: Whether steps leave the experts of the generalist's place as they came
             (FedALT).
+        frozen_sum: Whether each adapted layer adds a frozen matrix to its weights, in which a
+            server puts more than factors can hold (FedEx-LoRA, FLoRA).
         local_a: Whether every A is local, whatever its expert is.
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         local_part: What of the model is local: the head, of a language model the adapters of its
@@ -67,6 +69,7 @@ class Layout:
     dropout: float = 0.0
     frozen_a: bool = False
     frozen_generalists: bool = False
+    frozen_sum: bool = False
     local_a: bool = False
     local_b: bool = False
     local_part: LocalPart = "none"

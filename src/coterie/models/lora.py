@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from coterie.core.roles import GENERALIST, Role
+from coterie.core.roles import BACKBONE, GENERALIST, Role
 from coterie.models.layout import Layout
 
 
@@ -20,7 +20,7 @@ def project(base: nn.Module, x: Tensor) -> Tensor:
 
 class LoRA(nn.Module):
     """A stack of `count` updates of one linear layer: A (count, r, in), B (count, out, r), both
-    fp32.
+    fp32. With a `frozen_sum`, W (out, in) is added to the frozen weights, whatever the expert.
 
     `roles` are those of A and of B; `count` is 1 for attention, otherwise the experts of that role.
     Of a layer that is no target, A and B are no parameters and stay 0.
@@ -38,16 +38,30 @@ class LoRA(nn.Module):
         rank: int,
         gamma: float,
         target: bool = True,
+        frozen_sum: bool = False,
     ) -> None:
         super().__init__()
         self.gamma, self.target = gamma, target
+        self.W = nn.Parameter(torch.zeros(outputs, inputs)) if frozen_sum and target else None
         A, B = torch.zeros(count, rank, inputs), torch.zeros(count, outputs, rank)
         for name, matrix in (("A", A), ("B", B)):
             if target:
                 self.register_parameter(name, nn.Parameter(matrix))
             else:
                 self.register_buffer(name, matrix, persistent=False)
-        self.roles = dict(zip("AB", roles, strict=True))
+        self.roles = dict(zip("ABW", (*roles, BACKBONE), strict=True))
+
+    def frozen(self, x: Tensor, base: nn.Module) -> Tensor:
+        """Return the output of the frozen weights, (T, out), of (T, in), as `project`."""
+        y = project(base, x)
+        return y if self.W is None else torch.addmm(y, x, self.W.to(x.dtype).T)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return A and B, exact in fp32, of which B A is the whole update with W, of least rank."""
+        update = self.gamma * self.B.double() @ self.A.double()
+        U, S, Vh = torch.linalg.svd(update if self.W is None else update + self.W.double())
+        rank = max(int((1e-8 * S[:, :1] < S).sum(dim=1).max()), 1)
+        return Vh[:, :rank].float(), (U[..., :rank] * S[:, None, :rank]).float()
 
 
 class SingleLoRA(LoRA):
@@ -55,7 +69,9 @@ class SingleLoRA(LoRA):
 
     def __init__(self, inputs: int, outputs: int, layout: Layout, target: bool) -> None:
         roles, rank = layout.factors(GENERALIST), layout.rank
-        super().__init__(roles, 1, inputs, outputs, rank, layout.gamma(rank), target)
+        super().__init__(
+            roles, 1, inputs, outputs, rank, layout.gamma(rank), target, layout.frozen_sum
+        )
         self.dropout = layout.dropout
 
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
@@ -70,7 +86,7 @@ class SingleLoRA(LoRA):
         codes = (
             self.A[0].to(x.dtype) @ nn.functional.dropout(tokens, self.dropout, self.training).T
         )  # (r, T)
-        y = project(base, tokens).addmm_(
+        y = self.frozen(tokens, base).addmm_(
             codes.T, self.B[0].to(x.dtype).T.contiguous(), alpha=self.gamma
         )
         return y.view(*x.shape[:-1], -1)

@@ -56,6 +56,7 @@ class Mixture(nn.Module):
                         rank,
                         self.gamma,
                         targets is None or layer.name in targets,
+                        layout.frozen_sum and name == "generalist",
                     )
                     for layer in shape.linears
                 }
@@ -98,7 +99,8 @@ class Mixture(nn.Module):
         self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None
     ) -> Tensor:
         """Return (T, d_model) with weights (T, n), or None for 1; without a plan, with dropout."""
-        bases = [project(layer, x) for layer in base.first]
+        named = zip(self.first, base.first, strict=True)
+        bases = [self._frozen(name, x, layer) for name, layer in named]
         # (linears, n, r, d_model)
         A1 = torch.stack([self._stack(name, "A", x.dtype) for name in self.first])
         B2 = self._stack("down", "B", x.dtype)
@@ -112,9 +114,16 @@ class Mixture(nn.Module):
                 *(B for name in self.first for B in self._by_role(name, "B")),
             ]
             m, c = _Hidden.apply(plan, weights, codes, *bases, *by_role)  # type: ignore[no-untyped-call]
-        return project(base.down, m).addmm_(
+        return self._frozen("down", m, base.down).addmm_(
             c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma
         )
+
+    def _frozen(self, name: str, x: Tensor, base: nn.Module) -> Tensor:
+        """Return the output of a layer's frozen weights, (T, out), of (T, in)."""
+        if not self.layout.frozen_sum:
+            return project(base, x)
+        lora: LoRA = self.get_submodule(f"generalist.{name}")  # type: ignore[assignment]
+        return lora.frozen(x, base)
 
     def _weights(self, x: Tensor, routing: Routing | None) -> Tensor | None:
         """Return (T, n) weights in the dtype of x; None for a single expert."""
