@@ -59,6 +59,7 @@ CASES: dict[str, dict[str, object]] = {
     "hetlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "prune": 0.6},
     "flexlora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3]},
     "flora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3]},
+    "sdflora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "local_rank": 2},
     "fedex-lora": {"rounds": 2, "local_steps": 2},
     "fedalt": {"rounds": 2, "local_steps": 2},
     "local-moe": {"rounds": 2, "local_steps": 2},

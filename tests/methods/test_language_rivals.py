@@ -14,6 +14,7 @@ from coterie.data.federation import Federation
 from coterie.methods.fedalt import FedALT
 from coterie.methods.fedexlora import FedExLoRA
 from coterie.methods.flora import FLoRA
+from coterie.methods.sdflora import SDFLoRA
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 
@@ -139,3 +140,36 @@ def test_a_frozen_sum_becomes_ranks_of_a_kept_model(
     torch.testing.assert_close(kept(ids), model(ids), rtol=1e-4, atol=1e-5)
     assert float(run.client("ann").loras["blocks.0.mlp.generalist.up"].W.detach().abs().max()) > 0  # type: ignore[union-attr]
     assert not layout.frozen_sum
+
+
+def test_sdflora_averages_the_first_ranks_and_leaves_the_last_ones(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    """Shared products are averaged by tokens and truncated, by an SVD of the whole matrix; factors
+    may have other signs.
+    """
+    method = SDFLoRA(rounds=3, local_steps=2, ranks=(4, 2, 3), local_rank=2)
+    run = Small(method, backbone, tiny_federation, PLAIN)
+    clients = {i: Naive(run, i) for i in NAMES}
+    tokens = {i: len(naive.data.train) for i, naive in clients.items()}
+    for _ in range(3):
+        for naive in clients.values():
+            naive.steps(2, (".A", ".B"))
+        run.round()
+        for i, naive in clients.items():
+            for path, lora in run.client(i).loras.items():
+                expected = naive.model.adapter.loras()[path]
+                torch.testing.assert_close(lora.A[:, -2:], expected.A[:, -2:])
+                torch.testing.assert_close(
+                    lora.B @ lora.A, expected.B @ expected.A, rtol=1e-4, atol=1e-7
+                )
+        for path in weights_of(clients["ann"]):
+            parts = {i: naive.model.adapter.loras()[path] for i, naive in clients.items()}
+            shared = {i: p.gamma * p.B[0, :, :-2] @ p.A[0, :-2] for i, p in parts.items()}
+            mean = sum(tokens[i] * t for i, t in shared.items()) / sum(tokens.values())
+            U, S, Vh = torch.linalg.svd(mean.detach().double(), full_matrices=False)
+            for p in parts.values():
+                rank = p.A.shape[1] - 2
+                A, B = Vh[:rank].float(), (U * S)[:, :rank].float() / p.gamma
+                p.A.data = torch.cat([A[None], p.A.data[:, -2:]], 1)
+                p.B.data = torch.cat([B[None], p.B.data[..., -2:]], 2)

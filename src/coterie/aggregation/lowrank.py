@@ -88,6 +88,17 @@ def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
     return pairs
 
 
+def with_tails(tensors: Named, longer: Named) -> Tensors:
+    """Return the pairs, each followed by the ranks that the pair in `longer` has beyond its own."""
+    pairs: Tensors = {}
+    for module in modules(tensors):
+        (A, B), (C, D) = factors(module, tensors), factors(module, longer)
+        rank = A.shape[1]
+        pairs[f"{module}/A"] = torch.cat([A, C[:, rank:].to(A)], 1)
+        pairs[f"{module}/B"] = torch.cat([B, D[..., rank:].to(B)], 2)
+    return pairs
+
+
 def product_norm(A: Tensor, B: Tensor) -> float:
     """||B A||_F over all updates of a stack, from the small Gram matrices: tr((B^T B)(A A^T))."""
     A, B = devices.exact(A), devices.exact(B)

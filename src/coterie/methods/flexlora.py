@@ -48,12 +48,11 @@ class FlexLoRA(Ranked):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
-        client.load(lowrank.own_factors(client.loras, theta))
+        client.load(self.loadable(client, theta))
         self.begin(client)
         self.local_iterations(client)
-        return lowrank.read_factors(client.loras) | {
-            lowrank.TOKENS: torch.tensor(len(client.train))
-        }
+        trained = lowrank.truncated(lowrank.read_factors(client.loras), lowrank.ranks(theta))
+        return trained | {lowrank.TOKENS: torch.tensor(len(client.train))}
 
 
 def redistribute(replies: Replies, state: Named) -> Tensors:
