@@ -115,3 +115,15 @@ def classifiers(tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "digits"
     coterie.run("cobo-digits", out=out, method={"rounds": 1}, compare_with=[])
     return out
+
+
+def test_logs_are_json_where_that_is_asked_for():
+    runner = CliRunner()
+    plain = runner.invoke(app, ["serve", "absent", "--access-log"])
+    assert plain.stderr.startswith("coterie: --access-log needs --api")
+    done = runner.invoke(app, ["--log-format", "json", "serve", "absent", "--api"])
+    assert done.exit_code in (1, 2)
+    entry = json.loads(done.stderr)
+    assert entry.keys() == {"time", "level", "logger", "message"}
+    assert (entry["level"], entry["logger"]) == ("ERROR", "coterie")
+    assert entry["message"].startswith("absent holds no personal models")

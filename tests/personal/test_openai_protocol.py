@@ -5,6 +5,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import httpx
 import openai
 import pytest
 import torch
@@ -15,7 +16,9 @@ from coterie.core.errors import Refused
 from coterie.data.chats import jinja_process
 from coterie.models.layout import Layout
 from coterie.personal.api import server
+from coterie.personal.api.answers import Answer
 from coterie.personal.api.server import Settings
+from coterie.personal.sampling import Token
 
 TOKEN = "a-token-of-the-tests"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -600,3 +603,55 @@ def test_a_port_that_is_taken(serve, make_run):
 )
 def test_what_others_can_reach_is_not_local(host, local):
     assert Settings(0, host).is_local == local
+
+
+def test_probes_need_no_token_and_figures_do(serve, caplog):
+    _, address = serve("llama", access_log=True)
+    base = address.removesuffix("/v1")
+    with caplog.at_level("INFO", logger="coterie.access"):
+        assert httpx.get(f"{base}/health").json() == {"status": "ok"}
+        assert httpx.get(f"{base}/metrics").status_code == 401
+        assert httpx.get(f"{base}/secret-quibble").status_code == 401
+        prompt = "the quibblefrost"
+        connect(address).completions.create(model="ann", prompt=prompt, max_tokens=2)
+        key = {"Authorization": f"Bearer {TOKEN}"}
+        figures = httpx.get(f"{base}/metrics", headers=key).text
+    for line in (
+        'coterie_requests_total{path="/health",status="200"} 1',
+        'coterie_requests_total{path="other",status="401"} 2',
+        'coterie_requests_total{path="/v1/completions",status="200"} 1',
+        "coterie_texts 0",
+    ):
+        assert line in figures.splitlines()
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(line.startswith("POST /v1/completions 200 0.") for line in lines)
+    assert "quibble" not in "".join(lines)
+
+
+def test_the_most_likely_tokens_are_sampled_alone(serve):
+    _, address = serve("llama")
+    client = connect(address)
+    settings = {"model": "ann", "prompt": "the", "max_tokens": 12}
+    greedy = client.completions.create(**settings, temperature=0).choices[0].text
+    for seed in range(3):
+        given = client.completions.create(
+            **settings, temperature=2, seed=seed, extra_body={"top_k": 1}
+        )
+        assert given.choices[0].text == greedy
+
+
+@pytest.mark.parametrize("stops", [[], [" c"]])
+def test_a_message_begins_without_white_space_however_it_is_cut(stops):
+    class Letters:
+        def decode(self, ids, special=True):
+            return "".join(chr(i) for i in ids)
+
+    whole = "  \n a b c d"
+    for chat, expected in ((True, whole.lstrip()), (False, whole)):
+        answer, text = Answer(Letters(), stops, 0, chat), ""
+        for place, letter in enumerate(whole):
+            piece = answer.add(Token(ord(letter)), "length" if place == len(whole) - 1 else None)
+            text += piece.text
+            if piece.finish:
+                break
+        assert text == (expected.partition(stops[0])[0] if stops else expected)

@@ -3,6 +3,8 @@ they need them, so that `--help` is fast.
 """
 
 import io
+import json
+import logging
 import os
 import re
 import signal
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -72,6 +74,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
+LogFormat = Literal["text", "json"]
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 _NARROWEST = 20  # columns of a terminal in which anything can be shown
 # seconds that stopping may take
@@ -182,11 +185,37 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
+class _Json(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and figures that a record has."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        plain = vars(logging.makeLogRecord({}))
+        about = {"time": record.created, "level": record.levelname, "logger": record.name}
+        figures = {name: value for name, value in vars(record).items() if name not in plain}
+        figures.pop("message", None)
+        return json.dumps(about | {"message": record.getMessage()} | figures, default=str)
+
+
+def _log(form: LogFormat) -> LogFormat:
+    """Write what the package logs under `coterie` to the standard error."""
+    handler, log = logging.StreamHandler(), logging.getLogger("coterie")
+    handler.setFormatter(_Json() if form == "json" else logging.Formatter("coterie: %(message)s"))
+    log.handlers, log.propagate = [handler], False
+    log.setLevel(logging.INFO)
+    return form
+
+
 @app.callback()
 def _main(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option(
+            callback=_log, help="Of errors and logs, on the standard error: text or json."
+        ),
+    ] = "text",
 ) -> None:
     pass
 
@@ -215,6 +244,10 @@ def _folder(name: str, resume: bool) -> Path:
     from coterie.runs.folder.lock import latest_folder, new_folder
 
     return latest_folder(name) if resume else new_folder(name)
+
+
+def _error(line: str) -> None:
+    logging.getLogger("coterie").error("%s", line)
 
 
 class _Terminated(KeyboardInterrupt):
@@ -251,18 +284,18 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         check_docstrings()
         yield
     except CoterieError as error:
-        print(f"coterie: {printable(str(error), lines=True)}", file=sys.stderr)
+        _error(printable(str(error), lines=True))
         raise typer.Exit(error.exit_code) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         problem = printable(f"{where}{error.strerror or error}", lines=True)
-        print(f"coterie: {problem}", file=sys.stderr)
+        _error(problem)
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
         # nothing is left to stop, and another signal would interrupt Python's exit
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        print(f"coterie: {note}", file=sys.stderr)
+        _error(note)
         raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
 
 

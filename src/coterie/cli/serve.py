@@ -1,5 +1,6 @@
 """The command that serves a run, as a web page or as an interface for programs: serve."""
 
+import logging
 import sys
 import threading
 from typing import Annotated, Any
@@ -83,6 +84,13 @@ def serve(
             "context, at most 4096.",
         ),
     ] = None,
+    access_log: Annotated[
+        bool,
+        typer.Option(
+            "--access-log",
+            help="With --api: log each request's method, path, status and seconds, never a text.",
+        ),
+    ] = False,
     chat: Chat = False,
     follow: Follow = False,
     reset_weights: Reset = False,
@@ -94,6 +102,7 @@ def serve(
     """
     with _stopping("stopped."):
         given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
+        given |= {"access_log": True} if access_log else {}
         if api and chat:
             raise Refused(
                 "--chat is for the page", "Leave it out: --api answers chats wherever it can."
@@ -107,7 +116,8 @@ def serve(
             given["token"] = None
         if extra := [name for name, value in given.items() if value is not None]:
             raise Refused(
-                f"--{extra[0].replace('rows', 'batch')} needs --api", "Give both, or neither."
+                f"--{extra[0].replace('rows', 'batch').replace('_', '-')} needs --api",
+                "Give both, or neither.",
             )
         require("the page", "serve")
         from coterie.personal.ui import keyboard, page
@@ -144,4 +154,4 @@ def _serve_api(which: Any, port: int, given: dict[str, Any]) -> None:
 
 
 def _report(line: str) -> None:
-    print(f"coterie: {printable(line)}", file=sys.stderr, flush=True)
+    logging.getLogger("coterie").error("%s", printable(line))

@@ -21,6 +21,7 @@ class Sampling:
     # the sum of probabilities up to which the most likely tokens are sampled (nucleus sampling,
     # Holtzman et al. 2020)
     top_p: float = 1.0
+    top_k: int = 0  # the number of the most likely tokens that are sampled; 0: all
     presence_penalty: float = 0.0  # subtracted from the logit of every token generated before
     frequency_penalty: float = 0.0  # the same for each time that it was generated
     bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits, by token id
@@ -113,6 +114,10 @@ def _choose(
     if settings.temperature == 0:
         return int(logits.argmax())
     p = ((logits - logits.max()) / max(settings.temperature, COLDEST)).softmax(dim=-1)
+    if settings.top_k:
+        least = p.topk(min(settings.top_k, len(p))).values[-1]
+        p = torch.where(p >= least, p, 0)
+        p = p / p.sum()
     if settings.top_p >= 1:
         return _draw(p, generator)
     values, ids = _nucleus(p, settings.top_p)

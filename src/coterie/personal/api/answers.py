@@ -81,11 +81,14 @@ class Decoder:
 
 class Answer:
     """The text of one choice. `stops` end the answer and are not part of it; `begin` is the number
-    of characters of an echoed prompt.
+    of characters of an echoed prompt; `chat` leaves out white space at the beginning.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, stops: Sequence[str], begin: int = 0, chat: bool = False
+    ) -> None:
         self._decoder, self._stops, self._begin = Decoder(vocabulary), stops, begin
+        self._leading = chat  # whether only white space has come
         self.text, self._out = "", 0
         self._tokens: list[Spoken] = []  # not released yet
 
@@ -104,6 +107,9 @@ class Answer:
             self._tokens = [one for one in self._tokens if one.offset < self._begin + end]
         ready = len(self.text) if finish else len(self.text) - self._unsure()
         text, self._out = self.text[self._out : ready], max(ready, self._out)
+        if self._leading:
+            text = text.lstrip()
+            self._leading = not text
         given = [one for one in self._tokens if finish or one.offset < self._begin + ready]
         self._tokens = self._tokens[len(given) :]
         return Piece(text, tuple(given), finish)

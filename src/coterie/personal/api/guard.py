@@ -5,11 +5,13 @@ other host names, from foreign pages or without the token, and against slow or t
 import errno
 import hmac
 import ipaddress
+import logging
 import re
 import secrets
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ _HEAD = 1 << 15  # most bytes of a request's head
 _WAITING = 1024  # connections that the system queues until they are accepted
 # connections accepted at a time, so that many new ones do not delay the requests of others
 _ACCEPTED = 1
+HEALTH = "/health"
+CLOSED = 499  # as nginx has it: the caller has closed the connection
+_STRANGE = (401, 403, 404, 405)  # of requests whose path and method a stranger may have made up
+_access = logging.getLogger("coterie.access")
 _PORT = re.compile(r":\d{1,5}$")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -65,14 +71,46 @@ def error_response(error: ApiError) -> JSONResponse:
     return JSONResponse(error.body(), error.status, {"Connection": "close", **error.headers})
 
 
+class Traffic:
+    """The requests that a server has answered, by path and status; as it is asked to, each is a
+    line of the log `coterie.access`, with neither texts nor who asked.
+    """
+
+    def __init__(self, log: bool = False) -> None:
+        self._log, self._answers, self._seconds = log, Counter[tuple[str, int]](), 0.0
+
+    def count(self, method: str, path: str, status: int, seconds: float) -> None:
+        """Count an answer. Paths that are not this server's are counted as one."""
+        path = "other" if status in _STRANGE else path
+        self._answers[path, status] += 1
+        self._seconds += seconds
+        if self._log:
+            figures = {"method": method, "path": path, "status": status, "seconds": seconds}
+            _access.info("%s %s %d %.3f s", method, path, status, seconds, extra=figures)
+
+    def metrics(self, texts: int) -> str:
+        """Return the figures in the text format of Prometheus, with the number of texts at work."""
+        lines = ["# TYPE coterie_requests_total counter"]
+        for (path, status), count in sorted(self._answers.items()):
+            labels = f'path="{path}",status="{status}"'
+            lines.append(f"coterie_requests_total{{{labels}}} {count}")
+        lines += [
+            "# TYPE coterie_request_seconds_total counter",
+            f"coterie_request_seconds_total {self._seconds:.6f}",
+            "# TYPE coterie_texts gauge",
+            f"coterie_texts {texts}",
+        ]
+        return "\n".join(lines) + "\n"
+
+
 class Guard:
     """Middleware that accepts requests to this server, from no foreign page, with the token."""
 
     # the Content-Security-Policy of every answer
     policy = "default-src 'none'; frame-ancestors 'none'"
 
-    def __init__(self, app: ASGIApp, host: str, token: str) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, host: str, token: str, traffic: Traffic | None = None) -> None:
+        self.app, self._traffic = app, traffic or Traffic()
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
         self._token = token.encode()
 
@@ -81,12 +119,17 @@ class Guard:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        app, send = self.app, self._marked(send)
+        app, statuses, begun = self.app, [CLOSED], time.monotonic()
+        request, send = Request(scope), self._marked(send, statuses)
         try:
-            self._check(Request(scope))
+            self._check(request)
         except ApiError as error:
             app = self.refusal(error)
-        await app(scope, receive, send)
+        try:
+            await app(scope, receive, send)
+        finally:
+            took = time.monotonic() - begun
+            self._traffic.count(request.method, request.url.path, statuses[-1], took)
 
     def refusal(self, error: ApiError) -> ASGIApp:
         """Return the application that answers a refused request."""
@@ -97,11 +140,12 @@ class Guard:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         return token if scheme.lower() == "bearer" else ""
 
-    def _marked(self, send: Send) -> Send:
-        """Return `send` with the security headers added to every answer."""
+    def _marked(self, send: Send, statuses: list[int]) -> Send:
+        """Return `send` with the security headers added to every answer, whose status is noted."""
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
+                statuses.append(message["status"])
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
                 headers.setdefault("Content-Security-Policy", self.policy)
@@ -120,6 +164,8 @@ class Guard:
             )
         if _is_foreign(request):
             raise ApiError(403, "Pages of others may not use this server.", code="wrong_origin")
+        if request.url.path == HEALTH:  # probes have no token, and learn nothing
+            return
         given = self.token_of(request).encode("latin-1", "replace")
         # a comparison in constant time reveals nothing about the token
         if not hmac.compare_digest(given, self._token):

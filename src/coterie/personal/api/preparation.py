@@ -24,6 +24,7 @@ class Prepared:
     continuations: list[Continuation]  # one for each prompt
     stops: list[str]  # texts that end an answer
     echoes: list[str]  # the text of each prompt if it is part of the answer; otherwise ""
+    chat: bool = False  # whether the answers are messages
 
     @property
     def prompt_tokens(self) -> int:
@@ -105,7 +106,7 @@ class Preparation:
             client, prompt, most, request.sampling(), _seed(request.seed), request.n, self.chat_ends
         )
         self.models.models[client].observe(*of_user(request.messages))
-        return Prepared(client, [continuation], request.stops, [""])
+        return Prepared(client, [continuation], request.stops, [""], chat=True)
 
     def _template(self, request: ChatRequest) -> list[int]:
         """Return the messages as tokens, by the base's chat template."""

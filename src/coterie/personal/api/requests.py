@@ -112,6 +112,7 @@ class _Request(Fields):
     n: int = Field(default=1, ge=1, le=128)
     temperature: float = Field(default=1.0, ge=0, le=2)
     top_p: float = Field(default=1.0, ge=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)  # as vLLM and llama.cpp have it: -1, 0 are all
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], _Bias] = Field(
@@ -137,6 +138,7 @@ class _Request(Fields):
         return Sampling(
             self.temperature,
             self.top_p,
+            max(self.top_k, 0),
             self.presence_penalty,
             self.frequency_penalty,
             {int(token): bias for token, bias in self.logit_bias.items()},

@@ -51,12 +51,17 @@ class Scheduler:
     def submit(self, continuations: Sequence[Continuation], job: "Job") -> None:
         """Queue prompts to be continued, all or none of them, from any thread. Raises Full."""
         with self._changed:
-            texts = sum(work.left for work in self._work.values())
+            texts = self.texts
             if self._closing or texts + sum(one.choices for one in continuations) > self.capacity:
                 raise Full(f"{texts} texts are being written or wait", "Try again later.")
             self._work |= {one: _Work(one, job, one.choices) for one in continuations}
             self._new += continuations
             self._changed.notify()
+
+    @property
+    def texts(self) -> int:
+        """The number of texts that are being written or wait."""
+        return sum(work.left for work in self._work.copy().values())
 
     def cancel(self, continuations: Sequence[Continuation]) -> None:
         """Stop unfinished continuations, from any thread; their request gets no further token."""
@@ -162,7 +167,7 @@ class Job:
         self._answers: dict[tuple[Continuation, int], _Place] = {}
         for one, echo in zip(prepared.continuations, prepared.echoes, strict=True):
             for choice in range(one.choices):
-                answer = Answer(vocabulary, prepared.stops, len(echo))
+                answer = Answer(vocabulary, prepared.stops, len(echo), prepared.chat)
                 self._answers[one, choice] = _Place(len(self._answers), echo, answer)
 
     @property

@@ -15,13 +15,23 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from coterie.core.errors import DataError, Refused
 from coterie.personal.api.answers import Answers, ChatAnswers, Piece, sse
-from coterie.personal.api.guard import Guard, Limits, error_response, listening, new_token, running
+from coterie.personal.api.guard import (
+    CLOSED,
+    HEALTH,
+    Guard,
+    Limits,
+    Traffic,
+    error_response,
+    listening,
+    new_token,
+    running,
+)
 from coterie.personal.api.preparation import Preparation, Prepared
 from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, parsed, shown
 from coterie.personal.api.scheduler import Job, Scheduler
@@ -33,8 +43,6 @@ CONTEXT = 4096  # most tokens of a prompt and its answer if the base's context i
 QUEUE = 64
 # printable ASCII, as a header allows, and not too short to resist guessing
 _TOKEN = re.compile(r"[!-~]{8,200}")
-# HTTP status for a caller who has closed the connection, who does not read it
-_CLOSED = 499
 # a body of up to so many times the largest size is read and discarded before the error is sent
 _DRAIN_FACTOR = 16
 _R = TypeVar("_R", bound=BaseModel)
@@ -53,6 +61,7 @@ class Settings:
     queue: int = QUEUE  # further texts that may wait
     # most tokens of a prompt and its answer; None: the base's context, at most `CONTEXT`
     context: int | None = None
+    access_log: bool = False  # whether requests are logged, without texts
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -88,7 +97,7 @@ def served(
     together = ManyModels(models)
     with listening(settings.host, settings.port) as listener:
         api = Api(together, settings, report)
-        guard = Guard(api.app(), settings.host, settings.token)
+        guard = Guard(api.app(), settings.host, settings.token, api.traffic)
         with running(guard, listener, settings.limits), closing(api):
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             yield f"http://{host}:{listener.getsockname()[1]}/v1"
@@ -188,7 +197,9 @@ class Api(Service):
     if the context is longer than the base's, and ModelError if the base has no tokenizer.
     """
 
-    known = "POST /v1/completions, POST /v1/chat/completions, GET /v1/models"
+    known = (
+        "POST /v1/completions, POST /v1/chat/completions, GET /v1/models, GET /health, GET /metrics"
+    )
 
     def __init__(
         self, models: ManyModels, settings: Settings, report: Callable[[str], None]
@@ -204,6 +215,7 @@ class Api(Service):
         rows, queue = settings.rows, settings.queue
         self.preparation = Preparation(models, context, rows + queue, rows)
         self.scheduler = Scheduler(models, rows, queue, report)
+        self.traffic = Traffic(settings.access_log)
         self._begun = int(time.time())
 
     def routes(self) -> list[BaseRoute]:
@@ -212,6 +224,8 @@ class Api(Service):
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{model}", self.model),
+            Route(HEALTH, self.health),
+            Route("/metrics", self.metrics),
         ]
 
     def interrupt(self) -> None:
@@ -220,6 +234,14 @@ class Api(Service):
     def close(self) -> None:
         super().close()
         self.scheduler.close()
+
+    async def health(self, request: Request) -> Response:
+        """Answer probes, which send no token."""
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        """Return the counts of requests and texts for Prometheus."""
+        return PlainTextResponse(self.traffic.metrics(self.scheduler.texts))
 
     async def models(self, request: Request) -> Response:
         """List the clients."""
@@ -361,7 +383,7 @@ async def _disconnects_before(request: Request, work: "asyncio.Future[Any]") -> 
 
 async def _no_answer(*_: Any) -> Response:
     """Return the answer to a caller who has closed the connection."""
-    return Response(status_code=_CLOSED)
+    return Response(status_code=CLOSED)
 
 
 async def _error_answer(request: Request, error: ApiError) -> Response:
