@@ -49,6 +49,7 @@ METHODS = {
     "comigs-published": {},
     "comigs-cobo": {},
     "pfedmoe": {},
+    "fedalt": {},
     "fedavg-moe": {},
     "fedavg": {},
     "ffa-lora": {},
@@ -62,6 +63,7 @@ OWN = (
     "comigs-published",
     "comigs-cobo",
     "pfedmoe",
+    "fedalt",
     "fedsa-lora",
 )  # with parts of a client's own
 RARE = (
@@ -239,7 +241,8 @@ def test_every_method_that_shares_something_can_be_trained_from(
         "comigs-pool",
         "comigs-cobo",
     ):  # there the shared part has another form
-        assert all(torch.equal(kept[n], t) for n, t in server(run).items())
+        shared = {n: t for n, t in server(run).items() if t.is_floating_point()}
+        assert all(torch.equal(kept[n], t) for n, t in shared.items())
     model = coterie.load(found.folder)
     assert isinstance(model, PersonalModel)
     assert model.next_words("le", 3)
