@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coterie.core import devices
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.models.architecture import EMBEDDED
 from coterie.models.backbone import Backbone
@@ -52,6 +53,10 @@ def test_it_is_measured_once_and_kept(
     assert lines[0].startswith(f"model.dtype {name}: here products in bf16 take {share:.2f} of")
     monkeypatch.setattr(precision, "measure", refuse)
     assert planned(recipe) == (chosen, lines)
+    assert any(map(str.strip, devices.processor()))
+    monkeypatch.setattr(devices, "processor", lambda: ["another one"])
+    with pytest.raises(AssertionError, match="measured again"):
+        planned(recipe)
 
 
 def test_a_damaged_measurement_is_repeated(

@@ -3,6 +3,7 @@
 """
 
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -149,6 +150,15 @@ def free_memory() -> int | None:
         return None
     lines = dict(line.split(":", 1) for line in source.read_text().splitlines() if ":" in line)
     return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def processor() -> list[str]:
+    """Return the lines that tell this machine's processor from others."""
+    source = Path("/proc/cpuinfo")
+    if not source.exists():
+        return [platform.processor(), platform.machine()]
+    names = ("model", "flags", "CPU", "Features")
+    return sorted({line for line in source.read_text().splitlines() if line.startswith(names)})
 
 
 def _module(device: torch.device) -> Any:

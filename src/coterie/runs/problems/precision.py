@@ -1,6 +1,5 @@
 """The dtype of a base on a CPU where a recipe leaves it `auto`: bf16 if its products are faster."""
 
-import platform
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -30,7 +29,6 @@ _DTYPE = "model.dtype"
 _TOKENS, _REPEATS = 128, 3
 _LARGEST = 2**22  # weights of a layer that is measured, which has fewer outputs otherwise
 _WITHIN_S = 0.5  # after which no further layer is measured
-_CPU = Path("/proc/cpuinfo")
 
 
 def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
@@ -61,7 +59,7 @@ def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]
 def _kept(shapes: Mapping[tuple[int, int], int]) -> float:
     """Return what `measure` does, from the cache if this machine has measured these shapes."""
     about = {
-        "processor": _processor(),
+        "processor": devices.processor(),
         "torch": torch.__version__,
         "shapes": sorted(shapes.items()),
     }
@@ -100,12 +98,3 @@ def _work(inputs: int, outputs: int, dtype: torch.dtype) -> Callable[[], object]
     weight = torch.ones(max(min(outputs, _LARGEST // inputs), 1), inputs, dtype=dtype)
     x, grad = weight.new_ones(_TOKENS, inputs), weight.new_ones(_TOKENS, len(weight))
     return lambda: (x @ weight.T, grad @ weight)
-
-
-def _processor() -> list[str]:
-    """Return what names this machine's processor."""
-    with suppress(OSError):
-        lines = read_text(_CPU, most=2**24).splitlines()
-        names = ("model", "flags", "CPU part", "Features")
-        return sorted({line for line in lines if line.startswith(names)})
-    return [platform.processor()]
