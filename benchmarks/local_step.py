@@ -1,21 +1,23 @@
 """What a mixture of experts costs: the gradient of a local expert step, without the optimiser,
 against a single LoRA of equal active rank.
 
-    python benchmarks/local_step.py [--shape embedded|gpt2|llama1b] [--blocks N] [--threads 1]
-    [--device cpu] [--dtype fp32] [--json FILE]
+    python benchmarks/local_step.py [--shape embedded|gpt2|llama1b|smollm2] [--blocks N]
+    [--threads 1] [--device cpu] [--dtype fp32] [--json FILE]
 
 Random weights; only the shapes matter. `step`: the whole model, head and loss included. `layer`:
 the MLP of one block with its experts, forward and backward, which is where the naive formula
-differs. Everything takes turns in one process, and ratios are taken within each repeat, since the
-machine may be shared (`best_ratio`: of the fastest repeats, which neighbours disturbed least).
-`kept_mb` is what the forward pass keeps for the backward pass, `peak_mb` the most that a step has
-allocated at once, both without parameters. The floor is the frozen base alone: forward, and
-backward to the activations.
+differs. At SmolLM2's shape instead PEFT's step, LoRA of equal active rank on all linear layers, and
+that of 1G1S, each in fp32 and in bf16. Everything takes turns in one process, and ratios are taken
+within each repeat, since the machine may be shared (`best_ratio`: of the fastest repeats, which
+neighbours disturbed least). `kept_mb` is what the forward pass keeps for the backward pass,
+`peak_mb` the most that a step has allocated at once, both without parameters. The floor is the
+frozen base alone: forward, and backward to the activations.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -40,9 +42,12 @@ SHAPES = {
     "embedded": (16, 128, 4),
     "gpt2": (2, 128, 12),
     "llama1b": (1, 128, 2),
+    "smollm2": (4, 128, 10),
 }  # batch size, context, blocks
 REFERENCE = "single LoRA, rank 16"
 FLOOR = "frozen base (floor)"
+PEFT = "PEFT, rank 16"
+ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 Forward = Callable[[Tensor, FrozenMLP, list[Routing] | None], Tensor]
 
@@ -59,6 +64,14 @@ def base(shape: str, blocks: int) -> nn.Module:
             "hidden_size": 256,
             "intermediate_size": 704,
             "num_attention_heads": 4,
+        },
+        "smollm2": {  # SmolLM2-135M
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
         },
         "llama1b": {  # Llama 3.2 1B
             "vocab_size": 128256,
@@ -168,7 +181,33 @@ def prepare(module: nn.Module, replaced: Callable[[Mixture], Forward] | None) ->
             mixture.forward = replaced(mixture)  # type: ignore[method-assign,assignment]
 
 
-def steps(backbone: Backbone, batch: Tensor) -> Iterator[tuple[str, Work]]:
+def peft_step(model: nn.Module, batch: Tensor) -> Work:
+    """The gradient of PEFT's LoRA on all linear layers of a base."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=16, lora_alpha=16, target_modules=ALL_LINEAR)
+    lora: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+
+    def go() -> None:
+        lora.zero_grad()
+        lora(input_ids=batch[:, :-1], labels=batch[:, :-1]).loss.backward()
+
+    return Work(go, list(lora.parameters()))
+
+
+def beside_peft(model: nn.Module, batch: Tensor) -> Iterator[tuple[str, Work]]:
+    """Steps of PEFT and of 1G1S on copies of a base in each dtype."""
+    for name, dtype in DTYPES.items():
+        yield f"{PEFT}, {name}", peft_step(deepcopy(model).to(dtype), batch)
+        yield (
+            f"1G1S, {name}",
+            dict(steps(Backbone(deepcopy(model).to(dtype)), batch, ["1G1S"]))["1G1S"],
+        )
+
+
+def steps(
+    backbone: Backbone, batch: Tensor, layouts: Sequence[str] = ()
+) -> Iterator[tuple[str, Work]]:
     """Expert steps of the whole model, by variant."""
     frozen = list(backbone.model.parameters())
 
@@ -181,7 +220,8 @@ def steps(backbone: Backbone, batch: Tensor) -> Iterator[tuple[str, Work]]:
         torch.autograd.grad(head_loss(hidden, *backbone.head, batch[:, 1:].flatten()), embeddings)
 
     yield FLOOR, Work(floor, frozen)
-    for name, (layout, replaced) in LAYOUTS.items():
+    for name in layouts or LAYOUTS:
+        layout, replaced = LAYOUTS[name]
         model = LanguageModel(backbone, layout)
         prepare(model.adapter, replaced)
         roles = model.parameters_by_role()
@@ -278,12 +318,16 @@ def matrix_speed(backbone: Backbone) -> float | None:
 
 
 def compare(
-    what: str, work: dict[str, Work], repeats: int, speed: float | None
+    what: str,
+    work: dict[str, Work],
+    repeats: int,
+    speed: float | None,
+    reference: str = REFERENCE,
 ) -> list[dict[str, Any]]:
     """The rows of one kind of work; speed: of the accelerator's matrix products, operations per
-    second.
+    second; reference: what ratios are to.
     """
-    found = ratios(in_turns({name: w.go for name, w in work.items()}, repeats, warm=2), REFERENCE)
+    found = ratios(in_turns({name: w.go for name, w in work.items()}, repeats, warm=2), reference)
     memory, profiles = (
         {name: kept(w) for name, w in work.items()},
         {name: profiled(w) for name, w in work.items()},
@@ -294,9 +338,9 @@ def compare(
             "work": what,
             **row,
             "kept_mb": memory[name] / 1e6,
-            "kept_ratio": memory[name] / memory[REFERENCE],
+            "kept_ratio": memory[name] / memory[reference],
             "peak_mb": _ratio(profiles[name][0], 1e6),
-            "peak_ratio": _ratio(profiles[name][0], profiles[REFERENCE][0]),
+            "peak_ratio": _ratio(profiles[name][0], profiles[reference][0]),
             "gflop": profiles[name][1] / 1e9,
             "share_of_peak": None if speed is None else profiles[name][1] / row["seconds"] / speed,
         }
@@ -314,7 +358,9 @@ def main() -> None:
     )
     parser.add_argument("--shape", choices=SHAPES, default="embedded")
     parser.add_argument(
-        "--blocks", type=int, help="transformer blocks (embedded 4, gpt2 12, llama1b 2 of its 16)"
+        "--blocks",
+        type=int,
+        help="transformer blocks (embedded 4, gpt2 12, llama1b 2 of its 16, smollm2 10 of its 30)",
     )
     parser.add_argument("--rows", type=int, help="sequences per batch")
     parser.add_argument("--threads", type=int, default=1)
@@ -330,13 +376,19 @@ def main() -> None:
     rows, context, blocks = SHAPES[args.shape]
     with torch.device(args.device):
         model = base(args.shape, args.blocks or blocks)
-    backbone = Backbone(model.to(DTYPES[args.dtype]))
+    backbone = Backbone(deepcopy(model).to(DTYPES[args.dtype]))
     batch = torch.randint(
         backbone.architecture.vocabulary, (args.rows or rows, context + 1), device=args.device
     )
     speed = matrix_speed(backbone)
-    found = compare("step", dict(steps(backbone, batch)), args.repeats, speed)
-    found += compare("layer", dict(layers(backbone, batch[:, 1:].numel())), 2 * args.repeats, speed)
+    if args.shape == "smollm2":
+        work = dict(beside_peft(model, batch))
+        found = compare("step", work, args.repeats, speed, f"{PEFT}, fp32")
+    else:
+        work = dict(steps(backbone, batch))
+        found = compare("step", work, args.repeats, speed)
+        work = dict(layers(backbone, batch[:, 1:].numel()))
+        found += compare("layer", work, 2 * args.repeats, speed)
     about = {
         "shape": args.shape,
         "blocks": args.blocks or blocks,

@@ -76,6 +76,11 @@ BENCHMARKS = (
         "--repeats 1 --blocks 1",
     ),
     Benchmark(
+        "local_step_smollm2_cpu_2",
+        "local_step.py --shape smollm2 --threads 2 --repeats 3",
+        "--repeats 1 --rows 1 --blocks 1",
+    ),
+    Benchmark(
         "local_step_embedded_gpu_1",
         f"local_step.py --shape embedded {GPU}",
         "--repeats 1",
@@ -165,6 +170,11 @@ def growth(rows: Rows) -> float:
         for s, n in zip(all_of(rows, "seconds_per_client_and_round"), clients, strict=True)
     ]
     return statistics.linear_regression(clients, rounds).slope
+
+
+def against_peft(rows: Rows) -> float:
+    """The time of PEFT's step in that of 1G1S in bf16, at equal active rank."""
+    return 1 / of("ratio", work="step", variant="1G1S, bf16")(rows)
 
 
 @dataclass(frozen=True)
@@ -270,6 +280,12 @@ AIMS = (
     *_local_step("cpu_1", "one thread"),
     *_local_step("cpu_2", "two threads"),
     *_local_step("gpu_1", "GPU, bf16"),
+    Aim(
+        "10 blocks of SmolLM2-135M, two threads: step of PEFT (rank 16, fp32) / of 1G1S in bf16",
+        "local_step_smollm2_cpu_2",
+        against_peft,
+        least=1.8,
+    ),
     Aim(
         "output head of GPT-2, 1,024 tokens: loss and gradient / their matrix products alone",
         "head",

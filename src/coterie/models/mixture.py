@@ -26,6 +26,7 @@ from coterie.models.routing import Router, Routing, by_experts
 # Of one piece's hidden-width tensor: on a CPU tokens are taken in chunks, so that the pieces of a
 # chunk stay in its cache.
 CACHED_VALUES = 2**17
+MORE_IN_BF16 = 4  # times as many: a layer of SmolLM2 took 47 ms in place of 53, its base alone 31
 TOKENS_PER_SET = 8  # on average, from which on a CPU sorts tokens by the set of their experts
 
 
@@ -144,6 +145,8 @@ class Mixture(nn.Module):
         """
         n, active = self.layout.experts, self.layout.active
         cached = CACHED_VALUES * torch.get_num_threads()  # each thread has a cache of its own
+        if x.dtype.itemsize < 4:
+            cached *= MORE_IN_BF16
         on_cpu = x.device.type == "cpu"
         chunk = max(cached // self.hidden, 16) if on_cpu else max(len(x), 1)
         order = None
