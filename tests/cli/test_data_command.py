@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from coterie.cli.base import app
 from coterie.models.architecture import tokenizer
-from coterie.runs.problems.data_summary import recipe_for
-from coterie.runs.recipes.recipe import load
+from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe, load
 
 WORDS = ("the", "cat", "sat", "on", "mat", "while", "dogs", "ran", "over", "hills", "and", "home")
 
@@ -121,18 +121,51 @@ def test_of_chats_the_answers_have_loss(tmp_path: Path) -> None:
 
 
 def test_sources_are_told_apart(tmp_path: Path) -> None:
+    def data_of(source: Path, *overrides: str) -> Any:
+        return recipes.load(str(source), overrides).data
+
     (tmp_path / "2024" / "ann").mkdir(parents=True)
     (tmp_path / "2024" / "ann" / "a.txt").write_text("hello")
-    assert recipe_for(str(tmp_path / "2024"))[0] == "folders"
+    texts = data_of(tmp_path / "2024")
+    assert (texts.kind, texts.path, texts.content) == ("folders", tmp_path / "2024", "text")
     table = write_jsonl(tmp_path / "t.jsonl", [{"client": "a", "messages": []}])
-    assert recipe_for(str(table)) == ("table", [f'data.path="{table}"', "data.content=chats"])
+    chats = data_of(table)
+    assert (chats.kind, chats.path, chats.content) == ("table", table, "chats")
+    assert data_of(table, "data.content=text").content == "text"
+    write_jsonl(tmp_path / "2024" / "ann" / "b.jsonl", [{"messages": []}])
+    assert data_of(tmp_path / "2024").content == "text"  # a text beside it
     (tmp_path / "chats" / "ann").mkdir(parents=True)
     (tmp_path / "chats" / "ann" / "talk.txt").write_text(
         "12.05.24, 14:32 - Ann: hello\n12.05.24, 14:33 - Ben: and you\n" * 5
     )
-    assert recipe_for(str(tmp_path / "chats"))[1][1:] == ["data.content=chats"]
-    assert recipe_for("quickstart") == ("quickstart", [])
-    assert recipe_for(str(tmp_path / "own.yaml")) == (str(tmp_path / "own.yaml"), [])
+    assert data_of(tmp_path / "chats").content == "chats"
+    named = ["folders", f"data.path={tmp_path / 'chats'}"]
+    assert recipes.load(named[0], named[1:]).data.content == "chats"  # type: ignore[union-attr]
+    assert Recipe.load(tmp_path / "chats").name == "folders"
+
+
+def test_chats_of_the_embedded_base_need_no_template_of_ones_own(tmp_path: Path) -> None:
+    for id in ("ann", "ben"):
+        (tmp_path / "chats" / id).mkdir(parents=True)
+        rows = [{"messages": turns(f"who is {i}", f"it is {id} {i}")} for i in range(8)]
+        write_jsonl(tmp_path / "chats" / id / "a.jsonl", rows)
+    found = figures(str(tmp_path / "chats"), "--set", "model.context=64")
+    (row,) = found["clients"]["ann"]["examples"]
+    answers = "".join(token["text"] for token in row if token["counted"])
+    assert answers.startswith(" it is ann ")
+    assert answers.endswith("<|endoftext|>")
+
+
+def test_rows_that_lack_the_same_column_are_one_line_per_folder(tmp_path: Path) -> None:
+    for id in ("ann", "ben"):
+        (tmp_path / "own" / id).mkdir(parents=True)
+        for name in "ab":
+            write_jsonl(tmp_path / "own" / id / f"{name}.jsonl", [{"body": "x"}] * 9)
+    done = CliRunner().invoke(app, ["data", str(tmp_path / "own")])
+    assert done.exit_code == 2
+    lines = [line for line in done.stderr.splitlines() if "no column" in line]
+    ends = "a.jsonl:1: no column 'text' (found: body), as in 17 more"
+    assert [line.endswith(ends) for line in lines] == [True, True]
 
 
 def test_labelled_data_are_not_for_it() -> None:

@@ -92,7 +92,7 @@ def test_the_chosen_model_is_used_like_any_other(run: Path, tmp_path: Path) -> N
     texts.mkdir()
     (texts / "a.txt").write_text("\n\n".join(f"the water and the {k} of it" for k in range(400)))
     client = next(iter(coterie.load_all(run)))
-    words = ["adapt", str(run), "--data", str(texts), "--client", "you"]
+    words = ["adapt", str(run), "--data", str(texts), "--client", "you", "--no-train"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert coterie.load(run, "you").about.method == "comigs-1g0s"

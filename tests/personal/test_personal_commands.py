@@ -60,6 +60,34 @@ def test_generate_is_repeatable_by_its_seed(make_run):
     assert first.stderr == ""
 
 
+def test_a_text_is_an_argument_an_option_or_asked_for(make_run):
+    folder = make_run("few", **TWO)
+    for words in (("generate", folder, "--client", "ann"), ("predict", folder)):
+        wanted = run(*words, "--text", "cab")
+        assert wanted.returncode == 0, wanted.stderr
+        given = run(*words, "cab")
+        assert given.stderr == ""
+        assert given.stdout == wanted.stdout
+        asked = CliRunner().invoke(app, list(map(str, words)), input="cab\n")
+        assert asked.stderr.startswith("Text: ")
+        assert asked.stdout.split() == wanted.stdout.split()
+        nothing = CliRunner().invoke(app, list(map(str, words)), input="")
+        assert nothing.exit_code == 2
+        assert "no text was given" in nothing.stderr
+        assert "the same" in run(*words, "cab", "--text", "cab").stderr
+    assert run("generate", folder, "cab", "--client", "ann", "--max-new-tokens", 1).stdout
+
+
+def test_without_out_an_export_is_in_a_new_folder_of_exports(make_run, tmp_path, monkeypatch):
+    folder = make_run("few", **TWO)
+    monkeypatch.chdir(tmp_path)
+    done = run("export", folder, "--client", "ann", "--part", "generalist")
+    assert done.returncode == 0, done.stderr
+    (made,) = (tmp_path / "exports").iterdir()
+    assert made.name.startswith("ann-peft-")
+    assert f"exports/{made.name}/export.json" in done.stdout
+
+
 def test_export_says_what_it_leaves_out(make_run, tmp_path):
     folder = make_run("few", **TWO)
     words = ("export", folder, "--client", "ann", "--format", "peft", "--out", tmp_path / "adapter")

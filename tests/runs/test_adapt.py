@@ -439,8 +439,8 @@ def test_predict_shows_clients_side_by_side_and_says_what_it_needs(
         for i in ("aligned-00", "aligned-01")
     ]
     mistakes = {
-        ("predict", run): "either --text or --data",
-        ("predict", run, "--text", "a", "--data", photos): "either --text or --data",
+        ("predict", run): "holds classifiers of images",
+        ("predict", run, "--text", "a", "--data", photos): "either a text or --data",
         ("predict", run, "--text", "a"): "holds classifiers of images",
         (
             "generate",

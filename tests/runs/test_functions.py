@@ -47,7 +47,7 @@ def test_an_export_is_replaced_by_the_same_call_and_kept_when_that_fails(
 def test_a_new_client_is_made_again_and_a_trained_one_never(
     words: coterie.Run, tmp_path: Path
 ) -> None:
-    (tmp_path / "carla.txt").write_text("the water and the fire with the water " * 20)
+    (tmp_path / "carla.txt").write_text("the water and the fire with the water " * 400)
     for _ in range(2):
         adapted = coterie.adapt(words.folder, tmp_path / "carla.txt")
         assert adapted.folder == words.folder / "clients" / "carla"

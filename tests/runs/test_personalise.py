@@ -163,10 +163,10 @@ def naive(model: PersonalModel, ids: Tensor, context: int) -> float:
 
 
 def test_without_training_it_has_the_shared_part_alone_and_is_told(run: Path, you: Path) -> None:
-    done = CliRunner().invoke(app, ["adapt", str(run), "--data", str(you)])
+    done = CliRunner().invoke(app, ["adapt", str(run), "--data", str(you), "--no-train"])
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("you: nothing was personalised.")
-    assert "--train" in done.stdout
+    assert "leave out --no-train" in done.stdout
     assert "labels" not in done.stdout
     model = coterie.load(run, "you")
     assert model.experts == ("G",)
@@ -314,7 +314,6 @@ def test_what_is_no_better_is_not_kept_and_that_is_said(
             str(written(tmp_path / "ann", "ann")),
             "--client",
             "you",
-            "--train",
         ],
     )
     assert done.exit_code == 0, done.output
@@ -337,7 +336,7 @@ def test_what_is_better_on_validation_text_alone_is_not_kept_either(
         )
     done = CliRunner().invoke(
         app,
-        ["adapt", str(real), "--data", str(tmp_path / "split"), "--train", "--iterations", "12"],
+        ["adapt", str(real), "--data", str(tmp_path / "split"), "--iterations", "12"],
     )
     assert done.exit_code == 0, done.output
     about = json.loads((real / "clients/split/training.json").read_text())
@@ -437,7 +436,7 @@ def test_too_little_text_is_refused_before_anything_starts(run: Path, tmp_path: 
         (("quickstart", "method.name=comigs-2s-alone"), "comigs-2s-alone has no shared part"),
         (("quickstart", "method.name=cobo"), "cobo has no shared part"),
         (("quickstart", "method={name: pretrained}"), "pretrained trains nothing"),
-        (("ddome-digits",), "--train is for language models"),
+        (("ddome-digits",), "training is for language models"),
     ],
 )
 def test_where_there_is_nothing_to_train_from_that_is_refused(
@@ -450,16 +449,18 @@ def test_where_there_is_nothing_to_train_from_that_is_refused(
 
 
 def test_iterations_without_training_are_refused(run: Path, you: Path) -> None:
-    done = CliRunner().invoke(app, ["adapt", str(run), "--data", str(you), "--iterations", "3"])
+    done = CliRunner().invoke(
+        app, ["adapt", str(run), "--data", str(you), "--no-train", "--iterations", "3"]
+    )
     assert done.exit_code == 2
-    assert "--train" in done.output
+    assert "--no-train does no --iterations" in done.output
 
 
 def test_without_training_those_who_need_it_are_told_so(tiny_base: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         recipes.dump(recipes.load("quickstart", ["method.name=pfedmoe"]))
     )
-    with pytest.raises(CoterieError, match=r"With --train it trains further"):
+    with pytest.raises(CoterieError, match=r"Without --no-train it trains further"):
         adapt(tmp_path, tmp_path)
 
 

@@ -149,3 +149,48 @@ def test_a_file_that_is_no_recipe(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(Refused, match="recipe"):
         load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("model.r=4", "model.rank=4"),
+        ("lora_r=4", "model.rank=4"),
+        ("lora_alpha=4", "model.alpha=4"),
+        ("model.lora_dropout=0.1", "model.dropout=0.1"),
+        ("training.lr=0.1", "training.experts.lr=0.1"),
+        ("optimizer=sgd", "training.experts.optimiser=sgd"),
+        ("quantize=int8", "model.quantise=int8"),
+    ],
+)
+def test_names_of_other_libraries_are_those_of_the_fields(
+    theirs: str, ours: str, tmp_path: Path
+) -> None:
+    wanted = load("quickstart", [ours])
+    assert load("quickstart", [theirs]) == wanted != load("quickstart")
+    key, _, value = theirs.partition("=")
+    written = yaml.safe_load(dump(wanted))
+    holder, ours_in = written, written
+    for part in key.split(".")[:-1]:
+        holder = holder[part]
+    *path, last = ours.partition("=")[0].split(".")
+    for part in path:
+        ours_in = ours_in[part]
+    holder[key.split(".")[-1]] = ours_in.pop(last)
+    assert validate(written, "mine") == wanted
+    ours_in[last] = yaml.safe_load(value)
+    with pytest.raises(RecipeError, match=rf"{key}: the same as .*, which is given too"):
+        validate(written, "mine")
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("method.epochs", "did you mean method.local_epochs"),
+        ("max_new_tokens", "coterie generate RUN --max-new-tokens N"),
+        ("model.load_in_4bit", "did you mean model.quantise"),
+    ],
+)
+def test_names_that_mean_something_else_here_are_explained(field: str, told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        load("quickstart", [f"{field}=3"])

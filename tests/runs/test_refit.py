@@ -259,7 +259,7 @@ def test_what_cannot_be_refitted_is_refused(
     for call, error, message in refused:
         with pytest.raises(error, match=message):
             call()
-    for words in (["--client", "ann", "--train"], [], ["--client", "ann", "--data", str(fresh)]):
+    for words in (["--client", "ann", "--no-train"], [], ["--client", "ann", "--data", str(fresh)]):
         done = CliRunner().invoke(app, ["adapt", str(run), "--fresh", str(fresh), *words])
         assert done.exit_code == 2
         assert "--fresh refits the model of a client" in done.output

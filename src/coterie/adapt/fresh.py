@@ -107,7 +107,7 @@ def refit(
         raise Refused(
             f"{run}: with {recipe.method['name']} a client's whole model is shared; there is "
             f"nothing of its own to refit",
-            f"Train a copy as a new client: coterie adapt {run} --data {data} --train.",
+            f"Train a copy as a new client: coterie adapt {run} --data {data}.",
         )
     text = text_of(recipe, problem.backbone, client, data, True)
     splits, known = {"valid": text.valid, "new": text.test}, problem.federation.everyone

@@ -250,8 +250,8 @@ def _recipe(run: Path, trains: bool) -> Recipe:
     name, method = recipe.method["name"], serving(recipe.build_method())
     if trains and recipe.model.kind != "language":
         raise Refused(
-            f"--train is for language models, and {run} holds classifiers",
-            "Leave --train out: labels are neither needed nor read.",
+            f"training is for language models, and {run} holds classifiers",
+            "Adapt without it: labels are neither needed nor read.",
         )
     if trains and not method.total_iterations:
         raise Refused(f"{run}: {name} trains nothing that a new client could start from", _ALONE)
@@ -270,7 +270,7 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         )
     raise Refused(
         f"{run}: {name} has no model for clients that bring none of their own",
-        "With --train it trains further from what the clients share."
+        "Without --no-train it trains further from what the clients share."
         if method.joinable
         else others,
     )

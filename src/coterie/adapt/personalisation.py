@@ -183,7 +183,7 @@ def descend(
             if not client.stats:
                 raise ModelError(
                     "the run has nothing that a client could train by itself",
-                    "Adapt without --train.",
+                    "Adapt with --no-train.",
                 )
             client.stats.clear()
             now = perplexity(client.score(split))
@@ -229,7 +229,7 @@ def sentences(client: str, result: Personalised | None) -> list[str]:
     if result is None:
         return [
             f"{client}: nothing was personalised. The model is the shared part alone. To train on "
-            f"this text: --train."
+            f"this text, leave out --no-train."
         ]
     what = "a copy of the shared part"
     if result.own:

@@ -22,7 +22,7 @@ from coterie.export.texts import Source
 from coterie.models.artifact import ABOUT
 from coterie.personal import PersonalClassifier, PersonalModel, load_all
 from coterie.runs.problems import data_summary
-from coterie.runs.recipes import recipe as recipes
+from coterie.runs.recipes.recipe import Recipe
 
 Say = Callable[[str], None]
 
@@ -59,10 +59,7 @@ def data(
     Raises:
         Refused: A run would be refused, or the data are examples with labels.
     """
-    name, settings = data_summary.recipe_for(str(source))
-    recipe = recipes.load(name, settings)
-    recipe = recipe.with_changes(**changes) if changes else recipe
-    return data_summary.summary_of(recipe, examples, files, client)
+    return data_summary.summary_of(Recipe.load(source, **changes), examples, files, client)
 
 
 def adapt(
@@ -72,7 +69,7 @@ def adapt(
     fresh: Path | str | None = None,
     client: ClientId | None = None,
     out: Path | str | None = None,
-    train: bool = False,
+    train: bool = True,
     iterations: int | None = None,
     say: Say = silent,
 ) -> "new_client.Adapted | refits.Refitted":
@@ -84,7 +81,7 @@ def adapt(
         >>> short = {"name": "fedavg", "rounds": 1, "local_steps": 1}
         >>> run = coterie.run("synthetic", out="words", data=small, method=short)
         >>> text = pathlib.Path("carla.txt")
-        >>> _ = text.write_text("the water and the fire with the water " * 20)
+        >>> _ = text.write_text("the water and the fire with the water " * 400)
         >>> coterie.adapt("words", text).model.about.client
         'carla'
 
@@ -96,7 +93,7 @@ def adapt(
         client: The id; default: the name of `data`.
         out: A new folder, or the one of the same call before; default: clients/ID in the run's
             folder.
-        train: Whether to train on the texts.
+        train: Whether a language model is trained on the texts; classifiers need no training.
         iterations: The most local iterations; default: as many as a client of the run does.
         say: Is called with a line after every evaluation on validation text.
 
@@ -110,16 +107,17 @@ def adapt(
     """
     folder = None if out is None else Path(out)
     if fresh is not None:
-        if data is not None or client is None or train:
+        if data is not None or client is None or not train:
             raise Refused(
                 "fresh refits a client that has trained: it needs client, and neither data nor "
-                "train",
-                "For a new client give data alone, or with train=True.",
+                "train=False",
+                "For a new client give data alone.",
             )
         return refits.refit(Path(run), client, Path(fresh), folder, iterations=iterations, say=say)
     if data is None:
         raise Refused("adapt needs the client's data", "Give data, or fresh.")
-    training = new_client.Training(iterations, say) if train else None
+    trains = train and new_client.recipe_of(Path(run)).model.kind == "language"
+    training = new_client.Training(iterations, say) if trains else None
     path = Path(data).resolve()
     id = client or (path.name if path.is_dir() else path.stem)
     folder = folder or Path(run) / "clients" / encoded(id)

@@ -1,4 +1,4 @@
-"""Commands that publish models on the Hub and fetch them: push, pull."""
+"""Commands that take models elsewhere: export for other programs, push to the Hub, pull from it."""
 
 import shlex
 from pathlib import Path
@@ -6,8 +6,97 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import Client, Run, _say, _stopping, app
+from coterie.cli.base import Base, Client, Run, Trust, _say, _stopping, app
 from coterie.core.printing import printable
+
+
+@app.command()
+def export(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder. Default: one in exports/.")
+    ] = None,
+    client: Client = None,
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All clients of the run, over one base.")
+    ] = False,
+    format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch.")
+    ] = "peft",
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PART",
+            help="Of peft: fold (all experts in one, by the mean weights of the client's "
+            "validation text) or generalist. Default: fold.",
+        ),
+    ] = None,
+    expert: Annotated[
+        str | None,
+        typer.Option(
+            help="With --part generalist: G, G2, S1 ... Default: the first generalist, or the "
+            "only expert."
+        ),
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION",
+            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 "
+            "too, and original, where model.base is a GGUF file; of clients' "
+            "files of onnx, web and executorch int8.",
+        ),
+    ] = None,
+    base_precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PRECISION",
+            help="Of onnx and web: of the base, f32, int8, w8 or w4. Default: f32, of web int8.",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Of web: a keyboard for answers to a message, by the base's chat template or "
+            "that of the run.",
+        ),
+    ] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            help="The client's own text, a folder or a file, if the run's folder does not name it."
+        ),
+    ] = None,
+    base: Base = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Write a client's model for other programs, run what was written, and print how it does."""
+    with _stopping("stopped. Nothing is kept."):
+        from coterie.core.names import encoded
+        from coterie.export import Source
+        from coterie.export import export as written
+        from coterie.runs.folder.lock import new_folder
+
+        out = out or new_folder(f"{encoded(client) if client else run.name}-{format}", "exports")
+        exported = written(
+            Source(run, client, everyone, base, data),
+            format,
+            out,
+            part=part,
+            precision=precision,
+            expert=expert,
+            base_precision=base_precision,
+            chat=chat,
+            say=_say,
+        )
+        for model in exported:
+            print(f"{printable(model.client)}: {model.size}, in {model.folder}")
+            for sentence in model.sentences:
+                print(f"  {printable(sentence)}")
+        for note in dict.fromkeys(note for model in exported for note in model.notes):
+            print(printable(note))
+        print(f"{out}/export.json says what is in the files, and how they were checked.")
 
 
 @app.command()
@@ -79,4 +168,4 @@ def pull(
             return
         print(f'To use it:\n  coterie generate {folder} --text "The weather is"')
         if pulled.shared:
-            print(f"  coterie adapt {folder} --data MY_TEXTS --train --out mine")
+            print(f"  coterie adapt {folder} --data MY_TEXTS --out mine")

@@ -36,8 +36,7 @@ def data(
     with _stopping("stopped."):
         from coterie.runs.problems import data_summary
 
-        name, settings = data_summary.recipe_for(source)
-        recipe = _load(name, [*settings, *(set_ or ())], None)
+        recipe = _load(source, set_, None)
         with uncollected():
             summary = data_summary.summary_of(recipe, examples, files, client)
         if as_json:

@@ -55,7 +55,11 @@ Trials = Annotated[
 @app.command()
 def run(
     recipe: Annotated[
-        str, typer.Argument(help="A shipped recipe (`coterie recipes`) or a YAML file.")
+        str,
+        typer.Argument(
+            help="A shipped recipe (`coterie recipes`), a YAML file, a folder with one folder per "
+            "client, or a table that names clients."
+        ),
     ],
     set_: Set = None,
     seed: Seed = None,

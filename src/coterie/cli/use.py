@@ -1,4 +1,4 @@
-"""Commands that use a run: adapt, audit, predict, generate, export."""
+"""Commands that use a run: adapt, audit, predict, generate."""
 
 import shlex
 from pathlib import Path
@@ -24,6 +24,31 @@ from coterie.cli.base import (
 )
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
+
+Words = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[TEXT]",
+        help="Text to continue, e.g. 'In my free time, I like to', or a message. Default: it is "
+        "asked for.",
+        show_default=False,
+    ),
+]
+Text = Annotated[str | None, typer.Option(help="The same as TEXT.")]
+
+
+def _text(words: str | None, text: str | None) -> str:
+    """Return the text of a command, given once, or else asked for. Raises Refused."""
+    if words is not None and text is not None:
+        raise Refused("TEXT and --text are the same", "Give one of them.")
+    if (given := text if words is None else words) is not None:
+        return given
+    try:
+        return str(typer.prompt("Text", err=True))
+    except typer.Abort:
+        raise Refused(
+            "no text was given", "Give one: coterie generate RUN 'The weather is'."
+        ) from None
 
 
 @app.command()
@@ -62,16 +87,16 @@ def adapt(
     train: Annotated[
         bool,
         typer.Option(
-            "--train",
-            help="Train the specialist and router, or a LoRA, of a language model on this text.",
+            help="Whether the specialist and router, or a LoRA, of a language model are trained on "
+            "this text; classifiers need no training.",
         ),
-    ] = False,
+    ] = True,
     iterations: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Most local iterations with --train or --fresh. Default: as many as a client of "
-            "the run does.",
+            help="Most local iterations of that training, or with --fresh. Default: as many as a "
+            "client of the run does.",
         ),
     ] = None,
     trust_remote_code: Trust = False,
@@ -85,11 +110,11 @@ def adapt(
         from coterie.personal import PersonalClassifier
 
         if fresh is not None:
-            if data is not None or client is None or train:
+            if data is not None or client is None or not train:
                 raise Refused(
                     "--fresh refits the model of a client that has trained: it needs --client, and "
-                    "neither --data nor --train",
-                    "For a new client give --data alone, or with --train.",
+                    "neither --data nor --no-train",
+                    "For a new client give --data alone.",
                 )
             refitted = refits.refit(run, client, fresh, out, iterations=iterations, say=_say)
             print(*refits.sentences(printable(client), refitted), sep="\n")
@@ -99,8 +124,9 @@ def adapt(
                 "adapt needs the client's data", "Give --data, or --fresh for one that has trained."
             )
         if iterations is not None and not train:
-            raise Refused("--iterations needs --train", "Give both, or neither.")
-        training = new_client.Training(iterations, _say) if train else None
+            raise Refused("--no-train does no --iterations", "Leave out one of them.")
+        trains = train and new_client.recipe_of(run).model.kind == "language"
+        training = new_client.Training(iterations, _say) if trains else None
         adapted = new_client.adapt(run, data, client, out, training=training)
         about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)
         if about.round < adapted.rounds:
@@ -202,9 +228,8 @@ def audit(
 @app.command()
 def predict(
     run: Run,
-    text: Annotated[
-        str | None, typer.Option(help="Text written so far, e.g. 'In my free time, I like to'.")
-    ] = None,
+    words: Words = None,
+    text: Text = None,
     data: Annotated[
         Path | None, typer.Option(help="For classifiers: a file or folder of images or texts.")
     ] = None,
@@ -227,17 +252,20 @@ def predict(
         from coterie.personal import ManyModels
         from coterie.personal.ui import terminal
 
-        if (text is None) == (data is None):
+        if data is not None and (text is not None or words is not None):
             raise Refused(
-                "predict needs either --text or --data",
-                "Use --text for a text, and --data for images or files of texts.",
+                "predict needs either a text or --data",
+                "Use --data for images or files of texts, and leave the text out.",
             )
         models, classifiers = _personal(run, client, base, follow, reset_weights)
+        shape = next((one.shape for one in classifiers.values()), None)
+        if data is None and (models or isinstance(shape, TextShape)):
+            text = _text(words, text)
         if models:
             if text is None:
                 raise Refused(
                     f"{run} holds language models, which do not classify",
-                    "Give --text instead of --data.",
+                    "Give a text instead of --data.",
                 )
             together = ManyModels(models)
             opened = together.chats.opened([user(text)]) if chat else text
@@ -249,9 +277,9 @@ def predict(
             raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
         from coterie.personal.samples import as_samples
 
-        shape = next(iter(classifiers.values())).shape
+        assert shape is not None
         if data is None and not isinstance(shape, TextShape):
-            raise Refused(f"{run} holds classifiers of images", "Give --data instead of --text.")
+            raise Refused(f"{run} holds classifiers of images", "Give their files: --data.")
         samples = as_samples(data or text, shape)
         terminal.show_classes(
             Console(),
@@ -263,10 +291,13 @@ def predict(
 @app.command()
 def generate(
     run: Run,
-    text: Annotated[str, typer.Option(help="Text to continue, or a message to answer.")],
+    words: Words = None,
+    text: Text = None,
     client: Client = None,
     chat: Chat = False,
-    tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 40,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Most tokens to generate.")
+    ] = 40,
     temperature: Annotated[
         float, typer.Option(min=0, help="Sampling temperature. 0: always the most likely token.")
     ] = 0.8,
@@ -287,6 +318,7 @@ def generate(
         if not models:
             problem = f"{folder} holds a classifier, not a language model"
             raise Refused(problem, "See `coterie predict --data`.")
+        text = _text(words, text)
         (model,) = models.values()
         torch.manual_seed(seed)
         chosen = (
@@ -296,87 +328,3 @@ def generate(
         )
         speak = model.answer if chat else model.generate
         print(printable(speak(text, max_new_tokens=tokens, **chosen), lines=True))
-
-
-@app.command()
-def export(
-    run: Run,
-    out: Annotated[Path, typer.Option(help="A new folder.")],
-    client: Client = None,
-    everyone: Annotated[
-        bool, typer.Option("--all", help="All clients of the run, over one base.")
-    ] = False,
-    format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch.")
-    ] = "peft",
-    part: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PART",
-            help="Of peft: fold (all experts in one, by the mean weights of the client's "
-            "validation text) or generalist. Default: fold.",
-        ),
-    ] = None,
-    expert: Annotated[
-        str | None,
-        typer.Option(
-            help="With --part generalist: G, G2, S1 ... Default: the first generalist, or the "
-            "only expert."
-        ),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRECISION",
-            help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 "
-            "too, and original, where model.base is a GGUF file; of clients' "
-            "files of onnx, web and executorch int8.",
-        ),
-    ] = None,
-    base_precision: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PRECISION",
-            help="Of onnx and web: of the base, f32, int8, w8 or w4. Default: f32, of web int8.",
-        ),
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            "--chat",
-            help="Of web: a keyboard for answers to a message, by the base's chat template or "
-            "that of the run.",
-        ),
-    ] = False,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            help="The client's own text, a folder or a file, if the run's folder does not name it."
-        ),
-    ] = None,
-    base: Base = None,
-    trust_remote_code: Trust = False,
-) -> None:
-    """Write a client's model for other programs, run what was written, and print how it does."""
-    with _stopping("stopped. Nothing is kept."):
-        from coterie.export import Source
-        from coterie.export import export as written
-
-        exported = written(
-            Source(run, client, everyone, base, data),
-            format,
-            out,
-            part=part,
-            precision=precision,
-            expert=expert,
-            base_precision=base_precision,
-            chat=chat,
-            say=_say,
-        )
-        for model in exported:
-            print(f"{printable(model.client)}: {model.size}, in {model.folder}")
-            for sentence in model.sentences:
-                print(f"  {printable(sentence)}")
-        for note in dict.fromkeys(note for model in exported for note in model.notes):
-            print(printable(note))
-        print(f"{out}/export.json says what is in the files, and how they were checked.")

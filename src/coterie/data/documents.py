@@ -13,6 +13,7 @@ from coterie.data.splitting import LocatedText
 from coterie.data.values import text_of
 
 CHUNK = 2000  # characters
+PLAIN = (".txt", ".text", ".md", ".markdown")  # endings of files that are one document each
 
 Row = dict[str, Any]
 
@@ -30,7 +31,7 @@ def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> lis
     DataError with all mistakes.
     """
     texts: list[str] = []
-    with Refusals() as refusals:
+    with Refusals(alike=True) as refusals:
         for path in paths:
             with refusals.gather():
                 table = ending_of(path.name)
@@ -43,7 +44,7 @@ def _text(path: Path) -> list[str]:
 
 
 def _texts(path: Path, column: str, left_out: LeftOut) -> Iterator[str]:
-    with Refusals(SHOWN) as refusals, refusals.gather():
+    with Refusals(SHOWN, alike=True) as refusals, refusals.gather():
         for where, row in rows_of([path]):
             with refusals.gather():
                 if column not in row:

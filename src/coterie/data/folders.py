@@ -13,7 +13,7 @@ from coterie.core.errors import DataError
 from coterie.core.foreign import refusing
 from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
-from coterie.data.documents import cut, read_many
+from coterie.data.documents import PLAIN, cut, read_many
 from coterie.data.federation import check_id
 from coterie.data.refusals import LeftOut, Refusals, outward_links
 from coterie.data.rows import ENDINGS as TABLES
@@ -30,7 +30,7 @@ from coterie.data.splitting import (
 )
 
 # of text; conversations are in tables
-ENDINGS = (".txt", ".text", ".md", ".markdown", ".jsonl", ".jsonl.gz")
+ENDINGS = (*PLAIN, ".jsonl", ".jsonl.gz")
 
 # one of them is in every folder of a run
 _OF_RUNS = ("recipe.yaml", "comparison.json", "inputs.json")

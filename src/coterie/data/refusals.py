@@ -1,5 +1,6 @@
 """Errors in data, reported together, and sentences about data that were not read."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from types import TracebackType
 from coterie.core.errors import DataError
 
 SHOWN = 5  # mistakes of one file that a message lists
+_OTHERS = ", as in "
+# file and row, the problem, and the number of others like it
+_PLACED = re.compile(rf"(.+?:\d+: )(.*?)(?:{_OTHERS}([\d,]+) more)?", re.DOTALL)
 
 
 class Refusals:
@@ -22,10 +26,11 @@ class Refusals:
 
     Args:
         most: How many are shown; None: all.
+        alike: Whether problems that differ by file and row alone are one line.
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = most
+    def __init__(self, most: int | None = None, alike: bool = False) -> None:
+        self.most, self.alike = most, alike
         self.errors: list[DataError] = []
 
     def __enter__(self) -> "Refusals":
@@ -49,16 +54,31 @@ class Refusals:
         trace: TracebackType | None,
     ) -> None:
         if error is None and self.errors:
-            raise _joined(self.errors, self.most)
+            raise _joined(self.errors, self.most, self.alike)
 
 
-def _joined(errors: list[DataError], most: int | None) -> DataError:
+def _joined(errors: list[DataError], most: int | None, alike: bool) -> DataError:
     """Return one error with all distinct problems and remedies."""
     problems = list(dict.fromkeys(error.problem for error in errors))
+    if alike:
+        problems = _counted(problems)
     if most is not None and len(problems) > most:
         problems[most:] = [f"... and {len(problems) - most:,} more"]
     remedies = list(dict.fromkeys(error.remedy for error in errors if error.remedy))
     return DataError("\n".join(problems), "\n  ".join(remedies))
+
+
+def _counted(problems: Iterable[str]) -> list[str]:
+    """Return the first of the problems that differ by file and row alone, with their number."""
+    places: dict[str, list[str]] = {}
+    counts = Counter[str]()
+    for problem in problems:
+        found = _PLACED.fullmatch(problem)
+        place, what, others = found.groups() if found else ("", problem, None)
+        places.setdefault(what, []).append(place)
+        counts[what] += int((others or "0").replace(",", "")) + 1
+    ends = {what: f"{_OTHERS}{n - 1:,} more" if (n := counts[what]) > 1 else "" for what in places}
+    return [f"{first}{what}{ends[what]}" for what, (first, *_) in places.items()]
 
 
 class LeftOut:

@@ -314,7 +314,7 @@ def _commands(facts: Facts, name: str) -> str:
     options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
     lines = [f"coterie generate {name} {options}"]
     if facts.shared:
-        lines += [f"coterie adapt {name} --data MY_TEXTS --train --out mine"]
+        lines += [f"coterie adapt {name} --data MY_TEXTS --out mine"]
     return "\n".join(lines)
 
 

@@ -14,9 +14,9 @@ from coterie.core.files import make_folder
 from coterie.core.foreign import opened
 
 
-def new_folder(name: str) -> Path:
-    """Return a new folder in runs/, named by what is run and the time."""
-    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+def new_folder(name: str, within: str = "runs") -> Path:
+    """Return a new folder in runs/ or another, named by what is in it and the time."""
+    return Path(within) / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def latest_folder(name: str) -> Path:

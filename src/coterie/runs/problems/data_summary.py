@@ -1,11 +1,9 @@
 """A summary of a recipe's data before any training."""
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +11,8 @@ import torch
 
 from coterie.core.errors import Refused
 from coterie.core.protocol import ClientId
-from coterie.data import archives
 from coterie.data.by_client import OTHERS
 from coterie.data.chats import ChatBatch, Conversation
-from coterie.data.rows import CHATS, ending_of, rows_of
 from coterie.data.section import Section, Texts
 from coterie.data.splits import SPLITS, Split
 from coterie.data.splitting import where_of
@@ -28,30 +24,6 @@ from coterie.runs.problems.routing import pieces
 from coterie.runs.recipes.recipe import Recipe
 
 _SHOWN = 8  # clients whose texts are shown
-
-
-def recipe_for(source: str) -> tuple[str, list[str]]:
-    """Return the recipe's name for a source, with settings: `folders` for a folder, `table` for a
-    table, else the source itself.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        kind, paths = "folders", sorted(path.glob("*/**/*"))
-    elif path.is_file() and ending_of(path.name):
-        kind, paths = "table", [path]
-    else:
-        return source, []
-    chats = ["data.content=chats"] if _hold_chats(paths) else []
-    return kind, [f"data.path={json.dumps(source)}", *chats]  # quoted, as YAML takes it, too
-
-
-def _hold_chats(paths: Sequence[Path]) -> bool:
-    """Whether there is an archive, or the columns of the first table are those of conversations."""
-    if archives.archives_in(paths):
-        return True
-    table = next((path for path in paths if path.is_file() and ending_of(path.name)), None)
-    row = next((row for _, row in rows_of([table])), {}) if table is not None else {}
-    return not CHATS.isdisjoint(row)
 
 
 def summary_of(

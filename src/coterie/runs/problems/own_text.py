@@ -83,7 +83,7 @@ def text_of(
     assert recipe.model.kind == "language"
     section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer
     if trains:
-        otherwise = ", or leave --train out"
+        otherwise = ", or give --no-train"
         text = own_text(section, tokenizer, context, recipe.seed, id, data, otherwise)
         return fitted(text, backbone)
     return whole_text(section, backbone, context, id, data)

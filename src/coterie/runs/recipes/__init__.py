@@ -4,16 +4,23 @@ A package provides one by an entry point of the group `coterie.recipes`, `NAME =
 file `NAME.yaml` in that package.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from coterie.core.errors import Refused
+from coterie.core.errors import DataError, Refused
 from coterie.core.foreign import yaml_file
 from coterie.core.own import installed
+from coterie.data import archives
+from coterie.data.documents import PLAIN
+from coterie.data.rows import CHATS, ending_of, rows_of
 
 FOLDER = Path(__file__).parent
 GROUP = "coterie.recipes"  # of the entry points
+_LOOKED_AT = 1000  # files by which conversations are told
 
 
 def names() -> list[str]:
@@ -39,6 +46,51 @@ def find(recipe: str) -> Path:
         )
     shipped = FOLDER / f"{recipe}.yaml"
     return shipped if shipped.is_file() else _brought(recipe)
+
+
+def section_of(source: str) -> dict[str, Any]:
+    """Return the fields of a recipe: a shipped one, or of a YAML file or a run's folder; or for a
+    folder with one folder per client, or a table that names clients. Raises Refused.
+    """
+    path = Path(source).expanduser()
+    if source in names() or not (path.is_dir() or (ending_of(path.name) and path.is_file())):
+        path = find(source)
+    elif (path / "recipe.yaml").is_file():
+        path = path / "recipe.yaml"
+    else:
+        name = "folders" if path.is_dir() else "table"
+        section = read(FOLDER / f"{name}.yaml")
+        data = section["data"]
+        assert isinstance(data, dict)
+        return {"name": name, **section, "data": {**data, "path": source}}
+    return {"name": path.stem, **read(path)}
+
+
+def with_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recipe's fields, with `data.content` by what the files of its clients hold if it is
+    not given.
+    """
+    data = section.get("data")
+    if not isinstance(data, dict) or data.get("kind") not in ("folders", "table"):
+        return section
+    if "content" in data or not isinstance(data.get("path"), str):
+        return section
+    path = Path(data["path"]).expanduser()
+    paths = [path] if path.is_file() else sorted(islice(path.glob("*/**/*"), _LOOKED_AT))
+    return {**section, "data": {**data, "content": "chats"}} if _hold_chats(paths) else section
+
+
+def _hold_chats(paths: list[Path]) -> bool:
+    """Whether there is an archive, or no text and the columns of the first table are those of
+    conversations.
+    """
+    with suppress(DataError, OSError):  # which the reader says better
+        if archives.archives_in(paths):
+            return True
+        table = next((p for p in paths if p.is_file() and ending_of(p.name)), None)
+        if table is not None and not any(p.suffix.lower() in PLAIN for p in paths):
+            return not CHATS.isdisjoint(next((row for _, row in rows_of([table])), {}))
+    return False
 
 
 def _brought(recipe: str) -> Path:

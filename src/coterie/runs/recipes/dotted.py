@@ -3,9 +3,11 @@
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+from coterie.core.errors import RecipeError
 from coterie.core.foreign import yaml_of
 from coterie.methods import METHODS, name_of
 from coterie.runs.recipes.mistakes import SHOWN
@@ -28,6 +30,46 @@ def seconds(value: Any) -> Any:
         with suppress(ValueError):
             return float(value[:-1]) * units[value[-1]]
     return value
+
+
+_OPTIMISER, _RATE = "training.experts.optimiser", "training.experts.lr"
+# others' names, of fields that alone can be meant
+FAMILIAR = {
+    "model.r": "model.rank",
+    **dict.fromkeys(("model.lora_r", "lora_r", "lora_rank"), "model.rank"),
+    **dict.fromkeys(("model.lora_alpha", "lora_alpha"), "model.alpha"),
+    **dict.fromkeys(("model.lora_dropout", "lora_dropout"), "model.dropout"),
+    **dict.fromkeys(("model.quantize", "quantize"), "model.quantise"),
+    **dict.fromkeys(("training.lr", "training.learning_rate", "learning_rate", "lr"), _RATE),
+    **dict.fromkeys(("training.optimizer", "training.optimiser", "optimizer"), _OPTIMISER),
+    "training.experts.optimizer": _OPTIMISER,
+    "training.routers.optimizer": "training.routers.optimiser",
+}
+
+
+def with_our_names(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe's fields, of which those with others' names have ours. Raises RecipeError if
+    one is given by both.
+    """
+    renamed = dict(section)
+    for theirs, ours in FAMILIAR.items():
+        above, _, name = theirs.rpartition(".")
+        holder = _section_at(renamed, above)
+        if name not in holder:
+            continue
+        renamed = deepcopy(renamed)
+        value = _section_at(renamed, above).pop(name)
+        if ours.rpartition(".")[2] in _section_at(renamed, ours.rpartition(".")[0]):
+            raise RecipeError("recipe", [f"{theirs}: the same as {ours}, which is given too"])
+        assign(renamed, ours, value, theirs)
+    return renamed
+
+
+def _section_at(section: Any, key: str) -> Any:
+    """Return the section of a dotted key; {} if there is none."""
+    for part in filter(None, key.split(".")):
+        section = section.get(part) if isinstance(section, dict) else None
+    return section if isinstance(section, dict) else {}
 
 
 def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +136,7 @@ def assign(section: dict[str, Any], key: str, value: Any, shown: str) -> str | N
     """Set the value of a dotted key; return the mistake, if any. A new method's name, also as
     `method` itself, drops the fields that it does not have.
     """
-    key = "method.name" if key == "method" and isinstance(value, str) else key
+    key = "method.name" if key == "method" and isinstance(value, str) else FAMILIAR.get(key, key)
     if section.get("auto"):
         section["auto"] = [f for f in section["auto"] if not f"{f}.".startswith(f"{key}.")]
     *path, last = key.split(".")

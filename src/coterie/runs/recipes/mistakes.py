@@ -14,6 +14,19 @@ from coterie.methods import METHODS
 
 SHOWN = 200  # characters of a value in a message
 _DEEPEST = 50  # sections within sections
+# others' names for what is not quite the same here
+_ELSEWHERE = {
+    "max_new_tokens": "which is of generation: coterie generate RUN --max-new-tokens N",
+    **dict.fromkeys(("num_rounds", "global_rounds"), "did you mean method.rounds?"),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs", "local_ep"),
+        "did you mean method.local_epochs, of each round?",
+    ),
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit", "bits"), "did you mean model.quantise?"),
+    **dict.fromkeys(("max_length", "max_seq_length", "block_size"), "did you mean model.context?"),
+    "gradient_accumulation_steps": "did you mean training.micro_batch, rows per pass?",
+    "per_device_train_batch_size": "did you mean training.batch_size?",
+}
 
 
 class Mistakes(ValueError):
@@ -78,6 +91,8 @@ def _suggest(location: list[str], recipe: type[BaseModel]) -> str:
     known = _keys(recipe) | {
         f.name for entry in METHODS.values() for f in dataclasses.fields(entry.method)
     }
+    if location[-1] in _ELSEWHERE:
+        return f", {_ELSEWHERE[location[-1]]}"
     if location[-1] in known:
         return " here: it belongs to another section, method or kind of data"
     close = difflib.get_close_matches(location[-1], known, n=1)

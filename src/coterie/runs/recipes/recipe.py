@@ -184,10 +184,12 @@ class Recipe(BaseModel):
 
     @classmethod
     def load(cls, recipe: str | Path, **changes: Any) -> "Recipe":
-        """Return a shipped recipe, or one of a YAML file or a run's folder, with changes.
+        """Return a shipped recipe, or one of a YAML file or a run's folder, or for one's own data,
+        with changes.
 
         Args:
-            recipe: A shipped name (`coterie recipes`), the path of a YAML file, or a run's folder.
+            recipe: A shipped name (`coterie recipes`), the path of a YAML file, a run's folder, a
+                folder with one folder per client, or a table that names clients.
             changes: Values for its fields. A mapping changes only these fields of a section, as
                 `--set` does; `method` may be just a name or a class of `Method`.
 
@@ -195,14 +197,7 @@ class Recipe(BaseModel):
             Refused: No such recipe, or not YAML.
             RecipeError: All of its mistakes.
         """
-        kept = Path(recipe) / "recipe.yaml"
-        path = (
-            kept
-            if str(recipe) not in recipes.names() and kept.is_file()
-            else recipes.find(str(recipe))
-        )
-        section = {"name": path.stem, **recipes.read(path)}
-        return _with(section, dotted.flat(changes), str(recipe))
+        return _with(recipes.section_of(str(recipe)), dotted.flat(changes), str(recipe))
 
     def with_changes(self, **changes: Any) -> "Recipe":
         """Return the recipe with other values, given as to `load`. Raises RecipeError."""
@@ -346,12 +341,10 @@ class Recipe(BaseModel):
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Return a recipe by shipped name or path, with `key=value` overrides (dotted keys, YAML
-    values). Raises Refused if there is no such recipe or it is not YAML; RecipeError with all
-    mistakes.
+    """Return a recipe by its source, see `recipes.section_of`, with `key=value` overrides (dotted
+    keys, YAML values). Raises Refused without such a recipe; RecipeError with all mistakes.
     """
-    path = recipes.find(recipe)
-    section: dict[str, Any] = {"name": path.stem, **recipes.read(path)}
+    section = recipes.section_of(recipe)
     if mistakes := [wrong for text in overrides if (wrong := dotted.apply(section, text))]:
         raise RecipeError("--set", mistakes)
     return validate(section, str(recipe))
@@ -382,6 +375,7 @@ def overrides(settings: Mapping[str, Any]) -> list[str]:
 def validate(section: Mapping[str, Any], source: str) -> Recipe:
     """Return the recipe of a mapping. Raises RecipeError with all mistakes by field."""
     try:
+        section = recipes.with_content(dotted.with_our_names(section))
         return Recipe(**{str(key): value for key, value in section.items()})
     except RecipeError as error:
         raise RecipeError(f"recipe {source}", error.mistakes) from None
