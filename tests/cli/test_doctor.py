@@ -51,23 +51,42 @@ def test_settings_behind_one_set_are_told_to_repeat_it() -> None:
     assert "--set for each" not in other.stderr
 
 
-def test_a_shell_can_complete_commands(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("coterie doc", ["doctor"]),
+        ("coterie run quicks", ["quickstart"]),
+        ("coterie compare comigs-1g1", ["comigs-1g1s"]),
+        ("coterie export runs/b --format on", ["onnx"]),
+        ("coterie predict ru", ["runs/b", "runs/a"]),  # the newest first
+        ("coterie predict runs/a --client Z", ["Zoë"]),
+    ],
+)
+def test_a_shell_can_complete_what_there_is(words: str, offered: list[str], tmp_path: Path) -> None:
+    for age, name in enumerate("ab"):
+        recipe = tmp_path / "runs" / name / "recipe.yaml"
+        for client in ("ann", "Zo%C3%AB"):
+            (recipe.parent / "clients" / client).mkdir(parents=True)
+            (recipe.parent / "clients" / client / "client.json").touch()
+        recipe.touch()
+        os.utime(recipe, (age, age))
     environment = {
         **os.environ,
         "_COTERIE_COMPLETE": "complete_bash",
-        "COMP_WORDS": "coterie doc",
-        "COMP_CWORD": "1",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
     }
-    code = "import sys; sys.argv = ['coterie']; from coterie.cli.base import main; main()"
+    code = "import sys; sys.argv = ['coterie']; from coterie.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code.replace(".base", "")],
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.stdout.split() == ["doctor"]
+    assert done.stdout.split() == offered
 
 
 def test_a_command_that_was_misspelt_is_suggested_once() -> None:

@@ -2,6 +2,7 @@
 
 import io
 import re
+import statistics
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from coterie.core.metrics import ACCURACY
 from coterie.core.result import Result
+from coterie.core.result.rows import row as rows_of
 from coterie.methods import METHODS
 from coterie.reports import progress as terminals
 from coterie.reports.progress import Terminal
@@ -44,6 +46,29 @@ def test_the_table_shows_deviations_only_over_seeds() -> None:
     assert "2.00 ± 0.50" in text
     assert "1.00 ±" not in text
     assert "12,345" in text
+
+
+def test_each_clients_deviation_over_seeds_is_shown_where_there_is_room() -> None:
+    """Against statistics of the scores themselves."""
+    scores = {"ann": (2.0, 4.0, 9.0), "ben": (1.0, 1.5, 2.0)}
+    results = [
+        Result.from_json(
+            result("fedavg", 2, 2.0, {i: of[seed] for i, of in scores.items()}, seed=seed)
+        )
+        for seed in range(3)
+    ]
+    row = rows_of("fedavg", results)
+    for client, of in scores.items():
+        assert row.clients_std is not None
+        assert row.clients_std[client] == pytest.approx(statistics.stdev(of))
+    assert rows_of("fedavg", results[:1]).clients_std is None
+    titles = {"fedavg": "FedAvg"}
+    for width, wanted in ((80, True), (40, False)):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(tables([row], titles, width)[-1])
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("5.00 ± 3.61" in text) is wanted
+        assert "5.00" in text
 
 
 def shown(rows: list[dict], width: int) -> str:

@@ -98,8 +98,46 @@ Seed = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the run. Default: a new one under runs/.")
 ]
+
+
+def _runs(incomplete: str) -> list[str]:
+    """Return the runs under runs/, the newest first, for a shell's completion."""
+    found = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda path: -path.stat().st_mtime)
+    return [str(path.parent) for path in found if str(path.parent).startswith(incomplete)]
+
+
+def _clients(incomplete: str) -> list[str]:
+    """Return the clients of the run that is named before, for a shell's completion."""
+    from coterie.core.names import decoded
+
+    # of bash, and of other shells; an option without its value hides the arguments before it
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    found = (sorted(Path(word).glob("clients/*/client.json")) for word in line.split())
+    names = [decoded(path.parent.name) for path in next(filter(None, found), [])]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def _recipes(incomplete: str) -> list[str]:
+    """Return the names of recipes, for a shell's completion."""
+    from coterie.runs import recipes
+
+    return [name for name in recipes.names() if name.startswith(incomplete)]
+
+
+def _methods(incomplete: str) -> list[str]:
+    """Return the names of methods, for a shell's completion."""
+    from coterie.methods import METHODS
+
+    return [name for name in METHODS if name.startswith(incomplete)]
+
+
 Run = Annotated[
-    Path, typer.Argument(help="Folder of a run, or of one client in a run.", show_default=False)
+    Path,
+    typer.Argument(
+        help="Folder of a run, or of one client in a run.",
+        show_default=False,
+        autocompletion=_runs,
+    ),
 ]
 Clients = Annotated[
     list[str] | None,
@@ -107,12 +145,19 @@ Clients = Annotated[
         "--client",
         metavar="ID",
         callback=_normal,
+        autocompletion=_clients,
         help="A client of the run. Repeatable. Default: all.",
     ),
 ]
 Client = Annotated[
     str | None,
-    typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run."),
+    typer.Option(
+        "--client",
+        metavar="ID",
+        callback=_normal,
+        autocompletion=_clients,
+        help="A client of the run.",
+    ),
 ]
 Base = Annotated[
     str | None,

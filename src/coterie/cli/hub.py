@@ -9,6 +9,13 @@ import typer
 from coterie.cli.base import Base, Client, Run, Trust, _say, _stopping, app
 from coterie.core.printing import printable
 
+FORMATS = ("peft", "mixtral", "gguf", "onnx", "web", "executorch")
+
+
+def _formats(incomplete: str) -> list[str]:
+    """Return the formats of exports, for a shell's completion."""
+    return [name for name in FORMATS if name.startswith(incomplete)]
+
 
 @app.command()
 def export(
@@ -21,7 +28,12 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="peft, mixtral, gguf, onnx, web or executorch.")
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            autocompletion=_formats,
+            help=f"{', '.join(FORMATS)}.",
+        ),
     ] = "peft",
     part: Annotated[
         str | None,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import Client, Set, Trust, _load, _stopping, app
+from coterie.cli.base import Client, Set, Trust, _load, _recipes, _stopping, app
 from coterie.core.importing import uncollected
 
 
@@ -65,7 +65,10 @@ def list_methods() -> None:
 @app.command("recipes")
 def list_recipes(
     name: Annotated[
-        str | None, typer.Argument(help="A shipped recipe to print as YAML.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="A shipped recipe to print as YAML.", show_default=False, autocompletion=_recipes
+        ),
     ] = None,
 ) -> None:
     """List the shipped recipes, or print one as YAML: coterie recipes quickstart > mine.yaml."""

@@ -17,6 +17,8 @@ from coterie.cli.base import (
     _folder,
     _line,
     _load,
+    _methods,
+    _recipes,
     _stopping,
     app,
 )
@@ -57,8 +59,9 @@ def run(
     recipe: Annotated[
         str,
         typer.Argument(
+            autocompletion=_recipes,
             help="A shipped recipe (`coterie recipes`), a YAML file, a folder with one folder per "
-            "client, or a table that names clients."
+            "client, or a table that names clients.",
         ),
     ],
     set_: Set = None,
@@ -145,11 +148,15 @@ def _dry_run(recipe: "Recipe") -> None:
 @app.command()
 def compare(
     methods: Annotated[
-        list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
+        ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
+            autocompletion=_recipes,
             help="A shipped recipe or a YAML file: the data, base and budget of all rows.",
             show_default=False,
         ),
@@ -217,11 +224,15 @@ def compare(
 @app.command()
 def tune(
     methods: Annotated[
-        list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
+        ),
     ] = None,
     recipe: Annotated[
         str | None,
         typer.Option(
+            autocompletion=_recipes,
             help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
             show_default=False,
         ),

@@ -272,8 +272,8 @@ BESIDE = (
         lambda row: row.between_clients,
         2,
         True,
-        "standard deviation over clients",
-        "the standard deviation over clients",
+        "±: standard deviation of the {metric} over clients",
+        "the standard deviation of the score over clients",
     ),
     Beside(
         "Imp.%",

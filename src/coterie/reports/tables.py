@@ -111,25 +111,34 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
     synced = not rows[0].kept_rounds  # kept models are not synchronised again
     clients = [[row.clients[i] for i in columns] for row in rows]
 
-    def grid() -> tuple[list[list[float]], list[list[str]], list[str]]:
-        """Return figures, the texts of the lines, and the header."""
+    def grid(spread: bool) -> tuple[list[list[float]], list[list[str]], list[str]]:
+        """Return figures, the texts of the lines, of clients' with their deviations over seeds if
+        asked and known, and the header.
+        """
         figures = [
             [row.mean, *values, *[row.mean_synced] * synced]
             for row, values in zip(rows, clients, strict=True)
         ]
         names = ["method", "mean", *map(printable, columns), *["synced"] * synced]
-        return figures, _lines(rows, titles, figures), names
+        lines = _lines(rows, titles, figures)
+        for row, line in zip(rows, lines, strict=True):
+            for place, client in enumerate(columns if spread else (), start=2):
+                line[place] += f" ± {row.clients_std[client]:.2f}" if row.clients_std else ""
+        return figures, lines, names
 
-    figures, lines, header = grid()
-    rooms = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-    broken = list(map(_by_words, header, rooms))
-    # where the terminal is narrow, names are broken, and columns stand closer
-    forms = [(header, 3), *((broken, gap) for gap in (3, 2, 1))]
-    form = next((form for form in forms if _needed([form[0], *lines], form[1]) <= width), None)
+    # where the terminal is narrow, names are broken, columns stand closer, and deviations go
+    for spread in (True, False):
+        figures, lines, header = grid(spread)
+        rooms = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
+        broken = list(map(_by_words, header, rooms))
+        forms = [(header, 3), *((broken, gap) for gap in (3, 2, 1))]
+        form = next((f for f in forms if _needed([f[0], *lines], f[1]) <= width), None)
+        if form is not None:
+            break
     if len(columns) > FEW or form is None:
         columns = ["best client", "worst client"]
         clients = [[best(values, metric), worst(values, metric)] for values in clients]
-        figures, lines, header = grid()
+        figures, lines, header = grid(False)
         form = header, 3
     return _bold(_plain(str(metric), *form), lines, figures, metric)
 
@@ -212,7 +221,7 @@ def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     gain, and the error of collaboration weights.
     """
     known = [figure for figure in BESIDE if figure.known(rows)]
-    about = "; ".join(figure.about for figure in known)
+    about = "; ".join(figure.about for figure in known).replace("{metric}", rows[0].metric.name)
     names = (figure.name for figure in known)
     shown = _plain(about.replace(*W_ERROR), ("method", *(name.replace(*W_ERROR) for name in names)))
     for row in rows:

@@ -48,6 +48,7 @@ class Row(Record):
         weights_error: Mean of `Result.weights_error`.
         iterations: Local iterations of a run.
         clients: Mean test metric of each client.
+        clients_std: Sample standard deviation of those over seeds; None of one seed.
         trainable_parameters: Of a client.
         active_parameters: Number of parameters that one prediction uses.
         flops_per_token: Of one prediction's forward pass.
@@ -76,6 +77,7 @@ class Row(Record):
     kept_rounds: Mapping[str, float] | None = None
     groups: Mapping[str, float] | None = None
     groups_std: Mapping[str, float] | None = None
+    clients_std: Mapping[str, float] | None = None
     best: float | None = None
     best_of_last_ten: float | None = None
     gate_accuracy: float | None = None

@@ -46,6 +46,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
     """
     first, per_seed = results[0], [r.mean for r in results]
     of_groups = {g: [(r.groups or {})[g] for r in results] for g in first.groups or {}}
+    of_clients = {i: [r.clients[i].test for r in results if i in r.clients] for i in first.clients}
     costs = [c for r in results for c in (r.training or r.clients).values()]
     rounds = max(first.rounds, 1)
     return Row(
@@ -69,9 +70,10 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         improved=improved(results, alone) if alone else None,
         weights_error=_average([r.weights_error for r in results]),
         iterations=first.evaluations[-1].iteration if first.evaluations else None,
-        clients={
-            i: mean(r.clients[i].test for r in results if i in r.clients) for i in first.clients
-        },
+        clients={i: mean(values) for i, values in of_clients.items()},
+        clients_std={i: deviation(values) for i, values in of_clients.items()}
+        if len(results) > 1
+        else None,
         trainable_parameters=round(mean(c.trainable_parameters for c in costs)),
         active_parameters=_known([c.active_parameters for c in costs]),
         flops_per_token=round(mean(c.flops_per_token for c in costs)),

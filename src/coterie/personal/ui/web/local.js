@@ -175,6 +175,7 @@ async function answered(chats, bubbles, signal) {
         bubbles[index].querySelector("p").textContent = printable(texts[index].trim(), true);
         if (reason) bubbles[index].setAttribute("aria-busy", false);
         if (reason === "length") end(index, "cut off here");
+        else if (reason && !texts[index].trim()) end(index, "no answer");
         if (seen) writing.scrollIntoView({ block: "nearest" });
       }
     }
