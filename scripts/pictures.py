@@ -5,8 +5,7 @@
     python scripts/pictures.py RUN TOPICS CHATS
 
 Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of
-`coterie serve`, light, dark and on a phone, after a text that its clients continue in words of
-their own; and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own
+`coterie serve`, after a text that its clients continue in words of their own; and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own
 chats". Needs Chromium or Chrome.
 """
 
@@ -38,19 +37,16 @@ def report(browser: Browser, run: Path) -> Image.Image:
 
 
 def keyboard(browser: Browser, run: Path) -> Image.Image:
-    """Return what `coterie serve` shows: light, dark, and on a phone."""
-    shots = []
+    """Return what `coterie serve` shows, large enough to be read on the first page."""
     with local_page.served(coterie.load_all(run), 0) as link:
-        for scheme, width in SCHEMES:
-            size = {"width": width, "height": 720}
-            page = browser.new_page(color_scheme=scheme, viewport=size)
-            page.goto(link)
-            page.get_by_label("Text").fill(TEXT)
-            page.locator("button.word:not([disabled])").first.wait_for()
-            page.wait_for_timeout(1500)
-            shots.append(Image.open(io.BytesIO(page.screenshot())))
-            page.close()
-    return side_by_side(shots)
+        page = browser.new_page(color_scheme="light", viewport={"width": 780, "height": 715})
+        page.goto(link)
+        page.get_by_label("Text").fill(TEXT)
+        page.locator("button.word:not([disabled])").first.wait_for()
+        page.wait_for_timeout(1500)
+        shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+        page.close()
+    return shot
 
 
 def chat(browser: Browser, run: Path) -> Image.Image:

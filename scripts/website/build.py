@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from recipe_reference import WRITTEN
 
+from coterie.core.version import HOME, __version__
 from coterie.export import web
 from website import methods, reference
 from website.diagrams import drawn
@@ -161,6 +162,8 @@ def stage(folder: Path) -> None:
         shutil.copy(HERE / name, folder / "docs/assets" / name)
     settings = (HERE / "zensical.toml").read_text(encoding="utf-8")
     added = {
+        "site_name": json.dumps(f"coterie {__version__}"),
+        **({"repo_url": json.dumps(HOME)} if HOME else {}),
         "docs_dir": json.dumps("docs"),
         "site_dir": json.dumps("site"),
         "nav": toml(complete(NAVIGATION)),
