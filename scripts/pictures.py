@@ -5,7 +5,8 @@
     python scripts/pictures.py RUN TOPICS CHATS
 
 Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of
-`coterie serve`, after a text that its clients continue in words of their own; and `docs/serve.png`, a chat with the clients of CHATS, the run of the tutorial "Your own
+`coterie serve`, after a text that its clients continue in words of their own; and `docs/serve.png`,
+a chat with the clients of CHATS, the run of the tutorial "Your own
 chats". Needs Chromium or Chrome.
 """
 

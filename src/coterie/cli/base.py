@@ -102,8 +102,8 @@ Out = Annotated[
 
 def _runs(incomplete: str) -> list[str]:
     """Return the runs under runs/, the newest first, for a shell's completion."""
-    found = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda path: -path.stat().st_mtime)
-    return [str(path.parent) for path in found if str(path.parent).startswith(incomplete)]
+    matches = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda path: -path.stat().st_mtime)
+    return [str(path.parent) for path in matches if str(path.parent).startswith(incomplete)]
 
 
 def _clients(incomplete: str) -> list[str]:
@@ -112,8 +112,8 @@ def _clients(incomplete: str) -> list[str]:
 
     # of bash, and of other shells; an option without its value hides the arguments before it
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
-    found = (sorted(Path(word).glob("clients/*/client.json")) for word in line.split())
-    names = [decoded(path.parent.name) for path in next(filter(None, found), [])]
+    matches = (sorted(Path(word).glob("clients/*/client.json")) for word in line.split())
+    names = [decoded(path.parent.name) for path in next(filter(None, matches), [])]
     return [name for name in names if name.startswith(incomplete)]
 
 

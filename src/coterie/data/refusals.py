@@ -73,8 +73,8 @@ def _counted(problems: Iterable[str]) -> list[str]:
     places: dict[str, list[str]] = {}
     counts = Counter[str]()
     for problem in problems:
-        found = _PLACED.fullmatch(problem)
-        place, what, others = found.groups() if found else ("", problem, None)
+        match = _PLACED.fullmatch(problem)
+        place, what, others = match.groups() if match else ("", problem, None)
         places.setdefault(what, []).append(place)
         counts[what] += int((others or "0").replace(",", "")) + 1
     ends = {what: f"{_OTHERS}{n - 1:,} more" if (n := counts[what]) > 1 else "" for what in places}
