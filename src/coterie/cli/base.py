@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from coterie.cli.completion import _clients, _runs
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.importing import check_docstrings, uncollected
 from coterie.core.names import normal
@@ -98,39 +99,6 @@ Seed = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the run. Default: a new one under runs/.")
 ]
-
-
-def _runs(incomplete: str) -> list[str]:
-    """Return the runs under runs/, the newest first, for a shell's completion."""
-    matches = sorted(Path("runs").glob("*/recipe.yaml"), key=lambda path: -path.stat().st_mtime)
-    return [str(path.parent) for path in matches if str(path.parent).startswith(incomplete)]
-
-
-def _clients(incomplete: str) -> list[str]:
-    """Return the clients of the run that is named before, for a shell's completion."""
-    from coterie.core.names import decoded
-
-    # of bash, and of other shells; an option without its value hides the arguments before it
-    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
-    matches = (sorted(Path(word).glob("clients/*/client.json")) for word in line.split())
-    names = [decoded(path.parent.name) for path in next(filter(None, matches), [])]
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def _recipes(incomplete: str) -> list[str]:
-    """Return the names of recipes, for a shell's completion."""
-    from coterie.runs import recipes
-
-    return [name for name in recipes.names() if name.startswith(incomplete)]
-
-
-def _methods(incomplete: str) -> list[str]:
-    """Return the names of methods, for a shell's completion."""
-    from coterie.methods import METHODS
-
-    return [name for name in METHODS if name.startswith(incomplete)]
-
-
 Run = Annotated[
     Path,
     typer.Argument(

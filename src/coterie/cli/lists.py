@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import Client, Set, Trust, _load, _recipes, _stopping, app
+from coterie.cli.base import Client, Set, Trust, _load, _stopping, app
+from coterie.cli.completion import _recipes
 from coterie.core.importing import uncollected
 
 

@@ -17,11 +17,10 @@ from coterie.cli.base import (
     _folder,
     _line,
     _load,
-    _methods,
-    _recipes,
     _stopping,
     app,
 )
+from coterie.cli.completion import _methods, _recipes
 from coterie.core.errors import Refused
 from coterie.core.extras import available
 from coterie.core.importing import uncollected
