@@ -17,6 +17,7 @@ import pytest
 import torch
 from chat_bases import CHATML
 from hub_stand_in import TOKEN, Hub, Repository, served
+from huggingface_hub import ModelCard
 from random_models import write_mixture
 
 import coterie
@@ -355,6 +356,18 @@ def test_weights_that_follow_a_text_are_never_sent(run: Path, hub: Hub, tmp_path
     for repository in hub.repositories.values():
         files = repository.files.items()
         assert not any(FOLLOWED in name or followed in data for name, data in files)
+
+
+def test_the_card_has_what_the_hub_reads(run: Path, hub: Hub) -> None:
+    push(run, "ann/card", client="bob", publish_personal=True, license="cc-by-4.0")
+    text = hub.repositories["ann/card"].files["README.md"].decode()
+    data = ModelCard(text).data
+    assert data.license == "cc-by-4.0"
+    assert data.library_name == "coterie"
+    (result,) = data.eval_results
+    assert (data.model_name, result.metric_type) == ("card", "perplexity")
+    assert result.metric_value == coterie.Run(run).result.clients["bob"].test
+    assert data.base_model is None  # what comes with coterie is no repository
 
 
 def test_a_model_goes_there_and_back_by_its_own_methods(

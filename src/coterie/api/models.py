@@ -184,7 +184,7 @@ def push(run: Path | str, repo: str, **options: Any) -> pushes.Pushed:
         run: The run's folder, or a client's folder for a personal model.
         repo: The repository, `name` or `owner/name`. It is created if it does not exist.
         options: `client`, or `shared`; `publish_personal`, by which a personal model's owner agrees
-            that it leaves; `public`; and `say`, called with lines on the progress.
+            that it leaves; `public`; `license`; and `say`, called with lines on the progress.
 
     Raises:
         Refused: The owner has not agreed, or the repository is public without `public`.

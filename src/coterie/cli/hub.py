@@ -132,6 +132,10 @@ def push(
     public: Annotated[
         bool, typer.Option("--public", help="Everybody may read it. Default: a private repository.")
     ] = False,
+    license: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Licence for the card, e.g. cc-by-4.0. Default: none."),
+    ] = None,
 ) -> None:
     """Publish the shared part of a run, or one client's personal model, on the Hugging Face Hub."""
     with _stopping("stopped. Perhaps the repository was made; see it on the Hub."):
@@ -144,6 +148,7 @@ def push(
             shared=shared,
             publish_personal=publish_personal,
             public=public,
+            license=license,
             say=_say,
         )
         seen = "private" if pushed.private else "public"

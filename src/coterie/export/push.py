@@ -2,7 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Facts:
     before: float | None  # the score of the base without any training
     after: float | None  # the score of the published model
     privacy: PrivacySpent | None  # None if no noise was added
+    license: str | None = None  # an identifier of the Hub; None: the owner has named none
 
     @property
     def classifies(self) -> bool:
@@ -87,6 +88,7 @@ def push(
     shared: bool = False,
     publish_personal: bool = False,
     public: bool = False,
+    license: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Pushed:
     """Write a model with its card to a repository of the Hub, as one commit.
@@ -98,6 +100,7 @@ def push(
         shared: Whether to publish the shared part of the run.
         publish_personal: Whether the owner of a personal model agrees that it leaves.
         public: Whether everybody may read the repository.
+        license: The licence by the Hub's identifier, e.g. `cc-by-4.0`; None: the card names none.
         say: A function that is called with lines on the progress.
 
     Raises:
@@ -119,6 +122,7 @@ def push(
     with tempfile.TemporaryDirectory(prefix="coterie-push-") as beside:
         folder = Path(beside)
         facts = _shared(run, folder) if shared else _personal(run, client, folder)
+        facts = replace(facts, license=license)
         with replaced(folder) as new:
             (new / CARD).write_text(card(facts, repo), encoding="utf-8")
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -274,7 +278,7 @@ def card(facts: Facts, repo: str) -> str:
         "privacy spent": _spent(facts.privacy),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return f"""{_front_matter(facts)}
+    return f"""{_front_matter(facts, name)}
 # {name}
 
 {what}, trained with {f"[coterie]({HOME})" if HOME else "coterie"} {__version__}
@@ -296,15 +300,32 @@ code.
 """
 
 
-def _front_matter(facts: Facts) -> str:
-    """Return the metadata of a card, with the base if it is on the Hub."""
-    lines = ["library_name: coterie", "tags:", "- personalization", "- federated-learning"]
-    if facts.base and facts.base != EMBEDDED and "/" in facts.base:
-        id = facts.base.rpartition("/")[0] if gguf_base.names_file(facts.base) else facts.base
-        lines += [f"base_model: {id}"]
-    if not facts.classifies:
-        lines += ["pipeline_tag: text-generation"]
-    return "\n".join(["---", *lines, "---"])
+def _front_matter(facts: Facts, name: str) -> str:
+    """Return the metadata of a card that the Hub reads: results, and the base if it is there."""
+    from huggingface_hub import EvalResult, ModelCardData
+
+    kind = "text" if facts.about.get("encoder") else "image"
+    task = f"{kind}-classification" if facts.classifies else "text-generation"
+    base = facts.base if facts.base and facts.base != EMBEDDED and "/" in facts.base else None
+    if base and gguf_base.names_file(base):
+        base = base.rpartition("/")[0]
+    results = None
+    if facts.after is not None:
+        measured = facts.metric.name.removeprefix("test ")
+        about = {"dataset_type": "private", "dataset_name": "the clients' own test data"}
+        results = [
+            EvalResult(task_type=task, metric_type=measured, metric_value=facts.after, **about)
+        ]
+    data = ModelCardData(
+        library_name="coterie",
+        license=facts.license,
+        tags=["personalization", "federated-learning"],
+        base_model=base,
+        pipeline_tag=None if facts.classifies else task,
+        model_name=name if results else None,
+        eval_results=results,
+    )
+    return f"---\n{data.to_yaml()}\n---"
 
 
 def _commands(facts: Facts, name: str) -> str:
