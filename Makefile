@@ -9,7 +9,7 @@ TARGET ?= wire recipes limits accounts personal-models packs gguf bases tables c
 MINUTES ?= 10
 GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
 
-.PHONY: quickstart team test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
+.PHONY: release quickstart team test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 
 quickstart: .venv/.run  ## set up, then train four personal language models and compare
 	$(BIN)/coterie run quickstart
@@ -43,6 +43,15 @@ fuzz: $(INSTALLED)  ## every reader of foreign bytes against a fuzzer, on Linux:
 
 docs: $(INSTALLED)  ## build the documentation site; any warning fails
 	$(BIN)/python scripts/website/build.py
+
+release: lint docs  ## all of a release but the upload: build, check, install in a fresh environment, and run there
+	rm -rf dist build/release
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/release
+	build/release/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd build/release && bin/coterie doctor && bin/coterie run quickstart --set method.rounds=1 --set 'compare_with=[]'
+	@echo "dist/ is ready. Its tag: v$$(build/release/bin/coterie --version | cut -d' ' -f2); the workflow release.yml uploads."
 
 benchmarks: $(INSTALLED)  ## measure speed, memory and scale on this machine, and compare with what was aimed at (hours)
 	$(BIN)/python benchmarks/suite.py

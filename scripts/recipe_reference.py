@@ -6,6 +6,7 @@ python scripts/recipe_reference.py [--check]
 
 import dataclasses
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -49,6 +50,7 @@ from coterie.data.partition import Partitioner
 from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
+from coterie.runs.recipes.dotted import AUTOMATIC
 from coterie.runs.recipes.participation import Participation, Quorum
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sections import (
@@ -69,12 +71,16 @@ named at once, before any work.
 
 {WRITTEN}
 
+Editors complete and check recipes by [recipe.schema.json](recipes/recipe.schema.json), e.g. with a first
+line `# yaml-language-server: $schema=PATH/recipe.schema.json`.
+
 ## An example
 
 `coterie recipes quickstart` prints this recipe:
 
 ```yaml
 """
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def row(name: str, default: object, description: str) -> str:
@@ -295,9 +301,24 @@ def index() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def schema() -> str:
+    """Return the JSON schema by which editors complete and check recipes: the fields of `Recipe`,
+    where some may be `auto`, the time may have a unit, and the file's name stands for `name`.
+    """
+    whole = Recipe.model_json_schema()
+    whole["required"] = [name for name in whole.get("required", ()) if name != "name"]
+    automatic = {key.rpartition(".")[2] for key in AUTOMATIC} | {"time"}
+    for part in (whole, *whole["$defs"].values()):
+        for name in automatic & part.get("properties", {}).keys():
+            also = {"pattern": "^[0-9.]+[smh]$"} if name == "time" else {"enum": ["auto"]}
+            about = part["properties"][name]
+            part["properties"][name] = {"anyOf": [about, {"type": "string"} | also]}
+    return json.dumps({"$schema": DIALECT, **whole}, indent=1) + "\n"
+
+
 def pages() -> dict[Path, str]:
-    """Return every page, by its file."""
-    found = {DOCS / "recipes.md": index()}
+    """Return every page, and the schema, by its file."""
+    found = {DOCS / "recipes.md": index(), DOCS / "recipes/recipe.schema.json": schema()}
     for name, (title, _, write) in SECTIONS.items():
         head = [f"# {title}", f"[All sections](../recipes.md). {WRITTEN}"]
         found[DOCS / "recipes" / f"{name}.md"] = "\n\n".join([*head, *write()]) + "\n"

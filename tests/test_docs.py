@@ -1,16 +1,20 @@
 """Documentation that can go stale is checked against the code."""
 
 import ast
+import json
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from test_layers import LEVEL
 
 import coterie
+from coterie.runs import recipes
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -98,3 +102,20 @@ def test_the_table_of_aims_is_of_the_results_beside_it(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/suite.py", "--table", "--folder", str(copied)]
     subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True)
     assert (copied / "suite.md").read_text() == (results / "suite.md").read_text()
+
+
+SCHEMA = json.loads((REPOSITORY / "docs/recipes/recipe.schema.json").read_text())
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_the_schema_for_editors_takes_every_shipped_recipe(name: str) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load(recipes.find(name).read_text()))
+
+
+@pytest.mark.parametrize(
+    "change", [{"rounds": 3}, {"evaluate_every": "often"}, {"model": {"kind": "languages"}}]
+)
+def test_the_schema_for_editors_marks_mistakes(change: dict[str, object]) -> None:
+    recipe = yaml.safe_load(recipes.find("quickstart").read_text())
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(SCHEMA).validate(recipe | change)
