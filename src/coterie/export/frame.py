@@ -83,26 +83,7 @@ def export(
     say: Callable[[str], None] = lambda line: None,
 ) -> list[Exported]:
     """Write models of a run for another program, check them in it, and return the exports by
-    client.
-
-    Args:
-        source: The models, and the text by which they are folded and measured.
-        format: A name of `FORMATS`.
-        out: An empty or new folder; either all files are written to it or none.
-        part: The part of the models; default: the format's first.
-        precision: The precision of the values; default: the format's first.
-        expert: The name of the expert, for a part that is one expert.
-        base_precision: The precision of the base, if it is written apart; default: the format's
-            first.
-        chat: Whether the export answers messages, by the chat template.
-        say: A function that is called with a line before each client.
-
-    Raises:
-        Refused: The format, its packages, the client, its text, its chat template or the folder
-            cannot be used.
-        DataError: There is no chat template for `chat`.
-        ExportError: An export does not run, or its results differ from the model's.
-        SaveError: The files could not be written.
+    client, see `coterie.export`. Parts and precisions that are not given are the format's first.
     """
     kind, options = _chosen(format, part, precision, expert, base_precision, chat)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

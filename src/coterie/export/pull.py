@@ -61,19 +61,8 @@ class Pulled:
 def pull(
     repo: str, out: Path, *, revision: str | None = None, most_bytes: int = MOST_TENSORS
 ) -> Pulled:
-    """Fetch a model that `push` wrote, and verify it. Either all files are kept or none.
-
-    Args:
-        repo: The name of the repository, `owner/name`.
-        out: A new folder.
-        revision: A commit, branch or tag; default: the newest commit.
-        most_bytes: The most bytes of a file of tensors.
-
-    Raises:
-        Refused: The folder exists, or the repository holds files that no model of coterie has:
-            code, pickles, paths with folders, or files that are too large.
-        CheckpointError: A file is damaged, or the files do not fit together.
-        CoterieError: The Hub does not give the model.
+    """Fetch a model that `push` wrote, and verify it, see `coterie.pull`. Either all files are kept
+    or none; a file of tensors has at most `most_bytes`.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError

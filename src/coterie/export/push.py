@@ -91,23 +91,7 @@ def push(
     license: str | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Pushed:
-    """Write a model with its card to a repository of the Hub, as one commit.
-
-    Args:
-        run: The run's folder, or a client's folder for a personal model.
-        repo: The repository, `name` or `owner/name`. It is created if it does not exist.
-        client: The client whose personal model is published; None for the only one in the folder.
-        shared: Whether to publish the shared part of the run.
-        publish_personal: Whether the owner of a personal model agrees that it leaves.
-        public: Whether everybody may read the repository.
-        license: The licence by the Hub's identifier, e.g. `cc-by-4.0`; None: the card names none.
-        say: A function that is called with lines on the progress.
-
-    Raises:
-        Refused: The owner has not agreed; there is no such model; or the repository is public
-            without `public`.
-        CoterieError: The Hub does not accept the model.
-    """
+    """Write a model with its card to a repository of the Hub, as one commit, see `coterie.push`."""
     if shared == (client is not None) and (shared or not publish_personal):
         raise Refused("push takes one model", "Give --client ID, or --shared.")
     if not shared and not publish_personal:
