@@ -71,8 +71,8 @@ named at once, before any work.
 
 {WRITTEN}
 
-Editors complete and check recipes by [recipe.schema.json](recipes/recipe.schema.json), e.g. with a first
-line `# yaml-language-server: $schema=PATH/recipe.schema.json`.
+Editors complete and check recipes by [recipe.schema.json](recipes/recipe.schema.json), with a
+first line `# yaml-language-server: $schema=PATH/recipe.schema.json`.
 
 ## An example
 
