@@ -296,7 +296,7 @@ def _front_matter(facts: Facts, name: str) -> str:
     results = None
     if facts.after is not None:
         measured = facts.metric.name.removeprefix("test ")
-        about = {"dataset_type": "private", "dataset_name": "the clients' own test data"}
+        about: Any = {"dataset_type": "private", "dataset_name": "the clients' own test data"}
         results = [
             EvalResult(task_type=task, metric_type=measured, metric_value=facts.after, **about)
         ]
