@@ -7,6 +7,7 @@ does float64, which Apple's and some of Intel's GPUs lack. A process that has re
 keeps it until it ends, so the tests that use it have one of their own.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from coterie.core import isolation
 
 NAME = "simulated"
 LIBRARY = torch.library.Library("aten", "IMPL")  # registrations last as long as it does
@@ -192,4 +195,5 @@ def register() -> None:
     LIBRARY.impl("_copy_from", _copy_from, "PrivateUse1")
     # a moved module keeps its parameters, as on other devices: only their contents change
     torch.__future__.set_swap_module_params_on_conversion(True)
+    isolation._disable_current_modes = nullcontext  # the device is one of them
     Device().__enter__()

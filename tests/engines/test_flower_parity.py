@@ -62,6 +62,7 @@ def text_recipe(path: Path, base: Path, *more: str) -> Recipe:
     settings += [
         "method.router_steps=1",
         "evaluate_every=2",
+        "evaluate_rows=null",  # with texts on devices `auto` is a fixed number
         "compare_with=[]",
         f"data.path={path}",
         f"model.base={base}",

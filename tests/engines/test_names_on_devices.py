@@ -30,6 +30,7 @@ SHORT = {
     "method.rounds": 2,
     "method.local_steps": 1,
     "evaluate_every": 0,
+    "evaluate_rows": None,  # with texts on devices `auto` is a fixed number
     "patience": None,
     "compare_with": [],
     "samples": False,

@@ -223,7 +223,8 @@ def test_the_base_is_named_as_on_every_machine(base, base_of):
     about = About("ann", name, Layout(rank=2), 8, "comigs-1g1s", "folders", 3, 0)
     layer = SimpleNamespace(base=nn.Linear(2, 2))
     attention = SimpleNamespace(**{FAMILIES[0].linears[0]: layer})
-    model = SimpleNamespace(about=about, backbone=SimpleNamespace(attentions=[attention]))
+    backbone = SimpleNamespace(attentions=[attention])
+    model = SimpleNamespace(about=about, backbone=backbone, layout=about.layout)
     serving = SimpleNamespace(transformers_program="", usage="")
     client = SimpleNamespace(model=model, serving=serving, chats=False)
     named = peft.config(model, FAMILIES[0], 2).base_model_name_or_path

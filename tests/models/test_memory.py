@@ -61,7 +61,8 @@ def ratio(base: str, rows: int, context: int, bits: str, again: bool, dtype: str
 @pytest.mark.parametrize(("bits", "again"), [("", False), ("nf4", True)])
 def test_a_step_takes_what_is_foreseen(bits: str, again: bool, tmp_path: Path) -> None:
     base = memory_table.random_base(tmp_path / "base", SMALL)
-    assert 0.85 < ratio(base, 8, 256, bits, again, "fp32") < 1.3
+    # of a quantised base, pages of the file that are mapped while it is read may count
+    assert (0.7 if bits else 0.85) < ratio(base, 8, 256, bits, again, "fp32") < 1.3
 
 
 @pytest.mark.slow

@@ -107,7 +107,8 @@ def test_in_bf16_it_is_as_near_to_fp32_as_the_trained_model(shape, make_run):
                 for logits in (model(ids[None]).logits, model.language.forward(ids[None]).detach())
             ]
         )
-    assert 0 < errors[0] < 1.5 * errors[1]
+    # the trained model's attention is in fp32, that of the cache is not
+    assert 0 < errors[0] < 2 * errors[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -318,6 +318,8 @@ def one_client_alone(method: Method, world: World) -> None:
     """Check that with one client downloading changes nothing: it trains as if it were alone."""
     if method.server_steps or method.methods:
         raise NotApplicable("a step follows its aggregation, or it is several methods")
+    if getattr(getattr(method, "aggregation", None), "fewest", 1) > 1:
+        raise NotApplicable("its rule needs several clients")
     if method.stateless:
         raise NotApplicable("its clients keep nothing that could be compared")
     (id,) = world.alone.federation.clients

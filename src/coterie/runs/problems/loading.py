@@ -15,7 +15,7 @@ from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
 from coterie.models import features, memory, network_tensors
-from coterie.models.architecture import tokenizer
+from coterie.models.architecture import configuration, tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.common import CommonExpert, Normalisation, trained
 from coterie.models.networks import Shape
@@ -73,16 +73,16 @@ def load(recipe: Recipe) -> LearningProblem:
         return _classification(recipe, device)
     dtype = pick_dtype(section.dtype, device)
     rows = recipe.training.micro_batch or recipe.training.batch_size
+    limit = int(configuration(section.base).max_position_embeddings)
+    if section.context > limit:
+        raise ModelError(
+            f"model.context: {section.context} tokens, but {section.base} allows {limit}",
+            f"Set model.context to at most {limit}.",
+        )
     step = memory_step(section, dtype, device)
     checkpointing = step.checkpointing(rows, memory.room(device), section.checkpointing)
     backbone = load_backbone(section.base, dtype, device, section.quantise)
     backbone.checkpointing = checkpointing
-    if section.context > backbone.context_limit:
-        raise ModelError(
-            f"model.context: {section.context} tokens, but {section.base} allows "
-            f"{backbone.context_limit}",
-            f"Set model.context to at most {backbone.context_limit}.",
-        )
     federation = data.load(backbone.tokenizer, section.context, order_seed=recipe.seed)
     return language(section, backbone, data, fitted_federation(federation, backbone))
 

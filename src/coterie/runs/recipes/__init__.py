@@ -14,9 +14,6 @@ from typing import Any
 from coterie.core.errors import DataError, Refused
 from coterie.core.foreign import yaml_file
 from coterie.core.own import installed
-from coterie.data import archives
-from coterie.data.documents import PLAIN
-from coterie.data.rows import CHATS, ending_of, rows_of
 
 FOLDER = Path(__file__).parent
 GROUP = "coterie.recipes"  # of the entry points
@@ -52,6 +49,8 @@ def section_of(source: str) -> dict[str, Any]:
     """Return the fields of a recipe: a shipped one, or of a YAML file or a run's folder; or for a
     folder with one folder per client, or a table that names clients. Raises Refused.
     """
+    from coterie.data.rows import ending_of
+
     path = Path(source).expanduser()
     if source in names() or not (path.is_dir() or (ending_of(path.name) and path.is_file())):
         path = find(source)
@@ -84,6 +83,10 @@ def _hold_chats(paths: list[Path]) -> bool:
     """Whether there is an archive, or no text and the columns of the first table are those of
     conversations.
     """
+    from coterie.data import archives
+    from coterie.data.documents import PLAIN
+    from coterie.data.rows import CHATS, ending_of, rows_of
+
     with suppress(DataError, OSError):  # which the reader says better
         if archives.archives_in(paths):
             return True
