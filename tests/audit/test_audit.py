@@ -45,6 +45,7 @@ def trained(texts: Path, base: Path | str, out: Path, *changes: str) -> Path:
         f"data.path={texts}",
         "compare_with=[]",
         "samples=false",
+        "words=null",
         f"model.base={base}",
         "training.batch_size=4",
         "method.rounds=2",

@@ -240,9 +240,11 @@ PICTURES = (
     *("fedprox", "scaffold", "fedavg, by samples", "fedavg, geometric median"),
     *("cobo on the simplex", "cobo, its output drawn", "fc, one model an exchange"),
 )
-# Variants whose checks on texts take long: in the default run their plain form stands for them.
+# Cases whose checks on texts take long: in the default run another form stands for them.
 SLOW_TEXTS = (
     *("three parts", "generalist-favoured", "comigs, a pool, clipped", "comigs, one of a pool"),
+    # these train whole networks by default, and adapters in the slow tests
+    *("fedrep", "lg-fedavg", "fedbabu", "pfedme", "per-fedavg", "fedala", "fedfomo"),
     *("fedavg, by samples", "cobo on the simplex", "cobo, its output drawn"),
 )
 ALL = {name: {"name": name, **settings} for name, settings in CASES.items()} | VARIANTS

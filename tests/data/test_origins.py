@@ -74,6 +74,7 @@ def test_a_run_says_which_data_it_read(tiny_base: Path, tmp_path: Path, monkeypa
         "method.rounds=1",
         "method.local_steps=1",
         "samples=false",
+        "words=null",
         "compare_with=[]",
     ]
     for name, root, expected in (("here", "null", "corpora/"), ("named", PART, "data.root/")):

@@ -34,6 +34,7 @@ SHORT = {
     "patience": None,
     "compare_with": [],
     "samples": False,
+    "words": None,
 }
 
 

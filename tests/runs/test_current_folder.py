@@ -65,6 +65,7 @@ def test_the_data_of_later_rows_are_found_where_they_were_named(away: Path) -> N
         patience=None,
         keep="last",
         evaluate_every=0,
+        words=None,
         auto=[],
         callbacks=[Away(away)],
     )

@@ -42,6 +42,7 @@ SHORT = {
     "patience": None,
     "compare_with": [],
     "samples": False,
+    "words": None,
 }
 
 

@@ -99,6 +99,7 @@ def trained(folder: Path, base: Path | str, name: str = "comigs-1g1s", **fields:
         f"data.path={folder / 'clients'}",
         "compare_with=[]",
         "samples=false",
+        "words=null",
     ]
     changes += [
         "model.context=16",

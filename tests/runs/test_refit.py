@@ -57,6 +57,7 @@ def train(folder: Path, base: Path | str, **method: object) -> Path:
         f"data.path={folder / 'clients'}",
         "compare_with=[]",
         "samples=false",
+        "words=null",
         "model.context=16",
         "model.rank=4",
         "training.batch_size=4",
