@@ -3,23 +3,20 @@
 Li et al., "Ditto: Fair and Robust Federated Learning Through Personalization", ICML 2021, Alg. 1.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
-import torch
 from pydantic import Field
 
-from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
+from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
-from coterie.methods.templates import Aggregating, OneAdapter
+from coterie.methods.templates import BesidePersonal
 
 
 @dataclass(frozen=True)
-class Ditto(OneAdapter, Aggregating):
+class Ditto(BesidePersonal):
     """The global w is FedAvg's; each client's own v_i minimises f_i(v_i) + lambda/2 |v_i - w|^2 on
     the same batches.
 
@@ -27,8 +24,6 @@ class Ditto(OneAdapter, Aggregating):
     `generalist`, (d,), w; a client's own copy of it lives for one round, and of its optimiser the
     memory stays under `ditto/`.
     """
-
-    dynamic_membership: ClassVar[bool] = True
 
     prox: Annotated[
         float,
@@ -39,18 +34,7 @@ class Ditto(OneAdapter, Aggregating):
         ),
     ] = 1.0
 
-    @property
-    def needs_only_mean(self) -> bool:
-        return self.aggregation.needs_only_mean
-
     by_examples = True
-
-    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
-        return {GENERALIST: model.flat(GENERALIST)}
-
-    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)
-        return state | self.combine(replies, state)
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, w: Tensors) -> Tensors:

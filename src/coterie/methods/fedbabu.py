@@ -16,6 +16,7 @@ from coterie.core.protocol import ClientId, Sends, State, task
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
+from coterie.methods.templates import HeadBlocks
 from coterie.models.layout import Layout
 
 HEAD = "head"
@@ -36,14 +37,7 @@ class FedBABU(FinetunedFedAvg):
         float,
         Field(ge=0, le=1, description="share of the rounds after which each client fine-tunes"),
     ] = 0.8
-    head_blocks: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="the last blocks of a language model whose adapters are its head; of a "
-            "classifier it is the last layer",
-        ),
-    ] = 1
+    head_blocks: HeadBlocks = 1
 
     def layout(self, position: int, base: Layout) -> Layout:
         layout = super().layout(position, base)

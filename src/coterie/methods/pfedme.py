@@ -6,21 +6,20 @@ Dinh et al., "Personalized Federated Learning with Moreau Envelopes", NeurIPS 20
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import torch
 from pydantic import Field
 
-from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
-from coterie.methods.templates import Aggregating, OneAdapter
+from coterie.methods.templates import BesidePersonal
 
 
 @dataclass(frozen=True)
-class PFedMe(OneAdapter, Aggregating):
+class PFedMe(BesidePersonal):
     """theta_i takes K steps on f_i(theta) + lambda/2 |theta - w_i|^2 with one batch, then
     w_i <- w_i - eta lambda (w_i - theta_i); the server takes w <- (1 - beta) w + beta mean(w_i).
 
@@ -28,8 +27,6 @@ class PFedMe(OneAdapter, Aggregating):
     iterations of a round each is one step of theta_i. The server's state holds `generalist`, (d,),
     w.
     """
-
-    dynamic_membership: ClassVar[bool] = True
 
     prox: Annotated[
         float, Field(gt=0, description="lambda, strength of the pull of theta_i to w_i")
@@ -41,13 +38,6 @@ class PFedMe(OneAdapter, Aggregating):
         float | None, Field(gt=0, description="eta, w_i's learning rate; null: the experts'")
     ] = None
     server_lr: Annotated[float, Field(gt=0, description="beta, the server's step")] = 1.0
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return self.aggregation.needs_only_mean
-
-    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
-        return {GENERALIST: model.flat(GENERALIST)}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)

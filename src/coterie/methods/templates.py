@@ -142,17 +142,44 @@ class PartlyLocal(Averaged, OneAdapter):
 
 
 @dataclass(frozen=True)
+class BesidePersonal(OneAdapter, Aggregating):
+    """A method whose clients send copies w_i of a global model that they trained beside their own,
+    which never leaves. The server's state holds `generalist`, (d,), w, the mean of the copies.
+    """
+
+    dynamic_membership: ClassVar[bool] = True
+
+    @property
+    def needs_only_mean(self) -> bool:
+        return self.aggregation.needs_only_mean
+
+    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
+        return {GENERALIST: model.flat(GENERALIST)}
+
+    def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
+        replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)
+        return state | self.combine(replies, state)
+
+    @abstractmethod
+    def local_round(self, client: Client, w: Tensors) -> Tensors:
+        """Train both from w; return w_i and `sample_count`. A @task."""
+
+
+HeadBlocks = Annotated[
+    int,
+    Field(
+        ge=1,
+        description="the last blocks of a language model whose adapters are its head; of a "
+        "classifier it is the last layer",
+    ),
+]
+
+
+@dataclass(frozen=True)
 class WithHead(PartlyLocal):
     """A method that treats a model's head and its body differently."""
 
-    head_blocks: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="the last blocks of a language model whose adapters are its head; of a "
-            "classifier it is the last layer",
-        ),
-    ] = 1
+    head_blocks: HeadBlocks = 1
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(super().layout(position, base), head_blocks=self.head_blocks)
