@@ -27,7 +27,7 @@ from coterie.core.errors import Refused
 from coterie.export import FORMATS, Source, export
 from coterie.export.format import ClientModel, TorchRuntime, Written
 from coterie.export.gguf import LlamaServer
-from coterie.export.graph import GraphRuntime
+from coterie.export.onnx import OnnxRuntime
 
 CONTEXT, STEPS = 64, 8  # tokens in the cache, next tokens for each figure
 EAGER = "coterie"
@@ -60,7 +60,6 @@ VARIANTS = (
     Variant("onnx", "f16", "w8"),
     Variant("onnx", "f16", "int8"),
     Variant("onnx", "f16", "w4"),
-    Variant("executorch"),
 )
 
 
@@ -103,7 +102,7 @@ def found(out: Path) -> dict[str, Any]:
 
 def next_tokens(runtime: Any, ids: torch.Tensor) -> Callable[[], object]:
     """Some next tokens behind (1, C) others, in a program."""
-    if isinstance(runtime, GraphRuntime):
+    if isinstance(runtime, OnnxRuntime):
         return _of_graph(runtime, ids)
     if isinstance(runtime, LlamaServer):
         return lambda: runtime.complete(
@@ -121,7 +120,7 @@ def next_tokens(runtime: Any, ids: torch.Tensor) -> Callable[[], object]:
     return work
 
 
-def _of_graph(runtime: GraphRuntime, ids: torch.Tensor) -> Callable[[], object]:
+def _of_graph(runtime: OnnxRuntime, ids: torch.Tensor) -> Callable[[], object]:
     first = torch.tensor([0])
     _, *full = runtime.step(ids, first, runtime.empty(1))
 

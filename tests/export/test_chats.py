@@ -15,7 +15,7 @@ import torch
 from chat_bases import CHATML, MARKED, turns, write_jsonl
 from chat_templates import STYLES, tokenizer_of
 from random_models import write_base, write_models
-from test_graphs import program_of
+from test_onnx import program_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig
 
@@ -27,7 +27,7 @@ from coterie.export import Source, export
 from coterie.export.check import MOST
 from coterie.export.format import TorchRuntime
 from coterie.export.functional import Functional, Interface, client_tensors
-from coterie.export.graph import GraphRuntime
+from coterie.export.onnx import OnnxRuntime
 from coterie.export.serving import QUESTION
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel, read_about, save
@@ -203,24 +203,21 @@ def test_llama_cpp_gets_a_template_of_ones_own(other: Path, tmp_path: Path) -> N
 
 
 def test_a_graph_is_asked_token_by_token(tmp_path: Path) -> None:
-    """Also one that takes fewer tokens at once than a chat has."""
     model = coterie.load(written(tmp_path, tokenizer_of("chatml")))
     tensors, function = client_tensors(model), Functional(model.backbone)
 
-    class Eager(GraphRuntime):
+    class Eager(OnnxRuntime):
         def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:
             pairs = list(zip(past[::2], past[1::2], strict=True))
             logits, present = function(ids, kept, pairs, tensors)
             return [logits, *(part for pair in present for part in pair)]
 
     prompt, stops = model.chats.prompt(ASKED), model.chats.stops
-    for longest in (None, 7):
-        runtime = Eager(tmp_path, Interface.of(model), tensors)
-        runtime.longest = longest
-        with torch.no_grad():
-            assert runtime.answer(prompt, MOST) == (greedy(model, prompt, ()), False)
-            runtime.stops = stops
-            assert runtime.answer(prompt, MOST) == (greedy(model, prompt, stops), True)
+    runtime = Eager(tmp_path, Interface.of(model), tensors)
+    with torch.no_grad():
+        assert runtime.answer(prompt, MOST) == (greedy(model, prompt, ()), False)
+        runtime.stops = stops
+        assert runtime.answer(prompt, MOST) == (greedy(model, prompt, stops), True)
 
 
 def test_texts_begin_and_end_as_the_bases(tmp_path: Path) -> None:

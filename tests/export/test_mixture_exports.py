@@ -21,7 +21,6 @@ from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.core.tensors import copy
 from coterie.export import Source, export
-from coterie.export.frame import FORMATS
 from coterie.export.layers import folded, mean_weights, single
 from coterie.models.backbone import Backbone
 from coterie.models.layout import Layout
@@ -169,7 +168,6 @@ PACKAGES = {  # `onnx` is what `web` is made of
     "mixtral": (),
     "gguf": ("gguf", "xllamacpp"),
     "web": ("onnx", "onnxscript", "onnxruntime"),
-    "executorch": ("executorch",),
 }
 
 
@@ -207,15 +205,10 @@ def test_without_the_clients_text_parameters_are_mixed(run, tmp_path):
     assert "one adapter in place of a mixture" in (tmp_path / "out/README.md").read_text()
 
 
-def test_clients_of_one_part_and_of_two_share_a_graph_but_no_program_of_executorch(
-    run, base_of, tmp_path, monkeypatch
-):
+def test_clients_of_one_part_and_of_two_share_a_graph(run, base_of, tmp_path):
     """A weight of exactly 1 leaves a client with one part, whose ranks are not those of a fold."""
     write_models(run, base_of("llama"), {"ben": PARTS["fedavg"][1]})
     source = Source(run, everyone=True)
-    monkeypatch.setattr(type(FORMATS["executorch"]), "packages", ())
-    with pytest.raises(Refused, match=r"ben has other numbers.*than ann.*\n.*--format onnx"):
-        export(source, "executorch", tmp_path / "executorch")
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     found = {each.client: each for each in export(source, "onnx", tmp_path / "onnx")}

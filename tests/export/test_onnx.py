@@ -4,6 +4,8 @@ exactly, with a cache.
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +13,11 @@ import pytest
 import torch
 import transformers
 from random_models import write_models
-from test_graphs import program_of
 from torch import nn
 
 import coterie
 from coterie.core.errors import Refused
-from coterie.export import Source, export, graph, onnx
+from coterie.export import Source, export, onnx
 from coterie.export.functional import Functional, Interface, client_tensors
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
@@ -78,6 +79,16 @@ FAMILIES = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
 }
 IDS = torch.randint(272, (2, 14), generator=torch.Generator().manual_seed(0))
+
+
+def program_of(folder) -> str:
+    """Run the program that an export's README gives, and return what it writes."""
+    (program,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -181,7 +192,7 @@ def test_one_base_serves_clients_of_any_layout(exported):
 
 
 def _read(one):
-    return graph.read_tensors(one.folder / one.files[0])
+    return onnx.read_tensors(one.folder / one.files[0])
 
 
 def test_the_program_in_the_readme_writes_a_text(exported):
@@ -242,11 +253,11 @@ def test_quantised_bases_and_clients_are_smaller_and_near(exported, tmp_path):
     assert sizes["w4"] < sizes["w8"]
     assert 1e-6 < costs["w8"] < costs["w4"] < 0.5 * wanted.abs().mean()
     own, costs = {}, {}
-    for precision in graph.PRECISIONS:
+    for precision in onnx.PRECISIONS:
         path = tmp_path / f"{precision}.safetensors"
-        graph.write_tensors(path, tensors, precision)
+        onnx.write_tensors(path, tensors, precision)
         own[precision] = sum(t.nbytes for t in coterie.core.files.load(path)[0].values())
-        costs[precision] = error(onnx.OnnxRuntime(whole, interface, graph.read_tensors(path)))
+        costs[precision] = error(onnx.OnnxRuntime(whole, interface, onnx.read_tensors(path)))
     assert own["f16"] < 0.51 * own["f32"]
     assert own["int8"] < 0.4 * own["f32"]
     assert costs["f32"] < 1e-5 < costs["f16"] < costs["int8"] < 0.05 * wanted.abs().mean()
@@ -276,3 +287,17 @@ def test_precisions_of_bases_are_refused_where_there_is_none(make_run, tmp_path)
     ):
         with pytest.raises(Refused, match=message):
             export(source, format, tmp_path / "out", base_precision=precision)
+
+
+@pytest.mark.parametrize("precision", onnx.PRECISIONS)
+def test_a_client_is_read_as_it_was_written(precision, make_run, tmp_path):
+    (client,) = Source(make_run("llama", ann=LAYOUTS["ben"])).load()
+    tensors, path = client_tensors(client.model), tmp_path / "ann.safetensors"
+    onnx.write_tensors(path, tensors, precision)
+    found = onnx.read_tensors(path)
+    assert found.keys() == tensors.keys()
+    allowed = {"f32": 0.0, "f16": 2e-3, "int8": 1 / 127}[precision]
+    for name, tensor in tensors.items():
+        largest = float(tensor.abs().max())
+        assert found[name].dtype == tensor.dtype
+        assert float((found[name] - tensor).abs().max()) <= allowed * largest

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import coterie
 from coterie.core.errors import DataError, Refused
 from coterie.data.chats.messages import user
-from coterie.export import FORMATS, Source, export, graph, onnx
+from coterie.export import FORMATS, Source, export, onnx
 from coterie.export.web import CONTEXT, DATED, assets
 from coterie.models.architecture import locate
 from coterie.models.layout import Layout
@@ -406,7 +406,7 @@ def test_what_is_written_in_fewer_bits_is_read_too(tab, written, models, tmp_pat
     onnx.quantise(written / "base.onnx", folder / "base.onnx", FORMATS["web"].base_precisions[0])
     for client, precision in (("ann", "f16"), ("ben", "int8")):
         path = folder / f"{client}.safetensors"
-        graph.write_tensors(path, graph.read_tensors(path), precision)
+        onnx.write_tensors(path, onnx.read_tensors(path), precision)
     base, other = (
         sum(path.stat().st_size for path in where.glob("base.onnx*")) for where in (folder, written)
     )

@@ -13,7 +13,7 @@ from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, ExportError, ModelError, Refused
 from coterie.core.files import load as load_tensors
 from coterie.core.files import save
-from coterie.export import graph
+from coterie.export import onnx
 from coterie.export.gguf_tokens import Tokens
 from coterie.models.artifact import ABOUT, WEIGHTS
 from coterie.models.layout import MOST_ALPHA, Layout
@@ -124,15 +124,15 @@ def test_images_are_not_divided_by_absurd_numbers(std: float) -> None:
         AboutClassifier("c", shape, None, ("a", "b"), (0.5,), (std,), "local", "r", 1, 0)
 
 
-@pytest.mark.parametrize("precision", graph.PRECISIONS)
+@pytest.mark.parametrize("precision", onnx.PRECISIONS)
 def test_an_export_holds_finite_values_alone(precision: str, tmp_path: Path) -> None:
-    graph.write_tensors(tmp_path / "a", {"x": torch.ones(2, 2)}, precision)
+    onnx.write_tensors(tmp_path / "a", {"x": torch.ones(2, 2)}, precision)
     large = {"x": torch.full((2, 2), 1e5)}
     if precision == "f16":
         with pytest.raises(ExportError, match="x has values that f16 cannot hold"):
-            graph.write_tensors(tmp_path / "b", large, precision)
+            onnx.write_tensors(tmp_path / "b", large, precision)
     else:
-        graph.write_tensors(tmp_path / "b", large, precision)
+        onnx.write_tensors(tmp_path / "b", large, precision)
 
 
 def test_values_beyond_a_precision_of_gguf_are_refused() -> None:

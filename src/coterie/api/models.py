@@ -153,7 +153,7 @@ def export(
         out: A new or empty folder, or one of an export before, which is replaced.
         client: Whose model; not needed if there is only one.
         everyone: Whether to export all clients, over one base: `--all`.
-        format: peft, mixtral, gguf, onnx, web or executorch.
+        format: peft, mixtral, gguf, onnx or web.
         data: The client's own text, if the run's folder does not name it.
         base: Path or Hub id of the base, if it has moved since the run.
         say: Is called with a line before each client.

@@ -9,7 +9,7 @@ import typer
 from coterie.cli.base import Base, Client, Run, Trust, _say, _stopping, app
 from coterie.core.printing import printable
 
-FORMATS = ("peft", "mixtral", "gguf", "onnx", "web", "executorch")
+FORMATS = ("peft", "mixtral", "gguf", "onnx", "web")
 
 
 def _formats(incomplete: str) -> list[str]:
@@ -56,7 +56,7 @@ def export(
             metavar="PRECISION",
             help="Of what is written: f32 or f16; of gguf's base q8_0 and q4_0 "
             "too, and original, where model.base is a GGUF file; of clients' "
-            "files of onnx, web and executorch int8.",
+            "files of onnx and web int8.",
         ),
     ] = None,
     base_precision: Annotated[

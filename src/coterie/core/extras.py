@@ -20,7 +20,6 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         "`coterie export --format gguf` and `onnx`",
         ("gguf", "xllamacpp", "onnx", "onnxscript", "onnxruntime"),
     ),
-    "executorch": ("`coterie export --format executorch`", ("executorch",)),
     "serve": ("`coterie serve`", ("starlette", "uvicorn")),
     "privacy": ("differential privacy", ("opacus", "cryptography")),
     "flower": ("clients on machines of their own", ("flwr", "psutil")),

@@ -154,7 +154,7 @@ def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
     rows = max(1, min(ROWS, runtime.most_tokens // split.context))
     tokens = 0
     for batch in split.scoring(rows):
-        taken = rows_of(batch, runtime.longest and runtime.longest + 1)
+        taken = rows_of(batch, runtime.window)
         yield taken
         tokens += taken.predictions
         if tokens + rows * split.context > runtime.most_tokens:
@@ -164,7 +164,9 @@ def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:
 def _probe(runtime: Runtime, client: ClientModel) -> Tensor:
     """Return (B, C) the beginning of the client's test text, or random tokens without one."""
     rows, tokens = runtime.probe
-    tokens = min(tokens, runtime.longest or client.model.backbone.context_limit)
+    # a server keeps one token of its window for the answer
+    most = client.model.backbone.context_limit if runtime.window is None else runtime.window - 1
+    tokens = min(tokens, most)
     if client.test is not None:
         return rows_of(next(iter(client.test.scoring(rows))), tokens).ids
     generator = torch.Generator().manual_seed(0)

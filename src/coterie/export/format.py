@@ -88,7 +88,6 @@ class Runtime(ABC):
     quantity: ClassVar[str] = "logits"  # what `logits` returns
     probe: tuple[int, int] = (2, 64)  # (rows, tokens) of the input whose logits are compared
     most_tokens: int = 50_000  # of the text whose perplexity is measured
-    longest: int | None = None  # the most tokens at once; None: as many as the base takes
     window: int | None = None  # the most tokens in all; None: as many as the base takes
 
     @abstractmethod

@@ -21,7 +21,6 @@ from coterie.core.files import digest_of, make_folder, write_json, writing
 from coterie.core.isolation import isolated
 from coterie.core.version import __version__
 from coterie.export.check import Check, checked
-from coterie.export.executorch import ExecuTorch
 from coterie.export.format import ClientModel, Format, Options, Written
 from coterie.export.gguf import Gguf
 from coterie.export.layers import single
@@ -32,7 +31,7 @@ from coterie.export.texts import Source
 from coterie.export.web import Web
 from coterie.models.architecture import files_of
 
-_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web(), ExecuTorch())
+_ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web())
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 SUMMARY, VERSION = "export.json", 1
 # their versions are written to export.json

@@ -268,42 +268,21 @@ def _axes(name: str, tensor: Tensor) -> Axes:
     return ["experts", *ranks, *widths]
 
 
-def sizes_of(interface: Interface, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the sizes of the named dimensions of a client's tensors."""
-    named_sizes: dict[str, int] = {}
-    for name, axes in interface.client.items():
-        sizes = zip(axes, tensors[name].shape, strict=True)
-        named_sizes |= {axis: size for axis, size in sizes if isinstance(axis, str)}
-    return named_sizes
-
-
 # the sizes of the traced example: the tracer takes sizes of 0 and 1 for constants
 _SIZES = {"batch": 2, "tokens": 3, "kept": 2, "past": 5, "experts": 3, "rank": 4, "expert_rank": 6}
 
 
 @torch.no_grad()
-def traced(
-    model: PersonalModel,
-    interface: Interface,
-    fixed: Mapping[str, int] | None = None,
-    most: Mapping[str, int] | None = None,
-) -> torch.export.ExportedProgram:
-    """Trace the base of a model. Named dimensions of the interface may have any size, but for
-    `fixed` ones, and at most those in `most`, for programs that reserve memory.
-    """
-    fixed, limits = fixed or {}, most or {}
-    sizes = {**_SIZES, **fixed}
-    dynamic: Any = torch.export.Dim.DYNAMIC
-    bounded = {axis: dynamic(min=1, max=size) for axis, size in limits.items()}
+def traced(model: PersonalModel, interface: Interface) -> torch.export.ExportedProgram:
+    """Trace the base of a model. Named dimensions of the interface may have any size."""
     examples: list[Tensor] = []
     dims: list[dict[int, Any]] = []
     for name, axes in interface.inputs.items():
-        shape = [sizes[axis] if isinstance(axis, str) else axis for axis in axes]
+        shape = [_SIZES[axis] if isinstance(axis, str) else axis for axis in axes]
         dtype = torch.int64 if name in INTEGERS else torch.float32
         examples.append(torch.ones(shape, dtype=dtype))
-        names = {i: axis for i, axis in enumerate(axes) if isinstance(axis, str)}
-        free = {i: axis for i, axis in names.items() if axis not in fixed}
-        dims.append({i: bounded.get(axis, dynamic) for i, axis in free.items()})
+        named = [i for i, axis in enumerate(axes) if isinstance(axis, str)]
+        dims.append(dict.fromkeys(named, torch.export.Dim.DYNAMIC))
     return torch.export.export(
         Functional(model.backbone, interface.routing),
         interface.arguments(examples),

@@ -84,8 +84,7 @@ class Gguf(Format):
         context = max(client.model.about.context, min(needed, most))
         server = LlamaServer(base, context, client.model.tokenizer)
         with server.running([written.folder / written.files[0]], precise):
-            # one token is left for the answer
-            server.longest, server.window = most - 1, most
+            server.window = most
             server.check_tokens(client)
             server.check_chat(client)
             server.probe = (1, max(1, min(48, COMPARED // server.vocabulary)))

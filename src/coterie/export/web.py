@@ -19,8 +19,7 @@ from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
 from coterie.export.format import ClientModel, Options, Written
 from coterie.export.gguf import SAMPLE
-from coterie.export.graph import own_file
-from coterie.export.onnx import BASE, WEIGHTS, Onnx
+from coterie.export.onnx import BASE, WEIGHTS, Onnx, own_file
 from coterie.personal import ManyModels, PersonalModel
 from coterie.personal.ui import keyboard
 from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
