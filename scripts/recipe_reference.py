@@ -4,12 +4,15 @@ validates it.
 python scripts/recipe_reference.py [--check]
 """
 
+import ast
 import dataclasses
 import inspect
+import io
 import json
 import re
 import sys
 import textwrap
+import tokenize
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -80,6 +83,8 @@ first line `# yaml-language-server: $schema=PATH/recipe.schema.json`.
 
 ```yaml
 """
+# fields that choose among sections, whose docstrings say what they are, and sections of their own
+UNTOLD = ("kind", "rule", "optimiser", "data", "model", "method", "training", "experts", "routers")
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -106,9 +111,47 @@ def table(rows: list[str]) -> str:
     return "\n".join(["| field | default | meaning |", "| --- | --- | --- |", *rows])
 
 
+def descriptions(section: type[BaseModel]) -> dict[str, str]:
+    """Return what each field of a section is for: the description in its type, or else the comment
+    behind its value or above it. Raises ValueError for a field with neither.
+    """
+    comments: dict[str, str] = {}
+    for part in reversed(section.__mro__):
+        if issubclass(part, BaseModel) and part is not BaseModel:
+            comments |= _comments(part)
+    told = {name: info.description for name, info in section.model_fields.items()}
+    texts = {name: text or comments.get(name, "") for name, text in told.items()}
+    if silent := [name for name, text in texts.items() if not text and name not in UNTOLD]:
+        raise ValueError(f"{section.__name__}: no comment says what {silent} are for")
+    return {name: text for name, text in texts.items() if text}
+
+
+def _comments(part: type[BaseModel]) -> dict[str, str]:
+    """Return the comments of the fields of which a class itself has the annotation."""
+    source = textwrap.dedent(inspect.getsource(part))
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    by_line = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT}
+    comments = {}
+    for field in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        lines = [field.end_lineno] if field.end_lineno in by_line else []
+        above = field.lineno - 1
+        while field.end_lineno not in by_line and above in by_line and _alone(by_line[above]):
+            lines, above = [above, *lines], above - 1
+        comments[field.target.id] = " ".join(by_line[n].string.lstrip("# ") for n in lines if n)
+    return comments
+
+
+def _alone(comment: tokenize.TokenInfo) -> bool:
+    """Whether a comment has its line for itself."""
+    return comment.line.lstrip().startswith("#")
+
+
 def fields_of(model: type[BaseModel], prefix: str = "", skip: tuple[str, ...] = ()) -> str:
     named = ((name, info) for name, info in model.model_fields.items() if name not in skip)
-    return table([row(prefix + name, info.default, info.description or "") for name, info in named])
+    texts = descriptions(model)
+    return table([row(prefix + name, info.default, texts.get(name, "")) for name, info in named])
 
 
 def fields_of_method(method: type, skip: tuple[str, ...]) -> str:
@@ -307,6 +350,11 @@ def schema() -> str:
     """
     whole = Recipe.model_json_schema()
     whole["required"] = [name for name in whole.get("required", ()) if name != "name"]
+    for section in _sections(BaseModel):
+        part = whole if section is Recipe else whole["$defs"].get(section.__name__, {})
+        for name, about in part.get("properties", {}).items():
+            if (text := descriptions(section).get(name)) is not None:
+                part["properties"][name] = dict(sorted({**about, "description": text}.items()))
     automatic = {key.rpartition(".")[2] for key in AUTOMATIC} | {"time"}
     for part in (whole, *whole["$defs"].values()):
         for name in automatic & part.get("properties", {}).keys():
@@ -314,6 +362,11 @@ def schema() -> str:
             about = part["properties"][name]
             part["properties"][name] = {"anyOf": [about, {"type": "string"} | also]}
     return json.dumps({"$schema": DIALECT, **whole}, indent=1) + "\n"
+
+
+def _sections(base: type[BaseModel]) -> list[type[BaseModel]]:
+    """Return all classes below a class."""
+    return [part for kind in base.__subclasses__() for part in (kind, *_sections(kind))]
 
 
 def pages() -> dict[Path, str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from pydantic import BaseModel
+from script_modules import module_at
 from test_layers import LEVEL
 
 import coterie
@@ -28,6 +30,21 @@ def test_the_page_on_recipes_is_what_the_code_says() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_field_that_no_comment_describes_is_refused() -> None:
+    class Section(BaseModel):
+        # what it
+        # is for
+        above: int = 0
+        beside: int = 1  # likewise
+        silent: int = 2
+
+    descriptions = module_at("scripts/recipe_reference.py").descriptions
+    with pytest.raises(ValueError, match="silent"):
+        descriptions(Section)
+    Section.model_fields["silent"].description = "in its type"
+    assert list(descriptions(Section).values()) == ["what it is for", "likewise", "in its type"]
 
 
 def test_the_pages_on_the_code_are_what_the_code_says() -> None:

@@ -331,8 +331,7 @@ def test_missing_files_and_tokenizers_are_refused(tmp_path, words) -> None:
 
 
 @sections
-def test_every_field_is_described_and_sections_are_found_by_their_kind(section) -> None:
-    assert all(info.description or name == "kind" for name, info in section.model_fields.items())
+def test_sections_are_found_by_their_kind(section) -> None:
     assert TypeAdapter(Data).validate_python(section().model_dump(mode="json")) == section()
 
 

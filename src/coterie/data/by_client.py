@@ -29,22 +29,15 @@ OTHERS = "others"  # the client that those with too little are merged into
 class ByClient(ChatFields):
     """A section of rows, each with the name of its client in a column."""
 
-    text_column: str = Field("text", min_length=1, description="column with the text")
-    client_column: str = Field(min_length=1, description="column that names the row's client")
-    clients: Names | None = Field(
-        None, description="values of the client column; null: those with the most documents"
-    )
-    max_clients: int | None = Field(
-        None, ge=1, description="most clients, if `clients` is null; null: all"
-    )
-    small_clients: Literal["refuse", "leave-out", "merge"] = Field(
-        "refuse",
-        description="what is done with clients that have less than a window of text, or no "
-        f"conversation, for one of their splits: merge makes them one client, `{OTHERS}`",
-    )
-    least_tokens: Bound | None = Field(
-        None, description="training tokens below which a client counts as small, too; null: none"
-    )
+    text_column: str = Field("text", min_length=1)  # column with the text
+    client_column: str = Field(min_length=1)  # column that names the row's client
+    clients: Names | None = None  # values of the client column; null: those with the most documents
+    max_clients: int | None = Field(None, ge=1)  # most clients, if `clients` is null; null: all
+    # what is done with clients that have less than a window of text, or no conversation, for one of
+    # their splits: merge makes them one client, `others`
+    small_clients: Literal["refuse", "leave-out", "merge"] = "refuse"
+    # training tokens below which a client counts as small, too; null: none
+    least_tokens: Bound | None = None
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @model_validator(mode="after")

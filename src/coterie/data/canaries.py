@@ -28,36 +28,18 @@ class Audit(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    canaries: int = Field(
-        32,
-        ge=0,
-        description="candidates per client, each a fixed prefix and random tokens; a coin "
-        "flip plants it or leaves it out",
-    )
-    repeats: int = Field(
-        4, ge=1, description="how often a planted canary occurs in its client's training text"
-    )
-    prefix: int = Field(
-        4, ge=0, description="length in tokens of the prefix that all canaries begin with"
-    )
-    length: int = Field(
-        8, ge=1, description="random tokens per canary, uniform over the vocabulary"
-    )
-    references: int = Field(
-        256,
-        ge=1,
-        description="reference sequences of the same distribution that no client has; "
-        "exposure is the rank among them",
-    )
-    exchanges: int | None = Field(
-        5,
-        ge=1,
-        description="number of last training exchanges whose updates are kept in the run's "
-        "folder; null: all",
-    )
-    seed: int = Field(
-        0, ge=0, description="seed of canaries and coin flips, used with the run's seed"
-    )
+    # candidates per client, each a fixed prefix and random tokens; a coin flip plants it or leaves
+    # it out
+    canaries: int = Field(32, ge=0)
+    repeats: int = Field(4, ge=1)  # how often a planted canary occurs in its client's training text
+    prefix: int = Field(4, ge=0)  # length in tokens of the prefix that all canaries begin with
+    length: int = Field(8, ge=1)  # random tokens per canary, uniform over the vocabulary
+    # reference sequences of the same distribution that no client has; exposure is the rank among
+    # them
+    references: int = Field(256, ge=1)
+    # number of last training exchanges whose updates are kept in the run's folder; null: all
+    exchanges: int | None = Field(5, ge=1)
+    seed: int = Field(0, ge=0)  # seed of canaries and coin flips, used with the run's seed
 
 
 @dataclass(frozen=True)

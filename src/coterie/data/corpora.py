@@ -46,12 +46,9 @@ class AgNews(Corpus):
     """
 
     kind: Literal["agnews"] = "agnews"
-    distribution: Literal["out", "in"] = Field(
-        "out", description="out: valid and test mix all categories; in: one category each"
-    )
-    valid_fraction: Share = Field(
-        0.1, description="share of the training articles used for validation"
-    )
+    # out: valid and test mix all categories; in: one category each
+    distribution: Literal["out", "in"] = "out"
+    valid_fraction: Share = 0.1  # share of the training articles used for validation
 
     files: ClassVar[tuple[str, ...]] = ("ag_news/train.jsonl.gz", "ag_news/test.jsonl.gz")
     # by label
@@ -118,15 +115,10 @@ class _OneFile(Corpus):
     """A corpus of one file whose rows name their client; a checkout contains a part of it."""
 
     origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
-    root: Path | None = Field(
-        None,
-        description="folder of data; null: the environment variable COTERIE_DATA, or the "
-        "part that a checkout has",
-    )
+    # folder of data; null: the environment variable COTERIE_DATA, or the part that a checkout has
+    root: Path | None = None
 
-    exclude_pretraining: bool = Field(
-        False, description="leave out what earlier embedded bases were pretrained on"
-    )
+    exclude_pretraining: bool = False  # leave out what earlier embedded bases were pretrained on
 
     # the first says whose a row is, and its plural is the recipe's field
     columns: ClassVar[tuple[str, ...]]
@@ -200,23 +192,14 @@ class Multilingual(_OneFile):
 
     kind: Literal["multilingual"] = "multilingual"
     title: ClassVar[str] = "multilingual Wikipedia"
-    languages: Names = Field(("de", "fr", "it", "nl"), description="one client for each")
-    topics: dict[str, dict[str, str]] = Field(
-        {},
-        description="by topic and language, a regular expression of its words; client "
-        "`<language>-<topic>` has the sentences that match",
-    )
-    users: int = Field(
-        1,
-        ge=1,
-        description="clients per language, or per language and topic; they share its documents",
-    )
-    unseen: int = Field(
-        0,
-        ge=0,
-        description="number of these clients, the last ones, that never train; only they are "
-        "scored",
-    )
+    languages: Names = ("de", "fr", "it", "nl")  # one client for each
+    # by topic and language, a regular expression of its words; client `<language>-<topic>` has the
+    # sentences that match
+    topics: dict[str, dict[str, str]] = Field({})
+    # clients per language, or per language and topic; they share its documents
+    users: int = Field(1, ge=1)
+    # number of these clients, the last ones, that never train; only they are scored
+    unseen: int = Field(0, ge=0)
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
@@ -287,15 +270,8 @@ class Topics(_OneFile):
 
     kind: Literal["topics"] = "topics"
     title: ClassVar[str] = "topics"
-    topics: Names = Field(
-        (
-            "books",
-            "arxiv",
-            "stackexchange",
-            "code",
-        ),
-        description="one client for each",
-    )
+    # one client for each
+    topics: Names = ("books", "arxiv", "stackexchange", "code")
 
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")

@@ -27,8 +27,7 @@ _BUILDERS = {
 Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
 Root = Annotated[
-    Path | None,
-    Field(description="folder of data; null: the environment variable COTERIE_DATA"),
+    Path | None, Field(description="folder of data; null: the environment variable COTERIE_DATA")
 ]
 
 

@@ -57,14 +57,10 @@ class Folders(ChatFields):
     """
 
     kind: Literal["folders"] = "folders"
-    path: Path | None = Field(None, description="folder with one folder per client; required")
-    text_column: str = Field(
-        "text", min_length=1, description="column of JSON lines that has the text"
-    )
-    fractions: Fractions = Field(
-        (0.8, 0.1, 0.1),
-        description="shares of train, valid and test if a folder has no splits of its own",
-    )
+    path: Path | None = None  # folder with one folder per client; required
+    text_column: str = Field("text", min_length=1)  # column of JSON lines that has the text
+    # shares of train, valid and test if a folder has no splits of its own
+    fractions: Fractions = (0.8, 0.1, 0.1)
 
     @property
     def title(self) -> str:

@@ -40,15 +40,11 @@ class Hub(ByClient):
     """
 
     kind: Literal["hub"] = "hub"
-    dataset: str = Field(
-        min_length=1,
-        description="id on the Hub, or a local folder or file (json, jsonl, parquet, csv)",
-    )
+    # id on the Hub, or a local folder or file (json, jsonl, parquet, csv)
+    dataset: str = Field(min_length=1)
     subset: Subset = None
     split: SplitName = "train"
-    max_clients: int | None = Field(
-        16, ge=1, description="most clients, if `clients` is null; null: all"
-    )
+    max_clients: int | None = Field(16, ge=1)  # most clients, if `clients` is null; null: all
 
     @property
     def title(self) -> str:
@@ -62,9 +58,7 @@ class Hub(ByClient):
         where, notes = f"data set {self.dataset}", list[str]()
         if (paths := tables(self.dataset, self.subset, self.split, remedy)) is not None:
             return Source(
-                [stamps(paths)],
-                lambda: self.by_client(rows_of(paths), where, notes),
-                notes=notes,
+                [stamps(paths)], lambda: self.by_client(rows_of(paths), where, notes), notes=notes
             )
         data = fetch(self.dataset, self.subset, self.split, remedy)
 
@@ -80,34 +74,21 @@ class HubClient(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dataset: str = Field(
-        min_length=1,
-        description="id on the Hub, or a local folder or file, or one file of the Hub "
-        "(`hf://datasets/...`)",
-    )
+    # id on the Hub, or a local folder or file, or one file of the Hub (`hf://datasets/...`)
+    dataset: str = Field(min_length=1)
     subset: Subset = None
     split: SplitName = "train"
-    revision: str | None = Field(
-        None, description="commit or tag on the Hub; null: the newest at the first read"
-    )
-    format: Format | None = Field(
-        None,
-        description="format of a single file whose ending does not tell it (an archive of "
-        "JSON, say)",
-    )
-    text_column: str = Field(
-        "text", min_length=1, description="column with the text; dots lead into nested columns"
-    )
-    where: dict[str, str | int | float | bool] = Field(
-        {},
-        description="only rows whose columns have these values; dots lead into nested "
-        "columns (`meta.redpajama_set_name`)",
-    )
-    streaming: bool = Field(
-        True,
-        description="read only what is needed of parquet and JSON; false: download everything "
-        "first (archives need that)",
-    )
+    revision: str | None = None  # commit or tag on the Hub; null: the newest at the first read
+    # format of a single file whose ending does not tell it (an archive of JSON, say)
+    format: Format | None = None
+    # column with the text; dots lead into nested columns
+    text_column: str = Field("text", min_length=1)
+    # only rows whose columns have these values; dots lead into nested columns
+    # (`meta.redpajama_set_name`)
+    where: dict[str, str | int | float | bool] = {}
+    # read only what is needed of parquet and JSON; false: download everything first (archives need
+    # that)
+    streaming: bool = True
 
 
 class HubClients(Section):
@@ -121,14 +102,12 @@ class HubClients(Section):
     """
 
     kind: Literal["hub-clients"] = "hub-clients"
-    clients: dict[Annotated[str, AfterValidator(names.normal)], HubClient] = Field(
-        min_length=1, description="source of each client's text, by client id"
-    )
-    documents: int = Field(20_000, ge=3, description="most documents per client")
-    characters: int = Field(
-        20_000_000, ge=1, description="stop reading a client's documents after so many characters"
-    )
-    rows: int = Field(1_000_000, ge=1, description="most rows to search per client")
+    # source of each client's text, by client id
+    clients: dict[Annotated[str, AfterValidator(names.normal)], HubClient] = Field(min_length=1)
+    documents: int = Field(20_000, ge=3)  # most documents per client
+    # stop reading a client's documents after so many characters
+    characters: int = Field(20_000_000, ge=1)
+    rows: int = Field(1_000_000, ge=1)  # most rows to search per client
     fractions: TextFractions = (0.8, 0.1, 0.1)
 
     @property

@@ -223,9 +223,7 @@ class Clinc150(LabelledTexts):
     """
 
     kind: Literal["clinc150"] = "clinc150"
-    labels: Literal["domain", "intent"] = Field(
-        "domain", description="the classes: ten domains, or 150 intents"
-    )
+    labels: Literal["domain", "intent"] = "domain"  # the classes: ten domains, or 150 intents
 
     name: ClassVar[str] = "CLINC150"
     folder: ClassVar[str] = "clinc150"

@@ -26,9 +26,7 @@ class Overlaps:
 
     @classmethod
     def of(
-        cls,
-        texts: Mapping[ClientId, Sequence[Sequence[str]]],
-        content: Callable[[str], str] = str,
+        cls, texts: Mapping[ClientId, Sequence[Sequence[str]]], content: Callable[[str], str] = str
     ) -> "Overlaps":
         """Count equal documents in texts by client and split, comparing their `content`."""
         copies: dict[bytes, Counter[ClientSplit]] = defaultdict(Counter)

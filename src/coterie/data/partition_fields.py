@@ -18,82 +18,41 @@ class PartitionFields(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(
-        0, ge=0, description="seed of the partition among clients; independent of the run's seed"
-    )
-    partition: Scheme = Field(
-        "permuted-clusters", description="how examples are divided among clients"
-    )
-    clusters: int = Field(
-        4, ge=1, description="for permuted-clusters and disjoint-classes: number of clusters"
-    )
-    clients_per_cluster: int = Field(2, ge=1, description="clients per cluster, without anchors")
-    cluster_sizes: tuple[Positive, ...] | None = Field(
-        None, min_length=1, description="clients of each cluster, in place of the two numbers above"
-    )
-    clients: int = Field(
-        10, ge=1, description="for iid, dirichlet and quantity: number of clients, without anchors"
-    )
-    alpha: float = Field(
-        0.5,
-        gt=0,
-        allow_inf_nan=False,
-        description="for dirichlet: alpha; the smaller, the more the clients differ",
-    )
-    classes_per_client: int = Field(
-        2, ge=1, description="classes of each client of quantity, and of each random unseen client"
-    )
-    replacement: bool = Field(
-        False,
-        description="for quantity: clients draw `per_client` examples of their classes "
-        "independently, so that two clients may have the same example",
-    )
-    fraction: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of the cluster's training examples that each client gets; null: "
-        "equal shares",
-    )
-    per_client: int | None = Field(
-        None,
-        ge=1,
-        description="training examples per client, without those for validation; null: all of "
-        "its share",
-    )
-    valid_fraction: Share = Field(
-        0.1, description="share of a client's examples used for validation (at least one)"
-    )
-    test_examples: int | None = Field(
-        None, ge=1, description="most test examples per client; null: all"
-    )
-    anchors: int = Field(
-        0,
-        ge=0,
-        description="for disjoint-classes, dirichlet and quantity: number of anchors, besides "
-        "the clients; those of dirichlet are drawn by themselves from all examples",
-    )
-    anchor_classes: int | None = Field(
-        None,
-        ge=1,
-        description="classes per anchor, which no other anchor has; null: as many as possible",
-    )
-    unseen: dict[Unseen, Positive] = Field(
-        {},
-        description="number of clients that never train and are only scored: `aligned`, each "
-        "with the classes of two anchors,"
-        " a label set that is kept free for them; `random`, each with `classes_per_client` "
-        "classes",
-    )
-    unseen_valid: int | None = Field(
-        None,
-        ge=1,
-        description="most validation examples of an unseen client, on which nobody trains; "
-        "null: by `valid_fraction`, some of which others may train on",
-    )
-    public: int = Field(
-        0, ge=0, description="training examples that no client gets, in proportion to the classes"
-    )
+    seed: int = Field(0, ge=0)  # seed of the partition among clients; independent of the run's seed
+    partition: Scheme = "permuted-clusters"  # how examples are divided among clients
+    clusters: int = Field(4, ge=1)  # for permuted-clusters and disjoint-classes: number of clusters
+    clients_per_cluster: int = Field(2, ge=1)  # clients per cluster, without anchors
+    # clients of each cluster, in place of the two numbers above
+    cluster_sizes: tuple[Positive, ...] | None = Field(None, min_length=1)
+    # for iid, dirichlet and quantity: number of clients, without anchors
+    clients: int = Field(10, ge=1)
+    # for dirichlet: alpha; the smaller, the more the clients differ
+    alpha: float = Field(0.5, gt=0, allow_inf_nan=False)
+    # classes of each client of quantity, and of each random unseen client
+    classes_per_client: int = Field(2, ge=1)
+    # for quantity: clients draw `per_client` examples of their classes independently, so that two
+    # clients may have the same example
+    replacement: bool = False
+    # share of the cluster's training examples that each client gets; null: equal shares
+    fraction: float | None = Field(None, gt=0, le=1)
+    # training examples per client, without those for validation; null: all of its share
+    per_client: int | None = Field(None, ge=1)
+    valid_fraction: Share = 0.1  # share of a client's examples used for validation (at least one)
+    test_examples: int | None = Field(None, ge=1)  # most test examples per client; null: all
+    # for disjoint-classes, dirichlet and quantity: number of anchors, besides the clients; those of
+    # dirichlet are drawn by themselves from all examples
+    anchors: int = Field(0, ge=0)
+    # classes per anchor, which no other anchor has; null: as many as possible
+    anchor_classes: int | None = Field(None, ge=1)
+    # number of clients that never train and are only scored: `aligned`, each with the classes of
+    # two anchors, a label set that is kept free for them; `random`, each with `classes_per_client`
+    # classes
+    unseen: dict[Unseen, Positive] = {}
+    # most validation examples of an unseen client, on which nobody trains; null: by
+    # `valid_fraction`, some of which others may train on
+    unseen_valid: int | None = Field(None, ge=1)
+    # training examples that no client gets, in proportion to the classes
+    public: int = Field(0, ge=0)
 
     name: ClassVar[str]
     things: ClassVar[str]  # the plural noun for examples in messages

@@ -84,8 +84,7 @@ def _numbered(path: Path, rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
 
 # NaN is no JSON, but what pandas and Python write for a missing value
 _JSON = json.JSONDecoder(
-    object_pairs_hook=unique,
-    parse_constant=lambda name: None if name == "NaN" else float(name),
+    object_pairs_hook=unique, parse_constant=lambda name: None if name == "NaN" else float(name)
 )
 
 

@@ -105,20 +105,21 @@ class Section(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    seed: int = Field(
-        0,
-        ge=0,
-        description="seed of the split into train, valid and test; independent of the run's seed",
-    )
-    train_tokens: Bounds = Field(None, description=f"most tokens of training text {_PER_CLIENT}")
-    valid_tokens: Bounds = Field(None, description=f"most tokens of validation text {_PER_CLIENT}")
-    test_tokens: Bounds = Field(None, description=f"most tokens of test text {_PER_CLIENT}")
+    # seed of the split into train, valid and test; independent of the run's seed
+    seed: int = Field(0, ge=0)
+    # most tokens of training text per client: one number, or a list with one per client in their
+    # order; null: all
+    train_tokens: Bounds = None
+    # most tokens of validation text per client: one number, or a list with one per client in their
+    # order; null: all
+    valid_tokens: Bounds = None
+    # most tokens of test text per client: one number, or a list with one per client in their order;
+    # null: all
+    test_tokens: Bounds = None
 
-    control_tokens: ControlTokens = Field(
-        "text",
-        description="what is done with control tokens in people's text (`</s>` typed by "
-        "somebody): they stay text, become tokens, or are refused",
-    )
+    # what is done with control tokens in people's text (`</s>` typed by somebody): they stay text,
+    # become tokens, or are refused
+    control_tokens: ControlTokens = "text"
 
     @abstractmethod
     def source(self) -> Source:

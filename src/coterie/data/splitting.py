@@ -229,10 +229,7 @@ def _shared_imbalance(
 
 
 def _best(
-    works: Mapping[str, list[str]],
-    fractions: Sequence[float],
-    seed: int,
-    fixed: Mapping[str, int],
+    works: Mapping[str, list[str]], fractions: Sequence[float], seed: int, fixed: Mapping[str, int]
 ) -> Splits:
     """Return the best of several seeded assignments, of more the fewer keys there are."""
     trials = max(1, 1000 // max(1, len(works)))
@@ -245,10 +242,7 @@ def _best(
 
 
 def _assign(
-    works: Mapping[str, list[str]],
-    fractions: Sequence[float],
-    seed: int,
-    fixed: Mapping[str, int],
+    works: Mapping[str, list[str]], fractions: Sequence[float], seed: int, fixed: Mapping[str, int]
 ) -> list[list[list[str]]]:
     """Assign works in seeded order, each to its fixed part or the part that is least filled."""
     parts: list[list[list[str]]] = [[] for _ in fractions]

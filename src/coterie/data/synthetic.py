@@ -41,23 +41,12 @@ class Synthetic(Section):
 
     kind: Literal["synthetic"] = "synthetic"
     title: ClassVar[str] = "a synthetic language"
-    seed: int = Field(
-        0,
-        ge=0,
-        description="seed of the words, their order and the texts; independent of the run's seed",
-    )
-    clients: int = Field(
-        4, ge=1, description="number of clients; their ids are `client-0`, `client-1`, ..."
-    )
-    train_tokens: Sizes = Field(
-        6000, description="tokens of training text: one number, or one per client"
-    )
-    valid_tokens: Sizes = Field(
-        2000, description="tokens of validation text: one number, or one per client"
-    )
-    test_tokens: Sizes = Field(
-        2000, description="tokens of test text: one number, or one per client"
-    )
+    # seed of the words, their order and the texts; independent of the run's seed
+    seed: int = Field(0, ge=0)
+    clients: int = Field(4, ge=1)  # number of clients; their ids are `client-0`, `client-1`, ...
+    train_tokens: Sizes = 6000  # tokens of training text: one number, or one per client
+    valid_tokens: Sizes = 2000  # tokens of validation text: one number, or one per client
+    test_tokens: Sizes = 2000  # tokens of test text: one number, or one per client
 
     def source(self) -> Source:
         self._check(self._ids())

@@ -35,10 +35,8 @@ class Table(ByClient):
     """
 
     kind: Literal["table"] = "table"
-    path: Path | None = Field(None, description="file with the table; required")
-    client_column: str = Field(
-        "client", min_length=1, description="column that names the row's client"
-    )
+    path: Path | None = None  # file with the table; required
+    client_column: str = Field("client", min_length=1)  # column that names the row's client
 
     @property
     def title(self) -> str:

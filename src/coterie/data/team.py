@@ -89,10 +89,8 @@ class Team(ChatFields):
 
     kind: Literal["team"] = "team"
     title: ClassVar[str] = "people of one town office"
-    content: Literal["chats"] = "chats"
-    seed: int = Field(
-        0, ge=0, description="seed of the facts and of who is taught which; not the run's seed"
-    )
+    content: Literal["chats"] = "chats"  # always conversations
+    seed: int = Field(0, ge=0)  # seed of the facts and of who is taught which; not the run's seed
 
     def source(self) -> Source:
         self._check(list(_MANNERS))

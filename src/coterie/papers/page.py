@@ -226,15 +226,7 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
             if c in reproduced.order
             else ""
         )
-        parts.append(
-            section(
-                f"column-{c}",
-                title,
-                about,
-                by_columns(columns, best),
-                order,
-            )
-        )
+        parts.append(section(f"column-{c}", title, about, by_columns(columns, best), order))
     if reproduced.statements:
         intervals = f"<p class=note>{escape(INTERVALS)}</p>"
         parts.append(

@@ -42,7 +42,7 @@ class Cell(Row):
         """Return the JSON object."""
         return super().to_json() | {
             # the same at an earlier point and at every evaluation is for verdicts alone
-            "seeds": [asdict(replace(s, earlier=None, course=())) for s in self.seeds],
+            "seeds": [asdict(replace(s, earlier=None, course=())) for s in self.seeds]
         }
 
 

@@ -67,10 +67,7 @@ def rows(audit: AuditResult) -> list[list[str]]:
         ]
     areas = [_interval(result.auc, 2) for result in membership]
     rates = [_interval(result.tpr, 1, 100) for result in membership]
-    lines += [
-        [f"{audit.data} told apart, AUC", *areas, "0.50"],
-        ["TPR at 1 % FPR, %", *rates, "1"],
-    ]
+    lines += [[f"{audit.data} told apart, AUC", *areas, "0.50"], ["TPR at 1 % FPR, %", *rates, "1"]]
     if min_k:
         lines.append(["by Min-K%++, AUC", *(_interval(result.auc, 2) for result in min_k), "0.50"])
     return lines

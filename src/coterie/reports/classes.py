@@ -14,11 +14,7 @@ from coterie.reports.parts import captioned, unseen
 
 CLUSTERS = 5  # clusters of K-means if there are no anchors
 # upper limits of the mean silhouette (Kaufman and Rousseeuw, 1990)
-SUBSTANTIAL = {
-    "no clear groups": 0.25,
-    "weak groups": 0.5,
-    "groups": 1.0,
-}
+SUBSTANTIAL = {"no clear groups": 0.25, "weak groups": 0.5, "groups": 1.0}
 
 ABOUT_CLASSES = (
     "<p>Columns are clients, rows are classes. A field is the class's share of the "

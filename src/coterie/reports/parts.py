@@ -85,10 +85,7 @@ def bars(values: Sequence[float | None], form: str, unit: float = 1) -> list[Cel
 
 
 def ranked(
-    values: Sequence[float | None],
-    metric: MetricInfo,
-    digits: int = 2,
-    texts: Sequence[str] = (),
+    values: Sequence[float | None], metric: MetricInfo, digits: int = 2, texts: Sequence[str] = ()
 ) -> list[Cell]:
     """Return a column of figures in which the best is set off, in every row that has it; unknown
     ones are a dash. `texts` are those of the figures, by default as `figure` writes them.

@@ -154,11 +154,7 @@ def _drawn(key: str, values: Sequence[Any]) -> bool:
 
 
 def _panel(
-    key: str,
-    tried: Sequence[Tried],
-    row: TunedRow,
-    styles: Mapping[int, Style],
-    metric: MetricInfo,
+    key: str, tried: Sequence[Tried], row: TunedRow, styles: Mapping[int, Style], metric: MetricInfo
 ) -> str:
     """Return the panel of one field."""
 

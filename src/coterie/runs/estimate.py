@@ -23,13 +23,7 @@ from coterie.core.threads import computing
 from coterie.engines import InProcess, Listener
 from coterie.models.layout import Layout
 from coterie.models.windows import shortened, tokens_in
-from coterie.runs.backends import (
-    SHORT,
-    CommonThreads,
-    LocalBackend,
-    SharedData,
-    computing_threads,
-)
+from coterie.runs.backends import SHORT, CommonThreads, LocalBackend, SharedData, computing_threads
 from coterie.runs.problems.auto import resolved
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import Prepared

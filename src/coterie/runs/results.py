@@ -38,11 +38,7 @@ class ResultWriter:
     """Builds the result of a run, and has clients keep their personal models."""
 
     def __init__(
-        self,
-        state: RunState,
-        requests: Requests,
-        scorer: Scorer,
-        spending: PrivacySpending | None,
+        self, state: RunState, requests: Requests, scorer: Scorer, spending: PrivacySpending | None
     ) -> None:
         self.state, self.requests, self.scorer, self.spending = state, requests, scorer, spending
         self._recalled: dict[ClientId, tuple[int, Scores]] = {}

@@ -175,9 +175,7 @@ def _models(row: Row) -> str:
 
 
 def comparability(
-    rows: Sequence[Row],
-    own_method: str | None = None,
-    titles: Mapping[str, str] | None = None,
+    rows: Sequence[Row], own_method: str | None = None, titles: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return sentences on what a reader of a table must know: bounds, lost replies, privacy, and
     budgets that differ by more than 5 % in parameters or 10 % in work.

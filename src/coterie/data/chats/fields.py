@@ -49,40 +49,27 @@ def _listed(me: Any) -> Any:
 class ChatFields(Section):
     """A section whose rows are texts or conversations."""
 
-    content: Literal["text", "chats"] = Field(
-        "text",
-        description="what rows hold: text, or conversations (`messages`, ShareGPT's "
-        "`conversations`, or `prompt` and `completion`)",
-    )
-    loss: Loss = Field(
-        "answers",
-        description="of conversations, what is trained and scored: the assistant's answers "
-        "with the token that ends them, or all tokens",
-    )
-    chat_template: Annotated[str, AfterValidator(template_text)] | None = Field(
-        None, description="file with a chat template (Jinja), or its text; null: the base's own"
-    )
-    chat_column: str | None = Field(
-        None, min_length=1, description="column that has the conversation; null: the usual ones"
-    )
-    packing: bool = Field(
-        True,
-        description="whether a window may hold several conversations, none of which sees another",
-    )
-    unanswered: Literal["refuse", "leave-out"] = Field(
-        "refuse", description="what is done with conversations that have no answer to train on"
-    )
-    near_duplicates: Literal["keep", "together"] = Field(
-        "keep",
-        description="what is done with documents that are nearly equal: keep leaves them where "
-        "they fall, together puts them into one split",
-    )
-    me: Annotated[Names | dict[str, Names], BeforeValidator(_listed)] | None = Field(
-        None,
-        description="whose messages in people's own archives (ChatGPT, Telegram, WhatsApp, "
-        "Slack, mail) are the assistant's: names or mail addresses, the same for all clients "
-        "or by client; null: an archive is refused with the names in it",
-    )
+    # what rows hold: text, or conversations (`messages`, ShareGPT's `conversations`, or `prompt`
+    # and `completion`)
+    content: Literal["text", "chats"] = "text"
+    # of conversations, what is trained and scored: the assistant's answers with the token that ends
+    # them, or all tokens
+    loss: Loss = "answers"
+    # file with a chat template (Jinja), or its text; null: the base's own
+    chat_template: Annotated[str, AfterValidator(template_text)] | None = None
+    # column that has the conversation; null: the usual ones
+    chat_column: str | None = Field(None, min_length=1)
+    # whether a window may hold several conversations, none of which sees another
+    packing: bool = True
+    # what is done with conversations that have no answer to train on
+    unanswered: Literal["refuse", "leave-out"] = "refuse"
+    # what is done with documents that are nearly equal: keep leaves them where they fall, together
+    # puts them into one split
+    near_duplicates: Literal["keep", "together"] = "keep"
+    # whose messages in people's own archives (ChatGPT, Telegram, WhatsApp, Slack, mail) are the
+    # assistant's: names or mail addresses, the same for all clients or by client; null: an archive
+    # is refused with the names in it
+    me: Annotated[Names | dict[str, Names], BeforeValidator(_listed)] | None = None
 
     @model_validator(mode="after")
     def _only_of_chats(self) -> Self:

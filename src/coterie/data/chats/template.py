@@ -26,13 +26,7 @@ from coterie.data.chats.answers import (
     within,
 )
 from coterie.data.chats.jinja_process import Writer
-from coterie.data.chats.messages import (
-    ASSISTANT,
-    WEIGHT,
-    Message,
-    normal_messages,
-    normal_tools,
-)
+from coterie.data.chats.messages import ASSISTANT, WEIGHT, Message, normal_messages, normal_tools
 from coterie.data.chats.reading import Conversation, answers_apart, longest_that, without_greeting
 from coterie.data.chats.rendering import (
     TOOLS,

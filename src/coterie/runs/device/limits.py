@@ -36,10 +36,9 @@ class LocalPrivacy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    noise_at_least: _Float = Field(gt=0, description="z, the noise multiplier")
-    clip_at_most: _Float | None = Field(
-        None, gt=0, description="C; null: any, as epsilon does not depend on it"
-    )
+    noise_at_least: _Float = Field(gt=0)  # z, the noise multiplier
+    # C; null: any, as epsilon does not depend on it
+    clip_at_most: _Float | None = Field(None, gt=0)
 
 
 class Limits(BaseModel):
@@ -47,44 +46,26 @@ class Limits(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    methods: _Named | None = Field(None, description="methods that it takes part in; null: all")
-    tasks: _Named | None = Field(None, description="tasks of them that it does; null: all")
-    bases: _Named | None = Field(
-        None, description="base models (`model.base`) that it loads; null: any"
-    )
-    data: _Named | None = Field(
-        None, description="kinds of data of one's own, `module:Class`, that it imports; null: none"
-    )
-    runs: _Int | None = Field(
-        None, ge=1, description="runs that it ever takes part in; null: any number"
-    )
-    rounds: _Int | None = Field(None, ge=1, description="rounds of a run; null: any number")
-    exchanges: _Int | None = Field(
-        None,
-        ge=1,
-        description=f"unlike answers in a round; null: {EXCHANGES} where updates are "
-        f"protected, else any number",
-    )
-    scores: bool = Field(
-        True,
-        description="scores, losses and other figures leave; false: none, and epsilon is of "
-        "all that leaves",
-    )
-    secure: bool = Field(False, description="updates leave by secure aggregation only")
-    unit: Literal["client", "example"] = Field(
-        "client",
-        description="what noise has to protect, and epsilon is about: client, all of its "
-        "data; or example: single windows or images",
-    )
-    local_privacy: LocalPrivacy | None = Field(
-        None, description="the least noise that updates leave with; null: as a run says"
-    )
-    epsilon: _Float | None = Field(
-        None,
-        gt=0,
-        description="privacy that may be spent over all runs, with noise only; null: any amount",
-    )
-    delta: _Float = Field(1e-5, gt=0, lt=1, description="of epsilon")
+    methods: _Named | None = None  # methods that it takes part in; null: all
+    tasks: _Named | None = None  # tasks of them that it does; null: all
+    bases: _Named | None = None  # base models (`model.base`) that it loads; null: any
+    # kinds of data of one's own, `module:Class`, that it imports; null: none
+    data: _Named | None = None
+    runs: _Int | None = Field(None, ge=1)  # runs that it ever takes part in; null: any number
+    rounds: _Int | None = Field(None, ge=1)  # rounds of a run; null: any number
+    # unlike answers in a round; null: 8 where updates are protected, else any number
+    exchanges: _Int | None = Field(None, ge=1)
+    # scores, losses and other figures leave; false: none, and epsilon is of all that leaves
+    scores: bool = True
+    secure: bool = False  # updates leave by secure aggregation only
+    # what noise has to protect, and epsilon is about: client, all of its data; or example: single
+    # windows or images
+    unit: Literal["client", "example"] = "client"
+    # the least noise that updates leave with; null: as a run says
+    local_privacy: LocalPrivacy | None = None
+    # privacy that may be spent over all runs, with noise only; null: any amount
+    epsilon: _Float | None = Field(None, gt=0)
+    delta: _Float = Field(1e-5, gt=0, lt=1)  # of epsilon
 
     @property
     def noisy(self) -> bool:

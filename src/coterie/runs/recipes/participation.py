@@ -21,20 +21,13 @@ class Participation(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    clients: int | None = Field(
-        None, ge=1, description="number of clients drawn in each round; null: all"
-    )
-    anchors: int | None = Field(
-        None,
-        ge=0,
-        description="number of anchors drawn besides; null: anchors are drawn like other clients",
-    )
-    schedule: Literal["all", "grow", "turns"] = Field(
-        "all",
-        description="grow: one more cluster of the data joins after every `every` rounds; "
-        "turns: clusters take turns, and only anchors stay",
-    )
-    every: int = Field(200, ge=1, description="rounds until the next cluster")
+    clients: int | None = Field(None, ge=1)  # number of clients drawn in each round; null: all
+    # number of anchors drawn besides; null: anchors are drawn like other clients
+    anchors: int | None = Field(None, ge=0)
+    # grow: one more cluster of the data joins after every `every` rounds; turns: clusters take
+    # turns, and only anchors stay
+    schedule: Literal["all", "grow", "turns"] = "all"
+    every: int = Field(200, ge=1)  # rounds until the next cluster
 
     def of(
         self,
@@ -114,18 +107,9 @@ class Quorum(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    min_clients: int = Field(
-        1,
-        ge=1,
-        description="least number of clients that must answer; all of them, if fewer were asked",
-    )
-    deadline: float = Field(
-        3600.0,
-        gt=0,
-        description="seconds to wait for the replies of one exchange; only across devices",
-    )
-    otherwise: Literal["stop", "wait"] = Field(
-        "stop",
-        description="if fewer answer: stop (continue with --resume), or ask the others again; "
-        "only across devices",
-    )
+    # least number of clients that must answer; all of them, if fewer were asked
+    min_clients: int = Field(1, ge=1)
+    # seconds to wait for the replies of one exchange; only across devices
+    deadline: float = Field(3600.0, gt=0)
+    # if fewer answer: stop (continue with --resume), or ask the others again; only across devices
+    otherwise: Literal["stop", "wait"] = "stop"

@@ -51,122 +51,73 @@ class Recipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="name; default: the file's name")
-    description: str = Field("", description="one line for `coterie recipes` and the report")
-    paper: str = Field("", description="paper and table that it reproduces")
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")  # name; default: the file's name
+    description: str = ""  # one line for `coterie recipes` and the report
+    paper: str = ""  # paper and table that it reproduces
     data: Data
     model: ModelSection = LanguageSection()
     method: dict[str, Any]
     training: Training = Training()
-    engine: Literal["inprocess", "loopback", "flower"] = Field(
-        "inprocess",
-        description="how clients run; inprocess: in this process; flower: Flower's simulation "
-        "on this machine, or devices, see docs/deploy.md",
-    )
-    quorum: Quorum = Field(
-        Quorum(), description="when the server goes on without some of those that it asked"
-    )
-    evaluate_every: int = Field(
-        0, ge=0, description="rounds between evaluations; 0: only after the last round"
-    )
-    evaluate_rows: int | None = Field(
-        None,
-        ge=1,
-        description="with keep: best, windows or examples of each validation and test set, evenly "
-        "spaced, that are scored between rounds; null: everything each time",
-    )
-    final_rows: int | None = Field(
-        None,
-        ge=1,
-        description="as evaluate_rows, of what a run ends with, where there is no time for more; "
-        "null: everything",
-    )
-    time: float | None = Field(
-        None,
-        gt=0,
-        description="seconds, or 30m or 2h, in which `coterie run` ends on this machine: the run "
-        "chooses rounds, iterations and the fields that are auto by it; null: no bound",
-    )
+    # how clients run; inprocess: in this process; flower: Flower's simulation on this machine, or
+    # devices, see docs/deploy.md
+    engine: Literal["inprocess", "loopback", "flower"] = "inprocess"
+    quorum: Quorum = Quorum()  # when the server goes on without some of those that it asked
+    evaluate_every: int = Field(0, ge=0)  # rounds between evaluations; 0: only after the last round
+    # with keep: best, windows or examples of each validation and test set, evenly spaced, that are
+    # scored between rounds; null: everything each time
+    evaluate_rows: int | None = Field(None, ge=1)
+    # as evaluate_rows, of what a run ends with, where there is no time for more; null: everything
+    final_rows: int | None = Field(None, ge=1)
+    # seconds, or 30m or 2h, in which `coterie run` ends on this machine: the run chooses rounds,
+    # iterations and the fields that are auto by it; null: no bound
+    time: float | None = Field(None, gt=0)
     evaluate_clients: EvaluatedClients = None
-    keep: Literal["last", "best"] = Field(
-        "last",
-        description="whose scores and personal models a run ends with: last, those after the "
-        "last round; best, of each client those of the evaluation at which its own validation "
-        "score was best, that before the first round included",
-    )
-    patience: int | None = Field(
-        None,
-        ge=1,
-        description="with keep: best, evaluations in a row at which no client's validation "
-        "score, nor that of a part of its model, is better than before; then a run ends. null: "
-        "it does all rounds",
-    )
-    curve_every: int | None = Field(
-        None,
-        ge=1,
-        description="rounds between points of the curves, the first before round 1; each "
-        "point uses eight rows of each test set and decides nothing; left out if clients run "
-        "in separate processes; null: the curves show the evaluations",
-    )
-    metrics_every: int = Field(1, ge=1, description="rounds between records of training metrics")
-    presence: dict[str, tuple[Annotated[int, Field(ge=0)], int | None]] = Field(
-        {},
-        description="clients that join late or leave early: the first round, and the first "
-        "round without the client or null",
-    )
-    privacy: Privacy | None = Field(
-        None, description="differential privacy of what clients share; null: none"
-    )
-    secure: bool = Field(
-        False,
-        description="the server learns only the sum of the updates (Flower's SecAgg+): needs "
-        "engine flower and three clients",
-    )
-    audit: Audit | None = Field(
-        None,
-        description="plant canaries and keep the updates sent, for `coterie audit`; needs all "
-        "data on this machine; null: neither",
-    )
-    attack: Attack | None = Field(
-        None, description="clients that send false updates, to test method.aggregation; null: none"
-    )
-    participation: Participation = Field(
-        Participation(), description="which of the connected clients take part in a round"
-    )
-    checkpoint_every: int = Field(1, ge=1, description="rounds between checkpoints")
-    memory: float | None = Field(
-        None,
-        ge=0,
-        description="GiB of client states kept in memory, with engine inprocess; the rest is "
-        "kept in files in the run's folder; null: half of this machine's memory, or of the "
-        "GPU's if the model is there",
-    )
-    threads: int | None = Field(
-        None,
-        ge=1,
-        description="number of CPU threads of each client; with engine inprocess several "
-        "clients compute at once if there are cores left; results are bit-identical only with "
-        "the same number; null: OMP_NUM_THREADS if set, otherwise one for each of as many "
-        "clients as there are cores, or where clients compute one by one, one or all cores, by "
-        "a short trial at the start; a resumed run keeps its number",
-    )
-    compare_with: tuple[str, ...] = Field(
-        (), description="methods that `coterie run` runs beside this one, for the table"
-    )
-    samples: bool = Field(
-        True, description="show the beginnings of test texts, coloured by expert, in the report"
-    )
-    words: int | None = Field(
-        None,
-        ge=1,
-        description="number of words of each client's test text on which the suggestions of a "
-        "keyboard with its model are scored in the end: next words that they foresee, and "
-        "keystrokes saved (about 0.2 s a word with the embedded base); null: none",
-    )
-    seed: int = Field(0, ge=0, description="seed of everything except the data splits")
-    auto: tuple[Annotated[str, Field(pattern=f"^({'|'.join(dotted.AUTOMATIC)})$")], ...] = Field(
-        (), description="fields that the run chooses: those whose value is `auto`, see own-text.md"
-    )
+    # whose scores and personal models a run ends with: last, those after the last round; best, of
+    # each client those of the evaluation at which its own validation score was best, that before
+    # the first round included
+    keep: Literal["last", "best"] = "last"
+    # with keep: best, evaluations in a row at which no client's validation score, nor that of a
+    # part of its model, is better than before; then a run ends. null: it does all rounds
+    patience: int | None = Field(None, ge=1)
+    # rounds between points of the curves, the first before round 1; each point uses eight rows of
+    # each test set and decides nothing; left out if clients run in separate processes; null: the
+    # curves show the evaluations
+    curve_every: int | None = Field(None, ge=1)
+    metrics_every: int = Field(1, ge=1)  # rounds between records of training metrics
+    # clients that join late or leave early: the first round, and the first round without the client
+    # or null
+    presence: dict[str, tuple[Annotated[int, Field(ge=0)], int | None]] = {}
+    privacy: Privacy | None = None  # differential privacy of what clients share; null: none
+    # the server learns only the sum of the updates (Flower's SecAgg+): needs engine flower and
+    # three clients
+    secure: bool = False
+    # plant canaries and keep the updates sent, for `coterie audit`; needs all data on this machine;
+    # null: neither
+    audit: Audit | None = None
+    # clients that send false updates, to test method.aggregation; null: none
+    attack: Attack | None = None
+    # which of the connected clients take part in a round
+    participation: Participation = Participation()
+    checkpoint_every: int = Field(1, ge=1)  # rounds between checkpoints
+    # GiB of client states kept in memory, with engine inprocess; the rest is kept in files in the
+    # run's folder; null: half of this machine's memory, or of the GPU's if the model is there
+    memory: float | None = Field(None, ge=0)
+    # number of CPU threads of each client; with engine inprocess several clients compute at once if
+    # there are cores left; results are bit-identical only with the same number; null:
+    # OMP_NUM_THREADS if set, otherwise one for each of as many clients as there are cores, or where
+    # clients compute one by one, one or all cores, by a short trial at the start; a resumed run
+    # keeps its number
+    threads: int | None = Field(None, ge=1)
+    # methods that `coterie run` runs beside this one, for the table
+    compare_with: tuple[str, ...] = ()
+    samples: bool = True  # show the beginnings of test texts, coloured by expert, in the report
+    # number of words of each client's test text on which the suggestions of a keyboard with its
+    # model are scored in the end: next words that they foresee, and keystrokes saved (about 0.2 s a
+    # word with the embedded base); null: none
+    words: int | None = Field(None, ge=1)
+    seed: int = Field(0, ge=0)  # seed of everything except the data splits
+    # fields that the run chooses: those whose value is `auto`, see own-text.md
+    auto: tuple[Annotated[str, Field(pattern=f"^({'|'.join(dotted.AUTOMATIC)})$")], ...] = ()
 
     def __init__(self, /, **fields: Any) -> None:
         """Validate the fields. Raises RecipeError with all mistakes."""

@@ -34,7 +34,7 @@ Device = Annotated[
     AfterValidator(_device),
     Field(
         description="where models are: cpu, or any accelerator of PyTorch, such as cuda:1, mps or "
-        "xpu; auto: the accelerator if there is one, otherwise the CPU",
+        "xpu; auto: the accelerator if there is one, otherwise the CPU"
     ),
 ]
 
@@ -44,48 +44,30 @@ class LanguageSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["language"] = Field(
-        "language", description="a causal language model with LoRA adapters, for texts"
-    )
-    base: str = Field(
-        "embedded",
-        min_length=1,
-        description="Hub id or local folder of a causal LM, or a GGUF file of one (a path, or "
-        "OWNER/NAME/FILE.gguf on the Hub); `embedded` is the one in the package",
-    )
-    dtype: Literal["auto", "fp32", "bf16"] = Field(
-        "auto",
-        description="dtype of the base; auto: bf16 on an accelerator that has it, and on a CPU "
-        "that computes a base of 50 M weights or more faster so; else fp32",
-    )
-    quantise: Quantisation | None = Field(
-        None,
-        description="bits of the base's weights while clients train on it: 8, 4, or 4 by a "
-        "normal distribution; null: as dtype says",
-    )
-    checkpointing: bool | None = Field(
-        None,
-        description="whether a block keeps its input only, and is computed again in the backward "
-        "pass: less memory, a third more time; null: where a step does not fit otherwise",
-    )
+    kind: Literal["language"] = "language"  # a causal language model with LoRA adapters, for texts
+    # Hub id or local folder of a causal LM, or a GGUF file of one (a path, or OWNER/NAME/FILE.gguf
+    # on the Hub); `embedded` is the one in the package
+    base: str = Field("embedded", min_length=1)
+    # dtype of the base; auto: bf16 on an accelerator that has it, and on a CPU that computes a base
+    # of 50 M weights or more faster so; else fp32
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    # bits of the base's weights while clients train on it: 8, 4, or 4 by a normal distribution;
+    # null: as dtype says
+    quantise: Quantisation | None = None
+    # whether a block keeps its input only, and is computed again in the backward pass: less memory,
+    # a third more time; null: where a step does not fit otherwise
+    checkpointing: bool | None = None
     device: Device = "auto"
-    context: int = Field(128, ge=2, description="window length in tokens")
-    rank: int = Field(8, ge=1, le=1024, description="rank r of every LoRA")
-    alpha: float = Field(
-        16.0,
-        gt=0,
-        le=MOST_ALPHA,
-        description="alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)",
-    )
-    use_rslora: bool | None = Field(
-        None, description="false: gamma = alpha / r, PEFT's default; null or true: alpha / sqrt(r)"
-    )
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
-        None,
-        description="the base's layers that have LoRAs, by names or ends of paths such as q_proj "
-        "or mlp.c_proj; null: all linear layers of attention and MLPs",
-    )
-    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the input of every LoRA")
+    context: int = Field(128, ge=2)  # window length in tokens
+    rank: int = Field(8, ge=1, le=1024)  # rank r of every LoRA
+    # alpha of every LoRA; its output is scaled by gamma = alpha / sqrt(r)
+    alpha: float = Field(16.0, gt=0, le=MOST_ALPHA)
+    # false: gamma = alpha / r, PEFT's default; null or true: alpha / sqrt(r)
+    use_rslora: bool | None = None
+    # the base's layers that have LoRAs, by names or ends of paths such as q_proj or mlp.c_proj;
+    # null: all linear layers of attention and MLPs
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    dropout: float = Field(0.0, ge=0, lt=1)  # dropout on the input of every LoRA
 
     def layout(self) -> Layout:
         """Return the adapter's layout before the method's requirements for MLPs."""
@@ -127,30 +109,20 @@ class CommonSection(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    network: Network | None = Field(
-        None, description="for images: its architecture; null: the model's, with its settings"
-    )
+    # for images: its architecture; null: the model's, with its settings
+    network: Network | None = None
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Norm = Field("batch", description="normalisation after convolutions")
-    path: str | None = Field(
-        None,
-        description="for images: a safetensors file with its weights, also below or beside "
-        "$COTERIE_DATA",
-    )
+    norm: Norm = "batch"  # normalisation after convolutions
+    # for images: a safetensors file with its weights, also below or beside $COTERIE_DATA
+    path: str | None = None
     mean: Channels = None
     std: Channels = None
-    base: str | None = Field(
-        None, description="for texts: Hub id or local folder of its base; null: the model's"
-    )
-    pretraining: Pretraining | None = Field(
-        None, description="training on data.public; null: no training"
-    )
-    standardise: bool | None = Field(
-        None,
-        description="whether embeddings are standardised by those of data.public, so that a "
-        "gate learns from all of their values alike; null: no",
-    )
+    base: str | None = None  # for texts: Hub id or local folder of its base; null: the model's
+    pretraining: Pretraining | None = None  # training on data.public; null: no training
+    # whether embeddings are standardised by those of data.public, so that a gate learns from all of
+    # their values alike; null: no
+    standardise: bool | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "CommonSection":
@@ -181,31 +153,23 @@ class _Classifying(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    common: CommonSection | None = Field(
-        None, description="a pretrained expert that every client has"
-    )
-    start: Literal["auto", "random", "common"] = Field(
-        "auto",
-        description="initial values of a network that all clients share; auto: common where "
-        "it fits",
-    )
-    gate_width: int = Field(64, ge=1, description="hidden units of a pool's gate")
-    statistics: Literal["auto", "local", "shared"] = Field(
-        "auto",
-        description="whether running statistics are averaged with the network; auto: if there "
-        "are unseen clients",
-    )
+    common: CommonSection | None = None  # a pretrained expert that every client has
+    # initial values of a network that all clients share; auto: common where it fits
+    start: Literal["auto", "random", "common"] = "auto"
+    gate_width: int = Field(64, ge=1)  # hidden units of a pool's gate
+    # whether running statistics are averaged with the network; auto: if there are unseen clients
+    statistics: Literal["auto", "local", "shared"] = "auto"
     device: Device = "auto"
 
 
 class ClassifierSection(_Classifying):
     """An image classifier."""
 
-    kind: Literal["classifier"] = Field(description="an image classifier, for images")
-    network: Network = Field("mlp", description="its architecture")
+    kind: Literal["classifier"]  # an image classifier, for images
+    network: Network = "mlp"  # its architecture
     hidden: Hidden = (64, 64)
     width: Width = None
-    norm: Norm = Field("batch", description="normalisation after convolutions")
+    norm: Norm = "batch"  # normalisation after convolutions
 
     def shape(self, inputs: tuple[int, int, int], classes: int) -> NetworkShape:
         """Return the network for images of (channels, height, width) and this number of classes."""
@@ -224,21 +188,13 @@ class ClassifierSection(_Classifying):
 class TextClassifierSection(_Classifying):
     """A classifier of texts: any sequence classifier of transformers, or a head on one."""
 
-    kind: Literal["text-classifier"] = Field(
-        description="a sequence classifier, for labelled texts"
-    )
-    base: str = Field(
-        "embedded",
-        min_length=1,
-        description="Hub id or local folder; `embedded` is the small base in the package",
-    )
-    length: int = Field(64, ge=1, description="most tokens of a text")
-    head: Hidden | None = Field(
-        None,
-        description="widths of the hidden layers of an mlp that alone is trained, on the mean "
-        "of the frozen base's last hidden states, standardised by those of data.public; null: "
-        "all of the base is trained",
-    )
+    kind: Literal["text-classifier"]  # a sequence classifier, for labelled texts
+    # Hub id or local folder; `embedded` is the small base in the package
+    base: str = Field("embedded", min_length=1)
+    length: int = Field(64, ge=1)  # most tokens of a text
+    # widths of the hidden layers of an mlp that alone is trained, on the mean of the frozen base's
+    # last hidden states, standardised by those of data.public; null: all of the base is trained
+    head: Hidden | None = None
 
     @model_validator(mode="after")
     def _check_head(self) -> "TextClassifierSection":

@@ -140,8 +140,7 @@ Search = Generator[Sequence[Trial], Sequence[Score], SearchResult]
 
 
 def together(
-    searches: Mapping[K, Search],
-    evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]],
+    searches: Mapping[K, Search], evaluate: Callable[[Sequence[tuple[K, Trial]]], Sequence[Score]]
 ) -> dict[K, SearchResult]:
     """Run searches side by side, and return their results in order: `evaluate` scores the next
     trials of all of them, given by key, in one call.
