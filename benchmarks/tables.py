@@ -132,6 +132,10 @@ PLAN = (
     *(Entry(f"comigs/figure{k}") for k in (6, 11, 10, 9, 5)),
     Entry("comigs/table5"),
     Entry("ddome/table2", columns=("clinc150",)),
+    # Beyond the papers.
+    Entry("ddome/with-rivals"),
+    Entry("cobo/with-rivals"),
+    Entry("comigs/with-rivals"),
     # Tuned, on one column of each kind: in and out of distribution.
     Entry("comigs/table2", trials=6, columns=("multilingual", "agnews"), rows=SEARCHED),
     Entry("comigs/table5", trials=6, columns=("multilingual",), rows=ROUTED),
