@@ -26,7 +26,7 @@ from common import in_turns, ratios, report
 from coterie.client.client import Client
 from coterie.core.callback import Callback
 from coterie.core.roles import GENERALIST
-from coterie.deploy import demo
+from coterie.deploy import server
 from coterie.runs import run
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
@@ -170,7 +170,7 @@ def deployed(chosen: Recipe, folder: Path, resident: bool) -> dict[str, Any]:
     written.
     """
     clients = list(prepare(chosen).clients)
-    demo.demo(
+    server.demo(
         chosen, clients, folder, lambda line: print(f"  {line}", flush=True), resident=resident
     )
     before, after = (

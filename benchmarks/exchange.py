@@ -23,7 +23,7 @@ import psutil
 from common import report
 from engines import folders, the_recipe
 
-from coterie.deploy import demo
+from coterie.deploy import server
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe
 
@@ -98,7 +98,7 @@ def measured(clients: int, rounds: int, folder: Path) -> dict[str, Any]:
     chosen = recipe.changed(chosen, {"checkpoint_every": 1, "evaluate_every": 0})
     looks = Looks(folder / "out/checkpoints")
     looks.start()
-    demo.demo(chosen, list(prepare(chosen).clients), folder / "out", print)
+    server.demo(chosen, list(prepare(chosen).clients), folder / "out", print)
     looks.over.set()
     looks.join()
     ends = sorted(looks.ends.values())

@@ -21,7 +21,7 @@ from common import RESULTS, machine, table
 import coterie
 from coterie.data.team import Team
 from coterie.personal import PersonalModel
-from coterie.personal.keystrokes import answer_scores
+from coterie.personal.evaluation import answer_scores
 from coterie.runs.recipes.recipe import load
 
 TITLES = {

@@ -24,7 +24,7 @@ from coterie.data.archives import rows_of as archive_rows
 from coterie.data.chats.reading import read_conversations
 from coterie.data.rows import rows_of
 from coterie.engines.messages import Reply, Request, parsed
-from coterie.export.gguf_tokens import Tokens
+from coterie.export.gguf_files import Tokens
 from coterie.models.architecture import Architecture, tokenizer
 from coterie.models.artifact import ABOUT, WEIGHTS
 from coterie.models.backbone import Backbone

@@ -46,7 +46,7 @@ def corpora_root() -> Path:
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of two blocks and width 16, and a byte-level tokenizer."""
-    from coterie.testing import worlds
+    from coterie.testing import run as worlds
 
     return worlds.write_tiny_base(tmp_path_factory.mktemp("tiny"))
 
@@ -56,7 +56,7 @@ def tiny_federation():
     """Three clients with byte tokens of their own range, in windows of 8; two of them are said
     to belong together.
     """
-    from coterie.testing import worlds
+    from coterie.testing import run as worlds
 
     return worlds.tiny_texts()
 
@@ -66,7 +66,7 @@ def tiny_pictures():
     """Three clients with a few handwritten digits of 4 x 4 pixels each; to the third, labels
     mean something else than to the others.
     """
-    from coterie.testing import worlds
+    from coterie.testing import run as worlds
 
     return worlds.tiny_pictures()
 

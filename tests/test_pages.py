@@ -14,7 +14,8 @@ from coterie.cli.base import app
 from coterie.core.files import load, read_json
 from coterie.methods import METHODS, Method
 from coterie.methods.fedavg import FedAvg
-from coterie.testing import CHECKS, Run, check_method, worlds
+from coterie.testing import CHECKS, Run, check_method
+from coterie.testing import run as worlds
 from coterie.testing.run import require_same_run
 
 DOCS = Path(__file__).parents[1] / "docs"

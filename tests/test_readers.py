@@ -39,10 +39,10 @@ ALLOWED = {
     "deploy/command.py": "Flower's own command",
     "deploy/process.py": OWN,
     "export/gguf.py": "the server that it has started",
-    "export/gguf_tokens.py": "a tokenizer that was loaded",
+    "export/gguf_files.py": "a tokenizer that was loaded",
     "export/web.py": OWN,
     "models/artifact.py": "JSON that was read strictly, and written again in memory",
-    "models/features.py": OWN,
+    "models/text.py": OWN,
     "reports/parts.py": OWN,
     "reports/trackers.py": "a tracker, not a file",
 }

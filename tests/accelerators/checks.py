@@ -32,8 +32,7 @@ from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language, pick_dtype
 from coterie.runs.problems.loading import pick_device
 from coterie.runs.recipes.sections import ClassifierSection, LanguageSection
-from coterie.testing.run import Run
-from coterie.testing.worlds import World, tiny_pictures, tiny_texts, write_tiny_base
+from coterie.testing.run import Run, World, tiny_pictures, tiny_texts, write_tiny_base
 
 NAME = os.environ.get("COTERIE_TEST_DEVICE", "simulated")
 if NAME == "simulated":

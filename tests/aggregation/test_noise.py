@@ -299,8 +299,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "runs/estimate.py": "a trial round before a run, of which nothing is kept or sent",
     "runs/execution.py": "draws of pairs of clients: with privacy no such method runs",
     "runs/recipes/participation.py": "who takes part, where nothing depends on its being unknown",
-    "testing/run.py": "rounds of the conformance suite",
-    "testing/worlds.py": "tiny data and models of the conformance suite",
+    "testing/run.py": "rounds, tiny data and models of the conformance suite",
 }
 
 

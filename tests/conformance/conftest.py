@@ -7,7 +7,7 @@ import pytest
 from coterie.data.federation import Federation
 from coterie.methods import Method
 from coterie.testing import World
-from coterie.testing.worlds import language_on, pictures_of
+from coterie.testing.run import language_on, pictures_of
 
 from .cases import EVERYWHERE, method_of
 

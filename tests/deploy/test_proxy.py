@@ -32,7 +32,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from coterie.core.errors import Refused
 from coterie.deploy import keys
-from coterie.deploy.callers import Limits
+from coterie.deploy.connection import Limits
 from coterie.deploy.link import Link, free_port, listening
 from coterie.deploy.proxy import Proxy, open_proxy
 

@@ -19,7 +19,8 @@ from coterie.engines import InProcess, Listener
 from coterie.engines.states import States
 from coterie.methods.fedavg import FedAvg
 from coterie.models.backbone import Backbone
-from coterie.testing import Run, World, worlds
+from coterie.testing import Run, World
+from coterie.testing import run as worlds
 from coterie.testing.run import require_same_run
 
 # one or more of every family: plain, routed, pools, several layouts, pairs, several models a client

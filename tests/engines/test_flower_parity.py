@@ -23,8 +23,8 @@ from coterie.runs.device import device as devices_module
 from coterie.runs.problems import loading
 from coterie.runs.problems.language import load_backbone
 from coterie.runs.recipes.recipe import Recipe, load
+from coterie.testing.run import World, language_on, pictures_of
 from coterie.testing.training import devices_are_alike
-from coterie.testing.worlds import World, language_on, pictures_of
 
 WORDS = {
     "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",

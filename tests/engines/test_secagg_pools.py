@@ -19,7 +19,7 @@ from coterie.methods import Method
 from coterie.methods.ddome import DDOME
 from coterie.methods.fedmix import FedMix
 from coterie.testing import Run
-from coterie.testing.worlds import World, pictures_of
+from coterie.testing.run import World, pictures_of
 
 UNIFORM = Mean(weighting="uniform")
 DEVICES = DDOME(rounds=2, local_steps=2, pool=4, choice="device", aggregation=UNIFORM)

@@ -27,7 +27,7 @@ from test_secagg_cohort import notes
 from coterie.aggregation.secure import FEWEST
 from coterie.core.callback import Callback
 from coterie.core.protocol import Ask
-from coterie.engines.flower.secagg_suspects import Suspects
+from coterie.engines.flower.engine import Suspects
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend
 from coterie.runs.device.device import Device

@@ -25,10 +25,9 @@ from coterie.data.chats import ChatTemplate
 from coterie.data.text_encoding import TextEncoder
 from coterie.export import Source, export
 from coterie.export.check import MOST
-from coterie.export.format import TorchRuntime
+from coterie.export.format import QUESTION, TorchRuntime
 from coterie.export.functional import Functional, Interface, client_tensors
 from coterie.export.onnx import OnnxRuntime
-from coterie.export.serving import QUESTION
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel, read_about, save
 

@@ -14,7 +14,7 @@ import coterie
 from coterie.core.errors import Refused
 from coterie.export import Source, export
 from coterie.models.layout import Layout
-from coterie.testing.worlds import write_tiny_base
+from coterie.testing.run import write_tiny_base
 
 QUICK = ("phi3", "opt", "falcon")
 

@@ -18,7 +18,7 @@ import coterie
 from coterie.core.errors import ExportError, Refused
 from coterie.export import Source, export
 from coterie.export.gguf import LlamaServer
-from coterie.export.gguf_tokens import Tokens
+from coterie.export.gguf_files import Tokens
 from coterie.models.layout import Layout
 
 for package in ("gguf", "xllamacpp"):
@@ -222,6 +222,6 @@ def test_what_splits_texts_in_another_way_is_not_kept(make_run, tmp_path, monkey
     with pytest.raises(ExportError, match=r"llama\.cpp splits text into"):
         export(Source(run), "gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("coterie.export.gguf_tokens._split", lambda found: "")
+    monkeypatch.setattr("coterie.export.gguf_files._split", lambda found: "")
     with pytest.raises(Refused, match=r"tokenizer.*\n.*--format mixtral"):
         export(Source(run), "gguf", tmp_path / "out")

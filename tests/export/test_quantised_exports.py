@@ -15,7 +15,7 @@ from coterie.core.errors import Refused
 from coterie.core.files import load
 from coterie.export import Source, export
 from coterie.models.layout import Layout
-from coterie.testing.worlds import write_tiny_base
+from coterie.testing.run import write_tiny_base
 
 
 def test_the_values_of_the_codes_are_what_is_exported(tmp_path: Path) -> None:

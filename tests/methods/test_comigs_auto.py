@@ -19,8 +19,7 @@ from coterie.methods.section import build_method
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
 from coterie.runs.problems.prepare import prepare
-from coterie.testing.run import Run
-from coterie.testing.worlds import language
+from coterie.testing.run import Run, language
 
 SMALL = {"rounds": 3, "local_steps": 2, "router_every": 2, "router_steps": 1}
 

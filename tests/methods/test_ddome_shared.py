@@ -14,7 +14,7 @@ from torch import Tensor
 
 import coterie
 from coterie.adapt.new_client import adapt
-from coterie.client.parts import CENTRE, WEIGHTS, ClientOfParts
+from coterie.client.site import CENTRE, WEIGHTS, ClientOfParts
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import drive
 from coterie.core.tensors import Tensors, under
@@ -26,8 +26,7 @@ from coterie.models.artifact import read_mixture
 from coterie.personal.classifier import ClassifierMixture
 from coterie.runs.problems.prepare import prepare
 from coterie.testing import World
-from coterie.testing.run import Run
-from coterie.testing.worlds import pictures
+from coterie.testing.run import Run, pictures
 
 POOL = {"name": "ddome", "pool": 3, "coverage": 0.8}
 

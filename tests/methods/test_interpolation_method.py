@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import coterie
-from coterie.client.parts import WEIGHTS, ClientOfParts
+from coterie.client.site import WEIGHTS, ClientOfParts
 from coterie.core.errors import ModelError, RecipeError, TensorError
 from coterie.core.protocol import PARTS, Replies, Sends, declared, drive, find_task
 from coterie.core.tensors import Tensors, under
@@ -20,8 +20,7 @@ from coterie.personal.mixture import PersonalMixture
 from coterie.personal.running_batch import Continuation, RunningBatch
 from coterie.personal.sampling import Sampling
 from coterie.runs.problems.prepare import prepare
-from coterie.testing.run import Run
-from coterie.testing.worlds import language, pictures
+from coterie.testing.run import Run, language, pictures
 
 SMALL = {"rounds": 3, "local_steps": 2}
 ROUTED = {"name": "comigs-1g1s", "router_every": 2, "router_steps": 1}

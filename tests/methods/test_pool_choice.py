@@ -27,7 +27,7 @@ from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run
 from coterie.testing import Run as Pairs
-from coterie.testing.worlds import pictures_of
+from coterie.testing.run import pictures_of
 
 UNIFORM = Mean(weighting="uniform")
 CLIP = 0.1

@@ -8,8 +8,8 @@ from coterie.core.errors import ModelError
 from coterie.core.roles import GENERALIST
 from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier
+from coterie.models.network_tensors import Bounds
 from coterie.models.networks import NetworkShape
-from coterie.models.vectorised import Bounds
 
 DIGITS, CIFAR = (1, 8, 8), (3, 32, 32)
 SHAPES = [

@@ -9,7 +9,7 @@ import coterie
 from coterie.data.splits import TokenSplit
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
-from coterie.personal.keystrokes import word_scores
+from coterie.personal.evaluation import word_scores
 from coterie.personal.words import Words
 
 CONTEXT = 24

@@ -14,7 +14,7 @@ from coterie.core.errors import CheckpointError, ExportError, ModelError, Refuse
 from coterie.core.files import load as load_tensors
 from coterie.core.files import save
 from coterie.export import onnx
-from coterie.export.gguf_tokens import Tokens
+from coterie.export.gguf_files import Tokens
 from coterie.models.artifact import ABOUT, WEIGHTS
 from coterie.models.layout import MOST_ALPHA, Layout
 from coterie.models.quantised import QuantisedLinear

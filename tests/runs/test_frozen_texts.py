@@ -25,7 +25,7 @@ from coterie.core.files import load as load_tensors
 from coterie.data.labelled import DOMAINS, INTENTS
 from coterie.export import Source, export
 from coterie.export.push import base_of
-from coterie.models import features
+from coterie.models import text
 from coterie.models.text import TextShape
 from coterie.runs import run
 from coterie.runs.problems.prepare import Prepared, prepare
@@ -106,31 +106,31 @@ def test_features_are_the_mean_of_last_hidden_states_and_are_kept(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = TextShape(str(base), 3, LENGTH)
-    ids = np.random.default_rng(0).integers(1, 257, (features._ROWS + 9, LENGTH))
+    ids = np.random.default_rng(0).integers(1, 257, (text._ROWS + 9, LENGTH))
     ids[
         np.arange(LENGTH) >= np.random.default_rng(1).integers(1, LENGTH + 1, len(ids))[:, None]
     ] = -1
-    kept = np.array(features.kept(ids, shape, cache=tmp_path))
+    kept = np.array(text.kept(ids, shape, cache=tmp_path))
     assert kept.shape == (len(ids), 8, 1, 1)
     expected = encode(base, torch.from_numpy(ids))
     torch.testing.assert_close(torch.tensor(kept[:, :, 0, 0]), expected)
     (file,) = tmp_path.rglob("features.npy")
     counted: list[int] = []
-    compute = features.features
+    compute = text.features
     monkeypatch.setattr(
-        features, "features", lambda x, *more: (counted.append(len(x)), compute(x, *more))[1]
+        text, "features", lambda x, *more: (counted.append(len(x)), compute(x, *more))[1]
     )
-    assert np.array_equal(features.kept(ids, shape, cache=tmp_path), kept)
+    assert np.array_equal(text.kept(ids, shape, cache=tmp_path), kept)
     assert not counted
     file.write_bytes(file.read_bytes()[:-1])  # cut off: computed again
-    assert np.array_equal(features.kept(ids, shape, cache=tmp_path), kept)
+    assert np.array_equal(text.kept(ids, shape, cache=tmp_path), kept)
     assert sum(counted) == len(ids)
-    features.kept(ids[:5], shape, cache=tmp_path)  # other texts
+    text.kept(ids[:5], shape, cache=tmp_path)  # other texts
     assert sum(counted) == len(ids) + 5
 
 
 def normal(prepared: Prepared, base: Path) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of the public texts' features."""
+    """Mean and standard deviation of the public texts' text."""
     public = prepared.problem.federation.public
     values = encode(base, torch.from_numpy(public.texts[public.rows])).double()  # type: ignore[union-attr]
     return values.mean(dim=0), values.std(dim=0, correction=0)
@@ -231,7 +231,7 @@ def test_a_base_that_has_moved_is_named_for_the_encoder(
     model = coterie.load(tmp_path / "run", "aligned-00")
     before = model.predict("a text")
     moved.rename(tmp_path / "elsewhere")
-    features.encoder.cache_clear()
+    text.encoder.cache_clear()
     again = coterie.load(tmp_path / "run", "aligned-00", base=str(tmp_path / "elsewhere"))
     assert again.predict("a text") == before
 

@@ -7,7 +7,7 @@ import pytest
 
 import coterie
 from coterie.core.errors import RecipeError
-from coterie.testing.worlds import write_tiny_base
+from coterie.testing.run import write_tiny_base
 
 CHANGES = {
     "data": {"clients": 2, "train_tokens": 600, "valid_tokens": 200, "test_tokens": 200},

@@ -11,7 +11,7 @@ from coterie import personal
 from coterie.adapt.personalisation import Personalised, shared_part, train
 from coterie.adapt.shared_part import holds_shared, opened, owner_of, serving, started
 from coterie.client.client import Client
-from coterie.client.parts import ClientOfParts
+from coterie.client.site import ClientOfParts
 from coterie.core import names
 from coterie.core.checksums import replaced
 from coterie.core.errors import CheckpointError, Refused, SaveError
@@ -26,10 +26,10 @@ from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.models.artifact import save_mixture
-from coterie.models.features import kept
 from coterie.models.interpolation import PRIOR
 from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
+from coterie.models.text import kept
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
 from coterie.runs.execution import Execution

@@ -10,7 +10,7 @@ import yaml
 from coterie import personal
 from coterie.adapt.personalisation import perplexity_of, shared_part, untrained
 from coterie.client.client import Client
-from coterie.client.parts import ClientOfParts
+from coterie.client.site import ClientOfParts
 from coterie.core.errors import CheckpointError, Refused, TensorError
 from coterie.core.files import load, save
 from coterie.core.metrics import mean

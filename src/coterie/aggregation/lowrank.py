@@ -17,7 +17,7 @@ from torch import Tensor
 from coterie.core import devices
 from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Named, Tensors, weighted_sum
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 
 TOKENS = "tokens"  # how much a client counts, in its reply
 Ranks = Mapping[str, int]  # of each module

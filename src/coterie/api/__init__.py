@@ -15,7 +15,7 @@ from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
 from coterie.data.table import in_memory
 from coterie.methods import Method, name_of
-from coterie.personal import keystrokes
+from coterie.personal import evaluation
 from coterie.personal.loading import Personal, Settings
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
@@ -156,7 +156,7 @@ def run(
             resume=resume,
             changed=resume_changed,
             reporter=events,
-            score_texts=keystrokes.of_run,
+            score_texts=evaluation.of_run,
         )
         write_report(folder, results, chosen.description)
     return Run(folder)
@@ -247,7 +247,7 @@ def compare(
             resume=going,
             changed=going and resume_changed,
             reporter=events,
-            score_texts=keystrokes.of_run,
+            score_texts=evaluation.of_run,
             **extra,
         )
         write_comparison(folder, comparison, chosen.description)

@@ -18,7 +18,7 @@ from coterie.data.summary import DataSummary
 from coterie.export import frame
 from coterie.export import pull as pulls
 from coterie.export import push as pushes
-from coterie.export.texts import Source
+from coterie.export.frame import Source
 from coterie.models.artifact import ABOUT
 from coterie.personal import PersonalClassifier, PersonalModel, load_all
 from coterie.runs.problems import data_summary

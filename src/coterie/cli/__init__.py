@@ -2,7 +2,7 @@
 
 # Each module registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, lists, papers, use, evaluate, serve, hub, deploy, doctor
+from coterie.cli import train, lists, papers, use, serve, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
@@ -11,7 +11,6 @@ __all__ = [
     "app",
     "deploy",
     "doctor",
-    "evaluate",
     "hub",
     "lists",
     "main",

@@ -1,5 +1,6 @@
-"""Commands that use a run: adapt, audit, predict, generate."""
+"""Commands that use a run: adapt, audit, predict, generate, evaluate."""
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -328,3 +329,34 @@ def generate(
         )
         speak = model.answer if chat else model.generate
         print(printable(speak(text, max_new_tokens=tokens, **chosen), lines=True))
+
+
+@app.command()
+def evaluate(
+    run: Run,
+    data: Annotated[
+        Path,
+        typer.Option(help="A text, conversations, or JSON lines of questions: a file or a folder."),
+    ],
+    client: Clients = None,
+    words: Annotated[
+        int, typer.Option(min=0, help="Words of a text on which suggestions are scored.")
+    ] = 100,
+    json_: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
+    base: Base = None,
+    trust_remote_code: Trust = False,
+) -> None:
+    """Score clients' models on any text (perplexity, words foreseen, keystrokes saved), or on a
+    task: choices by likelihood, answers by exact match.
+    """
+    with _stopping():
+        from coterie import personal
+        from coterie.reports.tables import evaluated
+
+        scores = personal.evaluate(run, data, client, words=words, base=base)
+        if json_:
+            print(json.dumps({i: of.to_json() for i, of in scores.items()}, indent=2))
+            return
+        from rich.console import Console
+
+        Console().print(evaluated(scores))

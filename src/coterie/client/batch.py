@@ -17,7 +17,7 @@ from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Named, Tensors, all_finite, check_alike
 from coterie.data.splits import Split
 from coterie.models.classifier import Classifier
-from coterie.models.vectorised import unflatten
+from coterie.models.network_tensors import unflatten
 
 _X, _OPTIMISER, _BUFFERS = f"parameters/{GENERALIST}", f"optimiser/{GENERALIST}", "buffers"
 

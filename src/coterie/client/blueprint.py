@@ -11,7 +11,7 @@ from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.roles import EXPERT, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.models.layout import Layout, parts_of
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 
 
 def initial_seed(seed: int, role: Role, client: ClientId) -> int:

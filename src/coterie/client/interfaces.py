@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from coterie.client.settings import Training
 from coterie.core.roles import Role
 from coterie.core.tensors import Tensors
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 from coterie.models.predictions import Prediction
 
 Metrics = dict[str, object]

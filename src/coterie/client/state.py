@@ -20,7 +20,7 @@ from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
 from coterie.data.splits import Batch, Split
 from coterie.models.layout import ABSENT
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 
 # What a client owns, in the order of its parameters. Of BACKBONE an adapter has what a method
 # freezes at its initial value.

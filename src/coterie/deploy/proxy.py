@@ -26,8 +26,7 @@ from pathlib import Path
 import h11
 import httpx
 
-from coterie.deploy.callers import Callers, Keys, Limits
-from coterie.deploy.connection import Connection, Upstream
+from coterie.deploy.connection import Callers, Connection, Keys, Limits, Upstream
 
 _AGAIN_S = 1.0  # seconds until what failed is tried again
 _PROBLEMS = 10  # that are kept until they are reported

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coterie.engines.engine import Engine, Listener
-    from coterie.engines.inprocess import InProcess
-    from coterie.engines.loopback import ENGINES, Loopback
+    from coterie.engines.inprocess import ENGINES, InProcess, Loopback
 
 __all__ = ["ENGINES", "Engine", "InProcess", "Listener", "Loopback"]
-_HOMES = {"ENGINES": "loopback", "InProcess": "inprocess", "Loopback": "loopback"}
+_IN_PROCESS = ("ENGINES", "InProcess", "Loopback")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"coterie.engines.{_HOMES.get(name, 'engine')}"), name)
+    module = "inprocess" if name in _IN_PROCESS else "engine"
+    return getattr(import_module(f"coterie.engines.{module}"), name)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from coterie.client.client import Client
 from coterie.client.interfaces import Metrics
-from coterie.client.parts import ClientOfParts
+from coterie.client.site import ClientOfParts
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import Tensors
 from coterie.engines.messages import Member

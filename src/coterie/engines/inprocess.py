@@ -1,24 +1,172 @@
-"""All clients in one process, on one backbone: the engine for simulation and debugging. They do a
-task one after another, several at once in threads, or in one batch if the task allows that and
-their models are small enough to stack. A failing client stops the run with a ClientError that names
-it; the cause is chained.
+"""Engines of one process: all clients on one backbone, for simulation and debugging; and the same
+with messages and states as bytes. Whatever a method or a client keeps outside its state is then
+lost between two tasks, so that a run that works here works on devices.
+
+Clients do a task one after another, several at once in threads, or in one batch if the task allows
+that and their models are small enough to stack. A failing client stops the run with a ClientError
+that names it; the cause is chained.
 """
 
-from collections.abc import Generator, Mapping
-from contextlib import closing
-from dataclasses import dataclass, field
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from coterie.client.batch import ClientBatch
+from coterie.client.interfaces import Metrics
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
-from coterie.core.tensors import nbytes
-from coterie.engines.at_once import AtOnce, Reply
+from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes
+from coterie.core.threads import stopped_by
 from coterie.engines.engine import Engine, Listener, Write
 from coterie.engines.states import States
 from coterie.methods import Method
 from coterie.models.layout import Layout
+
+# seconds after which a thread in Python lets another one on, instead of 0.005: what others wait for
+# is mostly the start of their next product
+SWITCH_S = 0.0005
+Reply = tuple[Tensors, Metrics]
+Answer = Callable[[Site, ClientId, State], Reply]
+
+
+@dataclass
+class AtOnce:
+    """Threads in which several clients do a task. Random numbers are those of one client after
+    another if tasks draw from their own generators. PyTorch's dropout draws from the global one,
+    which threads share: a task that did so is undone, and left to the caller.
+    """
+
+    site: Site
+    kept: States  # the clients' states
+    most: int  # clients that compute at once
+    _sites: list[Site] = field(default_factory=list)
+
+    def answer(
+        self, clients: Iterable[ClientId], answer: Answer
+    ) -> Generator[tuple[ClientId, Reply | None]]:
+        """Yield each client's reply, in order; None if the caller must ask it. At most `most` tasks
+        are at work, or have a state in memory for which there is no room. If the iterator is closed
+        early, as by an exception, they stop at their next batch. Raises ClientError of the first
+        client, in order, whose task failed; then no others begin.
+        """
+        todo = deque(clients)
+        sites, stop = self._free(todo), threading.Event()
+        with torch.random.fork_rng(devices=[]), _pool(len(sites), stop) as pool:
+            before = torch.get_rng_state()
+            exchange = _Exchange(pool, self.kept, answer, before, sites, todo.copy())
+            try:
+                for client in todo:
+                    work = exchange.ended(client)
+                    if work is not None and work.error is not None:
+                        raise work.error
+                    yield client, None if work is None else work.reply
+            finally:
+                stop.set()
+
+    def _free(self, clients: deque[ClientId]) -> list[Site]:
+        """Return a site for each thread, with models for these clients."""
+        count = min(self.most, len(clients))
+        self._sites = self._sites or [self.site]
+        self._sites += [self.site.twin() for _ in range(count - len(self._sites))]
+        for site in self._sites[:count]:  # here, since a new model may draw random numbers
+            for client in clients:
+                site.model(client)
+        return self._sites[:count]
+
+
+@dataclass
+class _Work:
+    """A client's task: its reply or error, and the state before it."""
+
+    client: ClientId
+    site: Site
+    state: State
+    reply: Reply | None = None
+    error: BaseException | None = None
+    drew: bool = False
+
+    def __post_init__(self) -> None:
+        self._undo = {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def do(self, answer: Answer, before: Tensor) -> None:
+        """Do the task, and note whether anything drew from the global generator meanwhile."""
+        try:
+            self.reply = answer(self.site, self.client, self.state)
+        except BaseException as error:  # raised where the client's turn is
+            self.error = error
+        self.drew = not torch.equal(torch.get_rng_state(), before)
+
+    def undo(self) -> None:
+        """Restore the state from before the task."""
+        self.state.clear()
+        self.state |= self._undo
+
+
+@dataclass
+class _Exchange:
+    """The tasks of one exchange: pending, running and done."""
+
+    pool: ThreadPoolExecutor
+    kept: States
+    answer: Answer
+    before: Tensor
+    free: list[Site]
+    todo: deque[ClientId]
+    running: dict[Future[None], _Work] = field(default_factory=dict)
+    done: dict[ClientId, _Work] = field(default_factory=dict)
+
+    def ended(self, client: ClientId) -> _Work | None:
+        """Return a client's task when it is done; None if it was undone or never begun."""
+        while client not in self.done:
+            self._begin()
+            if not self.running:
+                return None
+            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
+                self._end(self.running.pop(future))
+        return self.done.pop(client)
+
+    def _begin(self) -> None:
+        while self.free and self.todo:
+            client = self.todo.popleft()
+            work = _Work(client, self.free.pop(), self.kept.take(client))
+            self.running[self.pool.submit(work.do, self.answer, self.before)] = work
+
+    def _end(self, work: _Work) -> None:
+        if work.drew or work.error is not None:
+            self.todo.clear()
+        if work.drew:
+            work.undo()
+            return
+        self.free.append(work.site)
+        if work.error is None:
+            self.kept.put(work.client, work.state)
+        self.done[work.client] = work
+
+
+@contextmanager
+def _pool(threads: int, stop: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """Provide threads that compute as this one does, until `stop` is set."""
+    inner, interval = torch.get_num_threads(), sys.getswitchinterval()
+
+    def start() -> None:
+        torch.set_num_threads(inner)
+        stopped_by(stop)
+
+    sys.setswitchinterval(min(SWITCH_S, interval))
+    try:
+        with ThreadPoolExecutor(threads, "client", start) as pool:
+            yield pool
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @dataclass
@@ -126,3 +274,58 @@ class InProcess(Engine):
 
     def close(self) -> None:
         self.kept.close()
+
+
+@dataclass
+class Loopback(Engine):
+    """The engine; the clients' method is rebuilt from its hyperparameters for every task."""
+
+    site: Site
+    method: Method
+    listener: Listener = field(default_factory=Listener)
+    _states: dict[ClientId, bytes] = field(default_factory=dict)
+
+    def answer(self, ask: Ask, round: int, phase: int) -> Replies:
+        requests = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
+        replies = {
+            i: self._on_device(ask.name, i, request, round, phase)
+            for i, request in requests.items()
+        }
+        return {i: from_bytes(reply, f"reply of client {i!r}") for i, reply in replies.items()}
+
+    def _on_device(
+        self, task: str, client: ClientId, request: bytes, round: int, phase: int
+    ) -> bytes:
+        method = type(self.method)(**asdict(self.method))
+        state = (
+            from_bytes(self._states[client], f"state of client {client!r}")
+            if client in self._states
+            else {}
+        )
+        reply, metrics = self.site.answer(
+            method, task, client, from_bytes(request), state, round, phase
+        )
+        self._states[client] = to_bytes(state)
+        self.listener.measured(client, metrics)
+        return to_bytes(reply)
+
+    def keep(self, ask: Ask, round: int, write: Write) -> None:
+        self.answer(ask, round, -1)
+        for i, tensors in ask.to.items():
+            write(self.site.clients(i, from_bytes(self._states[i])), tensors)
+
+    def states(self) -> Mapping[ClientId, State]:
+        return {i: from_bytes(state) for i, state in self._states.items()}
+
+    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
+        self._states = {i: to_bytes(state) for i, state in states.items()}
+
+    def state_bytes(self) -> Mapping[ClientId, int]:
+        return {i: nbytes(state) for i, state in self.states().items()}
+
+
+# the values of `engine` in a recipe that need nothing but this process
+ENGINES: dict[str, type[InProcess] | type[Loopback]] = {
+    "inprocess": InProcess,
+    "loopback": Loopback,
+}

@@ -1,6 +1,5 @@
 """Export of personal models for other programs, each checked in the program that it is for."""
 
-from coterie.export.frame import FORMATS, Exported, export
-from coterie.export.texts import Source
+from coterie.export.frame import FORMATS, Exported, Source, export
 
 __all__ = ["FORMATS", "Exported", "Source", "export"]

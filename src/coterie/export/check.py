@@ -11,8 +11,7 @@ from coterie.core.errors import ExportError
 from coterie.core.printing import printable
 from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
-from coterie.export.format import ClientModel, Format, Options, Runtime, Written, rows_of
-from coterie.export.serving import QUESTION
+from coterie.export.format import QUESTION, ClientModel, Format, Options, Runtime, Written, rows_of
 
 # windows in a batch
 ROWS = 16

@@ -20,10 +20,18 @@ from coterie.core.files import write_atomically
 from coterie.data.chats import ChatBatch
 from coterie.export import gguf_files
 from coterie.export.check import MOST
-from coterie.export.format import ClientModel, Format, Options, Runtime, Written, rows_of
-from coterie.export.gguf_tokens import Tokens, check_serving
+from coterie.export.format import (
+    QUESTION,
+    ClientModel,
+    Format,
+    Options,
+    Runtime,
+    Serving,
+    Written,
+    rows_of,
+)
+from coterie.export.gguf_files import Tokens, check_serving
 from coterie.export.mixtral import refused, relative_of
-from coterie.export.serving import QUESTION, Serving
 from coterie.models import gguf_base
 from coterie.personal import PersonalModel
 

@@ -17,9 +17,9 @@ from coterie.export.format import ClientModel, rows_of
 from coterie.models.adapter import AdapterBlock
 from coterie.models.families import FAMILIES
 from coterie.models.language import LanguageModel
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 from coterie.personal import PersonalModel
-from coterie.personal.inference.packing import experts_of
+from coterie.personal.inference.stacks import experts_of
 from coterie.personal.mixture import PersonalMixture, mixed_parameters
 
 FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")

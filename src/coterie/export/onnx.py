@@ -20,9 +20,17 @@ from coterie.core.errors import ExportError
 from coterie.core.files import load, read_json, save, write_atomically
 from coterie.core.foreign import read_text
 from coterie.core.tensors import all_finite
-from coterie.export.format import ClientModel, Format, Options, Runtime, Written, filled_readme
+from coterie.export.format import (
+    GENERATION,
+    ClientModel,
+    Format,
+    Options,
+    Runtime,
+    Written,
+    filled_readme,
+    ids_of,
+)
 from coterie.export.functional import Axes, Interface, client_tensors, traced
-from coterie.export.serving import GENERATION, ids_of
 from coterie.personal import PersonalModel
 
 README, BASE, WEIGHTS = "README.md", "base.onnx", "base.onnx.data"

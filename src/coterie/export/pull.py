@@ -24,8 +24,8 @@ from coterie.models.artifact import (
     model_folders,
     read_about,
     read_about_json,
+    read_classifier,
 )
-from coterie.models.classifier_artifact import read_classifier
 from coterie.personal import PersonalModel
 from coterie.personal import load as load_model
 from coterie.runs import recipes

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client.parts import ClientOfParts
+from coterie.client.site import ClientOfParts
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Method
 from coterie.methods.comigs import CoMiGS

@@ -13,8 +13,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.client.blueprint import Blueprint
-from coterie.client.parts import CENTRE, WEIGHTS, ClientOfParts
 from coterie.client.settings import Training
+from coterie.client.site import CENTRE, WEIGHTS, ClientOfParts
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Adaptation, ClientId, Round, State
 from coterie.core.tensors import Tensors, prefixed, under

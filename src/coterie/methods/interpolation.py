@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.client.parts import CENTRE, ClientOfParts
+from coterie.client.site import CENTRE, ClientOfParts
 from coterie.core.protocol import MOST_SCORES, Adaptation, Ask, ClientId, Replies, Sends, task
 from coterie.core.tensors import Tensors
 from coterie.methods.base import Method

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.client.parts import WEIGHTS, ClientOfParts
 from coterie.client.settings import Training
+from coterie.client.site import WEIGHTS, ClientOfParts
 from coterie.client.state import improves, recall, remember
 from coterie.core.protocol import (
     PARTS,

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -26,7 +26,6 @@ from coterie.models.architecture import (
     tokenizer,
     trusted,
 )
-from coterie.models.attention import precise_attention
 from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.quantised import dequantise, quantise
@@ -39,6 +38,36 @@ from coterie.models.slots import (
     recomputable,
     slotted,
 )
+
+_NAME = "sdpa-fp32"
+
+
+def precise_attention(model: nn.Module) -> None:
+    """Have a base of transformers compute its attention in fp32, in place, if it uses SDPA."""
+    config: Any = model.config
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation = _registered()
+
+
+@cache
+def _registered() -> str:
+    """Return the name of attention in fp32, known to transformers from then on."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import sdpa_mask
+
+    def forward(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **how: Any
+    ) -> tuple[Tensor, None]:
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.float()
+        y, _ = sdpa_attention_forward(module, q.float(), k.float(), v.float(), mask, **how)
+        return y.to(q.dtype), None
+
+    AttentionInterface.register(_NAME, forward)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    return _NAME
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # settings of a base whose logits are scaled or capped

@@ -13,11 +13,17 @@ from coterie.core.roles import GENERALIST, SPECIALIST, Role, by_role
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.models.layout import LocalPart
-from coterie.models.lora import LoRA
-from coterie.models.network_tensors import check, make_local, statistics, training
+from coterie.models.mixture import LoRA
+from coterie.models.network_tensors import (
+    Stacked,
+    check,
+    make_local,
+    statistics,
+    training,
+    unflatten,
+)
 from coterie.models.networks import Network, Shape
 from coterie.models.predictions import Prediction, score_of
-from coterie.models.vectorised import Stacked, unflatten
 
 
 class Classifier:

@@ -13,12 +13,11 @@ from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, GATE, Role
 from coterie.core.tensors import Tensors
 from coterie.data.chats.splits import ChatBatch
-from coterie.models.adapter import Adapter
+from coterie.models.adapter import Adapter, CopiedAdapter, copies
 from coterie.models.backbone import Backbone
 from coterie.models.layout import ABSENT, Layout
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 from coterie.models.network_tensors import check_trained, training
-from coterie.models.per_example import CopiedAdapter, copies
 from coterie.models.predictions import Prediction, score_of
 from coterie.models.routing import Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable

@@ -16,7 +16,7 @@ from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.models.layout import ABSENT, GateTarget, PoolLayout
-from coterie.models.lora import LoRA
+from coterie.models.mixture import LoRA
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.predictions import Prediction
 

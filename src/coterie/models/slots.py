@@ -14,7 +14,7 @@ from coterie.core.errors import ModelError
 from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import Architecture
 from coterie.models.families import REMEDY, Family
-from coterie.models.lora import project
+from coterie.models.mixture import project
 from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.quantised import QuantisedLinear
 from coterie.models.routing import Routing

@@ -1,7 +1,6 @@
 """Personal models in use: loading, prediction, generation, and web pages to try them."""
 
-from coterie.models.artifact import About, Origin, read_about, save
-from coterie.models.classifier_artifact import save_classifier
+from coterie.models.artifact import About, Origin, read_about, save, save_classifier
 from coterie.personal.classifier import PersonalClassifier, Prediction
 from coterie.personal.evaluation import evaluate
 from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many

@@ -17,21 +17,23 @@ from coterie.core.tensors import MOST_OF_ONE, Named, prefixed, under
 from coterie.data.examples import Examples
 from coterie.models.artifact import (
     CLASSIFIER_WEIGHTS,
+    COMMON,
     FOREIGN,
+    AboutClassifier,
     AboutMixture,
     fill,
+    own_tensors,
+    read_classifier,
     read_mixture,
     verify,
 )
 from coterie.models.classifier import Classifier
-from coterie.models.classifier_artifact import COMMON, AboutClassifier, own_tensors, read_classifier
 from coterie.models.common import CommonExpert
-from coterie.models.features import features
 from coterie.models.interpolation import interpolate
 from coterie.models.network_tensors import check, check_size
 from coterie.models.networks import NetworkShape
 from coterie.models.pool import PoolClassifier
-from coterie.models.text import TextShape
+from coterie.models.text import TextShape, features
 from coterie.personal.samples import Samples, as_samples
 from coterie.personal.sampling import not_usable, usable
 

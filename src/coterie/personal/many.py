@@ -20,8 +20,7 @@ from coterie.core.isolation import inference
 from coterie.data.chats import ChatTemplate
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.slots import Attachable
-from coterie.personal.inference.mixed import Mixed
-from coterie.personal.inference.stacks import Stacks
+from coterie.personal.inference.stacks import Mixed, Stacks
 from coterie.personal.model import PersonalModel
 from coterie.personal.text_inference import TextInference
 from coterie.personal.word_search import Word

@@ -23,9 +23,7 @@ from coterie.models.predictions import Prediction, joined, score_of
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch
 from coterie.personal.following import Following
-from coterie.personal.inference.mixed import Mixed
-from coterie.personal.inference.packing import padded
-from coterie.personal.inference.stacks import Stacks
+from coterie.personal.inference.stacks import Mixed, Stacks, padded
 from coterie.personal.model import PersonalModel
 
 

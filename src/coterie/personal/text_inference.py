@@ -12,7 +12,7 @@ from coterie.core.isolation import inference
 from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.slots import Attachable
-from coterie.personal.inference.mixed import Mixed, attached
+from coterie.personal.inference.stacks import Mixed, attached
 from coterie.personal.sampling import check_temperature, not_usable, usable
 from coterie.personal.word_search import Word
 from coterie.personal.words import Words, left_padded

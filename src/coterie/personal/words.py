@@ -27,7 +27,7 @@ from coterie.data.text_encoding import TextEncoder
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable
-from coterie.personal.inference.mixed import Mixed, attached
+from coterie.personal.inference.stacks import Mixed, attached
 from coterie.personal.sampling import not_usable, usable
 from coterie.personal.word_search import PUNCTUATION, SPACES, Beginning, Search, Word
 

@@ -8,8 +8,7 @@
 Each of `CHECKS`, a function of a method and a `World`, raises AssertionError. None needs pytest.
 """
 
-from coterie.testing.run import NotApplicable, Run
+from coterie.testing.run import NotApplicable, Run, World
 from coterie.testing.suite import CHECKS, Checked, check_method
-from coterie.testing.worlds import World
 
 __all__ = ["CHECKS", "Checked", "NotApplicable", "Run", "World", "check_method"]

@@ -23,8 +23,7 @@ from coterie.core.protocol import (
 )
 from coterie.core.tensors import Named, Tensors, under
 from coterie.methods import Method
-from coterie.testing.run import Run, clause, require
-from coterie.testing.worlds import World
+from coterie.testing.run import Run, World, clause, require
 
 # With what was sent, as it was before a client may have used its memory.
 Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]

@@ -1,22 +1,199 @@
-"""A method on a federation, round by round, without files; and checks: functions of a method and a
-world, with the clause of the contract that each checks.
+"""Tiny federations and models made in code; a method on them, round by round, without files; and
+checks: functions of a method and a world, with the clause of the contract that each checks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+from dataclasses import dataclass, field, replace
+from functools import cache, partial, wraps
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from coterie.client.blueprint import Blueprint
+from coterie.client.interfaces import Model, Trainable
 from coterie.client.settings import Training
 from coterie.client.site import Site
+from coterie.core.errors import ModelError
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.core.tensors import Named, Tensors
-from coterie.data.federation import CENTRALIZED
+from coterie.data.examples import ExampleSplit
+from coterie.data.federation import CENTRALIZED, ClientData, Federation
+from coterie.data.splits import TokenSplit
 from coterie.engines import ENGINES, Engine
 from coterie.methods import Method
-from coterie.testing.worlds import BASE, World
+from coterie.models.adapter import Adapter
+from coterie.models.backbone import Backbone
+from coterie.models.classifier import Classifier
+from coterie.models.common import CommonExpert
+from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+from coterie.models.networks import NetworkShape
+from coterie.models.pool import PoolClassifier
+from coterie.runs.problems.classification import Classification
+from coterie.runs.problems.language import Language
+from coterie.runs.recipes.sections import ClassifierSection, LanguageSection
+
+BASE = Layout(rank=2)
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A federation, and the models that its clients can have.
+
+    Args:
+        name: What the clients learn, in messages.
+        federation: The clients and their data.
+        build: Makes a model of a layout.
+        trainable: Makes the trainable part of one, as a server has it.
+        check: Raises ModelError for a layout that models of this kind cannot have.
+        separate: As `build`, of models that are never stacked; None if they never are.
+    """
+
+    name: str
+    federation: Federation
+    build: Callable[[Layout], Model]
+    trainable: Callable[[Layout], Trainable]
+    check: Callable[[str, Layout], None]
+    separate: Callable[[Layout], Model] | None = None
+    # What checks computed that others need too.
+    memo: dict[object, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def among(self, clients: Mapping[ClientId, ClientData]) -> "World":
+        """Return the same world with these clients, in this order."""
+        anchors = tuple(q for q in self.federation.anchors if q in clients)
+        return replace(self, federation=Federation(clients, "", self.federation.clusters, anchors))
+
+    @property
+    def alone(self) -> "World":
+        """The same world with its first client alone."""
+        id, data = next(iter(self.federation.clients.items()))
+        return self.among({id: data})
+
+    @property
+    def one_by_one(self) -> "World":
+        """The same world without batches of clients, which change the rounding."""
+        return self if self.separate is None else replace(self, build=self.separate, separate=None)
+
+    def refuses(self, method: Method) -> str | None:
+        """Return why a method has no model here; None if it has."""
+        try:
+            for position in range(len(self.federation.clients)):
+                for layout in method.layout(position, BASE).models:
+                    self.check(type(method).__name__, layout)
+        except ModelError as error:
+            return error.problem.removeprefix("method.name: ")
+        return None
+
+
+class OneByOne(Classifier):
+    """A classifier whose clients are never computed in a batch."""
+
+    stacks = False
+
+
+def write_tiny_base(folder: Path) -> Path:
+    """Write a random Llama of two blocks and width 16, with a byte-level tokenizer, to a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {"<|endoftext|>": 0} | {c: i for i, c in enumerate(alphabet, 1)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=257,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def tiny_texts() -> Federation:
+    """Return three clients with byte tokens of their own range, in windows of 8; two clusters."""
+    rng = np.random.default_rng(0)
+
+    def split(name: str, low: int, size: int) -> TokenSplit:
+        tokens = rng.integers(low, low + 60, size).astype(np.uint16)
+        return TokenSplit(name, tokens, context=8, seed=low)
+
+    sizes = {"train": 400, "valid": 120, "test": 100}
+    clients = {
+        name: ClientData(name, *(split(part, low, size) for part, size in sizes.items()))
+        for name, low in (("ann", 1), ("ben", 60), ("cleo", 120))
+    }
+    return Federation(clients, "three clients of random bytes", {"ann": 0, "ben": 0, "cleo": 1})
+
+
+def tiny_pictures() -> Federation:
+    """Return three clients with a few digits of 4 x 4 pixels; the third has permuted labels."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = np.ascontiguousarray(digits.images[:, None, ::2, ::2] / 16, dtype=np.float32)
+    bounds = {"train": (0, 20), "valid": (20, 28), "test": (28, 40)}
+
+    def client(name: str, cluster: int, first: int) -> ClientData:
+        labels = ((digits.target + 5 * cluster) % 10).astype(np.int64)
+
+        def split(part: str, start: int, end: int) -> ExampleSplit:
+            rows = np.arange(first + start, first + end)
+            return ExampleSplit(part, images, labels, rows, first + 1, (0.3,), (0.4,), 10)
+
+        return ClientData(name, *(split(part, *ends) for part, ends in bounds.items()))
+
+    clusters = {"ann": 0, "ben": 0, "cleo": 1}
+    clients = {i: client(i, k, 40 * place) for place, (i, k) in enumerate(clusters.items())}
+    return Federation(clients, "three clients of digits", clusters, ("ann",))
+
+
+def language_on(base: Path, federation: Federation) -> World:
+    """Return the world of language models: LoRA adapters on the base in a folder."""
+    backbone = Backbone.load(base)
+    kind = Language(LanguageSection(), backbone, federation)
+    trainable = partial(Adapter, backbone.architecture)
+    return World("language", federation, partial(LanguageModel, backbone), trainable, kind.check)
+
+
+def pictures_of(federation: Federation) -> World:
+    """Return the world of image classifiers: a small network, and a common expert beside it."""
+    shape = NetworkShape("mlp", (1, 4, 4), 10, (6,))
+    section = ClassifierSection(kind="classifier", gate_width=5)
+    common = CommonExpert(shape, shape.initial(3))
+    classification = Classification(shape, common, section, torch.device("cpu"), federation)
+
+    def build(kind: type[Classifier], layout: Layout) -> Classifier | PoolClassifier:
+        return kind(shape) if type(layout) is Layout else classification.build(layout)
+
+    whole = partial(build, Classifier)
+    return World(
+        "pictures", federation, whole, whole, classification.check, partial(build, OneByOne)
+    )
+
+
+@cache
+def language() -> World:
+    """Return the world of language models, on a tiny base made for it."""
+    with TemporaryDirectory() as folder:
+        return language_on(write_tiny_base(Path(folder)), tiny_texts())
+
+
+@cache
+def pictures() -> World:
+    """Return the world of image classifiers, on handwritten digits."""
+    return pictures_of(tiny_pictures())
+
 
 Check = Callable[[Method, World], None]
 Answer = Callable[[Ask, int], Replies]

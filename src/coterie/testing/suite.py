@@ -11,7 +11,7 @@ from coterie.core.errors import Refused
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
 from coterie.methods.section import build_method
-from coterie.testing import leaving, training, worlds
+from coterie.testing import leaving, run, training
 from coterie.testing.run import Check, NotApplicable
 
 # From the most specific checks to those that many mistakes break.
@@ -94,7 +94,7 @@ def check_method(
         raise ValueError(f"leave_out: there is no check {sorted(unknown)[0]!r}")
     held: dict[str, tuple[str, ...]] = {}
     left_out: dict[str, str] = {}
-    for world in (worlds.language(), worlds.pictures()):
+    for world in (run.language(), run.pictures()):
         if why := world.refuses(built):
             left_out[world.name] = why
             continue
@@ -111,7 +111,7 @@ def check_method(
 
 
 def _held_back(
-    method: Method, world: worlds.World, leave_out: Mapping[str, str]
+    method: Method, world: run.World, leave_out: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
     """Run all checks in a world; yield those that do not apply, and why."""
     for check in CHECKS:

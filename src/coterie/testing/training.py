@@ -28,10 +28,12 @@ from coterie.runs.device.states import Memory
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.problems.prepare import Prepared
 from coterie.testing.run import (
+    BASE,
     Answer,
     Draw,
     NotApplicable,
     Run,
+    World,
     clause,
     coming_and_going,
     everybody,
@@ -41,7 +43,6 @@ from coterie.testing.run import (
     require_same_states,
     some,
 )
-from coterie.testing.worlds import BASE, World
 
 _COUNTERS = {"cursor/train", "cursor/train-expert/0", "cursor/train-expert/1", "iteration", "began"}
 _STATELESS = _COUNTERS | {f"embeddings/{split}" for split in SPLITS}

@@ -1,4 +1,6 @@
-"""Clients on the nodes of a Flower grid: its simulation, or a SuperLink with SuperNodes."""
+"""Clients on the nodes of a Flower grid: its simulation, or a SuperLink with SuperNodes. A client
+that spoils masked sums is searched for by halves, from one exchange to the next.
+"""
 
 import json
 import time
@@ -18,10 +20,64 @@ from coterie.core.printing import printable
 from coterie.core.protocol import Ask, ClientId, Replies, State, trains
 from coterie.core.tensors import MOST_OF_ONE, from_bytes, nbytes
 from coterie.engines.engine import Engine, Listener, Write
-from coterie.engines.flower.nodes import Nodes, described
-from coterie.engines.flower.secagg_suspects import Suspects
-from coterie.engines.flower.transport import SLACK, SLOW_S, Transport, bodies_of, read_reply
+from coterie.engines.flower.nodes import (
+    SLACK,
+    SLOW_S,
+    Nodes,
+    Transport,
+    bodies_of,
+    described,
+    read_reply,
+)
 from coterie.engines.messages import Member, Reply, Request, check_answers
+
+
+@dataclass
+class Suspects:
+    """Clients of which one spoilt all sums that were spoilt so far."""
+
+    names: list[str] = field(default_factory=list)  # sorted; empty: no sum was spoilt
+    turn: int = 0  # exchanges since the last spoilt one
+    patience: int = 2  # exchanges after a spoilt one that leave out suspects
+
+    def learn(self, spoilt: Collection[str]) -> None:
+        """Record the clients in a spoilt sum."""
+        before, self.turn = self.names, 0
+        self.names = sorted(set(before) & set(spoilt) or spoilt)
+        if self.names == before:
+            self.patience *= 2
+
+    def left_out(self, clients: Sequence[str]) -> list[str]:
+        """Return clients to leave out of an exchange: the culprit, or half of the suspects, with
+        others if these are few; none if too few would stay or be left out.
+        """
+        here = [name for name in self.names if name in clients]
+        if len(self.names) == 1:
+            return here if len(clients) > secure.FEWEST else []
+        if not here or self.turn >= self.patience or len(clients) < 2 * secure.FEWEST:
+            return []
+        half, others = (len(here) + 1) // 2, sorted(set(clients) - set(here))
+        return [
+            *_rotated(here, self.turn * half)[:half],
+            *_rotated(others, self.turn)[: max(0, secure.FEWEST - half)],
+        ]
+
+    def __str__(self) -> str:
+        if len(self.names) == 1:
+            return (
+                "left out: it was in every sum that was out of range, and each other client was "
+                "left out of one of them"
+            )
+        return (
+            f"left out of this exchange: one of {', '.join(self.names)} spoilt a sum, and until "
+            f"it is found, half of them are left out in turn"
+        )
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    start = by % max(len(names), 1)
+    return names[start:] + names[:start]
+
 
 __all__ = ["Flower", "Grid", "gathered"]
 _PER_TENSOR = 512  # bytes that a reply may have for a tensor, beside its values

@@ -23,9 +23,10 @@ from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, levels, step
 from coterie.aggregation.sharing import SHARE, Share, combined
 from coterie.core.errors import TensorError
 from coterie.engines.flower import secagg_common as common
-from coterie.engines.flower.secagg_cohort import Carry, Participants
-from coterie.engines.flower.secagg_replies import (
+from coterie.engines.flower.secagg_cohort import (
     FOREIGN,
+    Carry,
+    Participants,
     check_lengths,
     configs_of,
     content_with,

@@ -13,9 +13,9 @@ from coterie.core.metrics import ACCURACY
 from coterie.core.tensors import Tensors, nbytes, to_bytes
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import Federation
-from coterie.models import artifact, features
+from coterie.models import artifact, text
+from coterie.models.artifact import save_classifier
 from coterie.models.classifier import Classifier
-from coterie.models.classifier_artifact import save_classifier
 from coterie.models.common import CommonExpert
 from coterie.models.generalising import (
     AdversarialClassifier,
@@ -142,7 +142,7 @@ class Classification(LearningProblem):
         return nbytes(self.common.tensors) if self.common is not None else 0
 
     def flops(self, layout: Layout, trained: bool) -> int:
-        encoding = 0 if self.encoder is None else features.flops(self.encoder)
+        encoding = 0 if self.encoder is None else text.flops(self.encoder)
         return encoding + self.trainable(layout).flops()
 
     def scores(self, layout: Layout) -> Tensors:

@@ -14,7 +14,7 @@ from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
-from coterie.models import features, memory, network_tensors
+from coterie.models import memory, network_tensors, text
 from coterie.models.architecture import configuration, tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.common import CommonExpert, Normalisation, trained
@@ -133,7 +133,7 @@ def _classification(
             )
             if section.head is not None:
                 encoder = section.encoder(data.classes)
-                here = here and features.of_federation(here, encoder, device)
+                here = here and text.of_federation(here, encoder, device)
         case _:
             raise AssertionError("the recipe checked that data and model fit")
     expert = None if common is None else _common(common, common_shape, here, data, device)

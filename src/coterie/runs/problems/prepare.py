@@ -11,8 +11,7 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
-from coterie.client.parts import ClientOfParts
-from coterie.client.site import Site
+from coterie.client.site import ClientOfParts, Site
 from coterie.client.state import kept_round, recall
 from coterie.core.errors import DataError, RecipeError
 from coterie.core.extras import require

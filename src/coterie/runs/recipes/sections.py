@@ -14,9 +14,8 @@ from pydantic import (
 
 from coterie.core import devices
 from coterie.models.common import Pretraining
-from coterie.models.layers import Norm
 from coterie.models.layout import MOST_ALPHA, Layout
-from coterie.models.networks import NetworkShape, Shape
+from coterie.models.networks import NetworkShape, Norm, Shape
 from coterie.models.quantised import Quantisation
 from coterie.models.text import TextShape
 from coterie.runs.recipes.mistakes import Mistakes
