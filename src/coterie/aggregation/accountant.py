@@ -28,14 +28,12 @@ NOT_COVERED = (
 class Ledger:
     """The privacy spent by Gaussian mechanisms of different noise, for one client or for all, of
     the same notion of neighbours. Raises Refused if the accounting library is missing.
-
-    Args:
-        entries: The state, JSON values: (count, rate, multiplier) each. The rate is the share that
-            was drawn, without replacement, of those that could have taken part; 1 if nobody was
-            drawn. The multiplier is the noise's standard deviation over the sensitivity: z for
-            neighbours by adding or removing, z / 2 for neighbours by replacement.
     """
 
+    # the state, JSON values: (count, rate, multiplier) each. The rate is the share that was
+    # drawn, without replacement, of those that could have taken part; 1 if nobody was drawn. The
+    # multiplier is the noise's standard deviation over the sensitivity: z for neighbours by
+    # adding or removing, z / 2 for neighbours by replacement
     entries: list[tuple[int, float, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,20 +96,16 @@ class Accountant:
     Local: the guarantee of a client against everybody, for neighbours by replacement, over all
     counted exchanges. For a client that took part in fewer, keep an Accountant of its own.
 
-    Args:
-        privacy: The recipe's section.
-        clients: N, all clients of the federation.
-        runs: The state, JSON values: exchanges as (count, rate), with the share of clients drawn.
-        experiment: Whether noise and draws follow from the run's seed, as in a simulation: whoever
-            knows it is not covered.
-
     Raises:
         Refused: A library that counts or draws noise is not installed, or there is no delta.
     """
 
-    privacy: Privacy
-    clients: int
+    privacy: Privacy  # the recipe's section
+    clients: int  # N, all clients of the federation
+    # the state, JSON values: exchanges as (count, rate), with the share of clients drawn
     runs: list[tuple[int, float]] = field(default_factory=list)
+    # whether noise and draws follow from the run's seed, as in a simulation: whoever knows it is
+    # not covered
     experiment: bool = False
 
     def __post_init__(self) -> None:
@@ -208,15 +202,9 @@ def finite(epsilon: float) -> float | None:
 
 
 def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
-    """Return the smallest known epsilon of a composition of mechanisms; infinite beyond 500.
-
-    Args:
-        squared: The sum of mu^2 over the Gaussian mechanisms.
-        renyi: The sum of the Rényi divergences of all others, (orders,) over `ORDERS`.
-        delta: The delta of the guarantee.
-
-    Raises:
-        Refused: The accounting library is not installed.
+    """Return the smallest known epsilon of a composition of mechanisms; infinite beyond 500: of the
+    sum of mu^2 over Gaussian ones, and the Rényi divergences of all others, (orders,) over
+    `ORDERS`. Raises Refused without the accounting library.
     """
     if not squared and not renyi.any():
         return 0.0
@@ -246,9 +234,7 @@ def rdp_of_drawn(rate: float, multiplier: float, order: float) -> float:
 
 
 def _log_moment(rate: float, multiplier: float, order: int) -> float:
-    """(alpha - 1) times the bound for an integer alpha: log(1 + sum_{j=2}^alpha binom(alpha, j)
-    rate^j c_j).
-    """
+    """(alpha - 1) times the bound for an integer alpha: log(1 + sum_j binom(alpha, j) r^j c_j)."""
     from scipy.special import gammaln, logsumexp
 
     if order == 1:

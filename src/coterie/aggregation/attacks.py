@@ -61,16 +61,8 @@ def poisoned(
 ) -> Tensors:
     """Return what an attacker sends in place of an honest reply, in its form; integers are kept.
 
-    Args:
-        reply: The honest reply.
-        sent: What the client had received.
-        is_update: Whether the reply is what was sent, trained: then the false update is added to
-            that; otherwise, and for names that were not sent, to zero.
-        attack: The kind of attack.
-        generator: Draws random directions, in the order of the names.
-
-    Raises:
-        TensorError: A tensor of an update has another form than the one that was sent.
+    The false update of what `is_update` is added to what was sent; otherwise, and for names that
+    were not sent, to zero. Raises TensorError for a tensor of another form than was sent.
     """
     honest = {name: t for name, t in reply.items() if t.is_floating_point()}
     if attack.kind == "nan":

@@ -28,16 +28,12 @@ def threshold_centre(
 
 
 def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds: int) -> Tensor:
-    """Return a centre v of Threshold-Clustering, as the weights of the points, (n,) float64, sum 1.
+    """Return a centre v of Threshold-Clustering, as the weights of the n points, (d,) each, (n,)
+    float64, sum 1: from the point `start` on, `rounds` times v <- 1/n sum_j (z_j if it is among the
+    `size` nearest, otherwise v).
 
     It uses only inner products of points relative to the first centre, so that a round takes hardly
     any time beside computing the n^2 products.
-
-    Args:
-        points: n vectors, (d,).
-        start: The index of the point that is the first centre.
-        size: How many points are within the radius: the nearest to the centre; at most all.
-        rounds: How often to set v <- 1/n sum_j (z_j if within the radius of v, otherwise v).
     """
     products = torch.zeros(len(points), len(points), dtype=torch.float64)
     for parts in zip(*(torch.split(z, _CHUNK) for z in points), strict=True):

@@ -21,9 +21,7 @@ CHUNK = 1 << 13
 
 
 def project_simplex(rows: Tensor) -> Tensor:
-    """Return the Euclidean projection of each row, (..., n), onto the probability simplex, by
-    sorting (Held, Wolfe and Crowder 1974).
-    """
+    """Project each row, (..., n), onto the probability simplex (Held, Wolfe and Crowder 1974)."""
     descending = rows.sort(dim=-1, descending=True).values
     excess = descending.cumsum(dim=-1) - 1
     counts = torch.arange(1, rows.shape[-1] + 1, dtype=rows.dtype)
@@ -76,14 +74,9 @@ def agreement(order: Sequence[ClientId], gradients: Replies) -> Tensor:
 def weighted_differences(
     models: Sequence[Tensor], weights: Tensor, rows: Sequence[int] | None = None
 ) -> Tensor:
-    """(m, d): row i is sum_k w_ik (x_i - x_k), as L (X - mean X) with the Laplacian L = diag(W 1) -
-    W. Rows of L sum to 0, so that centring changes nothing; without it L X loses digits in fp32
-    where models nearly agree.
-
-    Args:
-        models: n vectors, (d,).
-        weights: (n, n).
-        rows: The m of the n rows to return; None for all.
+    """(m, d): row i is sum_k w_ik (x_i - x_k) of models, n of (d,), and weights, (n, n), for m of
+    the rows or all, as L (X - mean X) with the Laplacian L = diag(W 1) - W. Rows of L sum to 0, so
+    that centring changes nothing; without it L X loses digits in fp32 where models nearly agree.
     """
     laplacian = (weights.sum(dim=1).diag() - weights).to(models[0])
     if rows is not None and len(rows) < len(models):
@@ -121,13 +114,9 @@ def mixtures(models: Sequence[Tensor], weights: Tensor) -> Tensor:
 def rearranged(
     weights: Tensor, places: Sequence[int | None], start: Tensor, row_stochastic: bool
 ) -> Tensor:
-    """W after clients joined and left, (n, n): new ones have start weights, others keep theirs.
-
-    Args:
-        weights: (m, m), before.
-        places: For each of the n present clients its former row, or None for a new one.
-        start: (n, n), the start weights of a federation of these clients.
-        row_stochastic: Whether rows sum to 1; they are then rescaled so that they still do.
+    """W, (m, m), after clients joined and left, (n, n): new ones, with None among `places`, have
+    their `start` weights, others keep those of their former row. Rows that have to sum to 1 still
+    do.
     """
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)
@@ -151,14 +140,9 @@ def start_weights(n: int, row_stochastic: bool) -> Tensor:
 def weights_error(
     weights: Sequence[Sequence[float]], clusters: Sequence[int], row_stochastic: bool
 ) -> float:
-    """Return the share of off-diagonal weights on the wrong side of a threshold: exactly those of
-    cluster mates should be above it.
-
-    Args:
-        weights: (n, n).
-        clusters: The true cluster of each client.
-        row_stochastic: Whether rows sum to 1: the threshold is then half of the row's largest
-            off-diagonal weight, otherwise 0.5.
+    """Return the share of off-diagonal weights, (n, n), on the wrong side of a threshold: exactly
+    those of cluster mates should be above it. It is 0.5, or if rows sum to 1 half of the row's
+    largest.
     """
     wrong = []
     for i, row in enumerate(weights):

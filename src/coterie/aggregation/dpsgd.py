@@ -54,9 +54,7 @@ class Sanitizer:
     steps: int  # the most gradients that it makes, which are the ones counted
 
     def sample(self, windows: int, expected: int) -> npt.NDArray[np.int64]:
-        """Draw a batch, which may be empty: each example is in it independently, at the same
-        `rate`.
-        """
+        """Draw a batch, which may be empty: each example independently, at the same `rate`."""
         return np.flatnonzero(self.source.uniform(windows) < rate_of(windows, expected))
 
     def gradient(self, parts: Iterable[Sequence[Tensor]], size: int, expected: float) -> Tensor:
@@ -137,21 +135,16 @@ class ExampleAccountant:
     that it was asked for: one epsilon each, since rates and numbers of steps differ. Clients that
     did not answer may have trained, and count.
 
-    Args:
-        privacy: The recipe's section.
-        largest: Examples of the largest client, which gives delta if the recipe has none.
-        expected: The mean number of examples in a batch.
-        runs: The state, JSON values: (client, its training examples, which are public, steps).
-        experiment: Whether all randomness follows from the recipe's seed, as in a simulation.
-
     Raises:
         Refused: The accounting library is not installed, or there is no delta.
     """
 
-    privacy: Privacy
-    largest: int
-    expected: int
+    privacy: Privacy  # the recipe's section
+    largest: int  # examples of the largest client, which gives delta if the recipe has none
+    expected: int  # the mean number of examples in a batch
+    # the state, JSON values: (client, its training examples, which are public, steps)
     runs: list[tuple[ClientId, int, int]] = field(default_factory=list)
+    # whether all randomness follows from the recipe's seed, as in a simulation
     experiment: bool = False
 
     def __post_init__(self) -> None:

@@ -78,9 +78,7 @@ def ranks(tensors: Named) -> list[int]:
 
 
 def truncated(tensors: Named, ranks: Iterable[int]) -> Tensors:
-    """Return the first ranks of each pair, as many as `ranks` says for its module, and all frozen
-    sums.
-    """
+    """Return the first ranks of each pair, as many as `ranks` says, and all frozen sums."""
     pairs = frozen_sums(tensors)
     for module, rank in zip(modules(tensors), ranks, strict=True):
         A, B = factors(module, tensors)

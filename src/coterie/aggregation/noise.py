@@ -52,11 +52,8 @@ T = TypeVar("T")
 
 
 class Source:
-    """A stream of random numbers: AES-256 in counter mode. Raises Refused if its library is
-    missing.
-
-    Args:
-        key: 32 bytes that determine the stream; use a key for one purpose only.
+    """A stream of random numbers: AES-256 in counter mode by a key of 32 bytes, for one purpose
+    only. Raises Refused if its library is missing.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -100,9 +97,7 @@ class Source:
         return (self.integers(n) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
-        """Return the next integer, exactly uniform below `bound`. Raises ValueError unless 0 <
-        bound <= 2^64.
-        """
+        """Return an integer, uniform below `bound`. Raises ValueError unless 0 < bound <= 2^64."""
         if not 0 < bound <= 1 << 64:
             raise ValueError(f"a number below {bound}")
         fair = (1 << 64) - (1 << 64) % bound  # what is beyond would favour the smaller ones
@@ -156,9 +151,7 @@ class Source:
         out[:] = np.where(drawn & np.uint64(1), -size, size)
 
     def _settled(self, bits: int, deviation: float) -> int:
-        """Return the number of k = 0, 1, ... with Phi(-(k + 1/2) / deviation) > P, by bisection,
-        from the first 64 bits of P.
-        """
+        """Return how many k have Phi(-(k + 1/2) / deviation) > P, by the first 64 bits of P."""
         unknown = _Probability(self, bits)
         low, high = -1, 1
         while unknown.below_tail(high, deviation):
@@ -178,9 +171,7 @@ def _decided(bits: int, rest: float, size: float, deviation: float) -> bool:
 
 
 class _Probability:
-    """A uniform number in [0, 1/2), with as many bits drawn as a comparison needs; the first 64 are
-    given, an integer below 2^63.
-    """
+    """A uniform number in [0, 1/2), with as many bits as are compared; the first 64 are given."""
 
     def __init__(self, source: Source, bits: int) -> None:
         self._source, self._value, self._known = source, bits, 64

@@ -27,9 +27,7 @@ from coterie.core.tensors import norm as length
 
 
 class Adaptive(BaseModel):
-    """A norm C that follows a quantile of the norms of the updates (Andrew et al., 2021,
-    Algorithm 1).
-    """
+    """A norm C that follows a quantile of the updates' norms (Andrew et al., 2021, Algorithm 1)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,9 +43,7 @@ class Adaptive(BaseModel):
 
 
 class Privacy(BaseModel):
-    """Differential privacy of the tensors that clients share, for whole clients or for single
-    examples. Nothing else is covered.
-    """
+    """Differential privacy of the shared tensors alone, for whole clients or single examples."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,9 +114,7 @@ class Privacy(BaseModel):
 
     @property
     def update_noise(self) -> float:
-        """The noise multiplier of updates: z, or z_Delta if counting those within C costs some
-        privacy (Andrew et al., Theorem 1).
-        """
+        """The multiplier of updates: z, or z_Delta if C adapts (Andrew et al., Theorem 1)."""
         if self.adaptive is None or self.noise == 0:
             return self.noise
         return float((self.noise**-2 - (2 * self.adaptive.noise) ** -2) ** -0.5)
@@ -220,9 +214,7 @@ def _noisy_mean(
 
 
 def _trained(reply: Named, sent: Named) -> tuple[Tensors, Tensors]:
-    """Return a reply's floating tensors, and what was sent of them. Raises TensorError as
-    `clipped`.
-    """
+    """Return a reply's floating tensors, and what was sent of them. Raises as `clipped`."""
     trained = {name: t for name, t in reply.items() if t.is_floating_point()}
     origin = {name: sent[name].to(t.device) for name, t in trained.items() if name in sent}
     check_alike(origin, trained, "update to be clipped")

@@ -279,9 +279,7 @@ def _norms(models: Sequence[Named], around: Named) -> list[float]:
 
 
 def _products(models: Sequence[Named], around: Named) -> Tensor:
-    """(n, n) float64: inner products of updates, which unlike models are as long as their
-    distances.
-    """
+    """(n, n) float64: inner products of updates, which are as long as their distances."""
     products = torch.zeros(len(models), len(models), dtype=torch.float64)
     for part in _updates(models, around):
         products += (part @ part.T).cpu()

@@ -22,9 +22,7 @@ UPDATE = "update"  # the one tensor of a reply that is to be masked
 
 
 def levels(clients: int) -> int:
-    """Return the number of integer levels: the greatest power of two, at most 2^30, of which
-    `clients` sum to less than 2^32.
-    """
+    """Return the number of levels: the greatest power of two of which the sum is below 2^32."""
     return 1 << min(30, ((MODULUS - 1) // clients).bit_length() - 1)
 
 

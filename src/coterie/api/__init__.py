@@ -62,9 +62,7 @@ class Run:
 
     @cached_property
     def result(self) -> Result:
-        """The result of the recipe's own method. Raises CheckpointError if the run has not
-        ended.
-        """
+        """The result of its own method. Raises CheckpointError if the run has not ended."""
         return Result.read(self.folder)
 
     @cached_property
@@ -102,9 +100,7 @@ class Run:
     def load_many(
         self, clients: Sequence[str] | None = None, **settings: Unpack[Settings]
     ) -> personal.ManyModels:
-        """Load language models of several clients for batched inference, see
-        `coterie.load_many`.
-        """
+        """Load several clients' language models for batched inference, see `coterie.load_many`."""
         return personal.load_many(self.folder, clients, **settings)
 
 

@@ -289,9 +289,7 @@ def _stop_at_signals() -> None:
 
 @contextmanager
 def _stopping(note: str = RESUMABLE) -> Iterator[None]:
-    """Turn an error into one message and an exit code. Turn a signal into a stop, and print
-    `note`.
-    """
+    """Turn an error into a message and an exit code, and a signal into a stop; print `note`."""
     _stop_at_signals()
     try:
         check_docstrings()

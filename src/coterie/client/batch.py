@@ -269,15 +269,9 @@ class ClientBatch:
         on: Mapping[ClientId, Split],
         purpose: str = "",
     ) -> Tensor:
-        """Return gradients, (m, d), at points, (m, d), of their owners' losses on their own
-        batches.
-
-        Args:
-            points: (m, d).
-            owners: The owner of each point; a client may own several.
-            on: The split from which each owner's batches are drawn.
-            purpose: See `Client.gradient_at`. By default each point is the only one, its owner's
-                model, and running statistics are updated.
+        """Return gradients, (m, d), at points, (m, d), of their owners' losses on their own batches
+        of a split; a client may own several. For `purpose` see `Client.gradient_at`; by default
+        each point is the only one, its owner's model, and running statistics are updated.
         """
         if purpose and not all_finite({"points": points}):
             raise Divergence(

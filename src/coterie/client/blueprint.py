@@ -21,9 +21,7 @@ def initial_seed(seed: int, role: Role, client: ClientId) -> int:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The server's view of the model: its shapes, from the configuration, and the run's seed, but
-    no weights of the backbone.
-    """
+    """The server's view of the model: its shapes and the run's seed, without the base's weights."""
 
     trainable: Callable[[Layout], Trainable]  # makes the trainable part of a layout
     layouts: Mapping[ClientId, Layout]

@@ -248,15 +248,11 @@ class Client(BoundClient):
         return gradients_of
 
     def gradient(self, batch: Batch) -> Tensor:
-        """Return the loss's gradient, (d,) fp32, at the client's model, whose running statistics
-        are updated.
-        """
+        """Return the loss's gradient, (d,) fp32, at its model; running statistics are updated."""
         return _flat(self._gradients(batch, [GENERALIST])[GENERALIST]).float()
 
     def gradient_to_share(self, values: Tensor, batch: Batch) -> Tensor:
-        """As `gradient_at`, for shared values: if examples are protected, the sanitizer makes the
-        gradient, on its own batch.
-        """
+        """As `gradient_at`; if examples are protected, by the sanitizer, on its own batch."""
         if self.sanitizer is None:
             return self.gradient_at(values, batch)
         with self.at(values, GENERALIST):
@@ -303,9 +299,7 @@ class Client(BoundClient):
         return np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
 
     def batches(self, split: Split, windows: int | None = None) -> Iterator[Any]:
-        """Yield all rows of a split in order, or so many evenly spaced over it, in batches for
-        scoring.
-        """
+        """Yield all rows of a split in order, or so many evenly spaced, in batches for scoring."""
         most = self._most if windows is None else windows
         part = None if most is None else split.take(self._part(split, most)).split(self._rows)
         for batch in split.scoring(self._rows) if part is None else part:

@@ -101,9 +101,7 @@ class Outbound:
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int
     ) -> Tensors:
-        """Return what leaves the client `id`. Raises Refused for undeclared content of a protected
-        owner.
-        """
+        """Return what leaves the client `id`. Raises Refused for content that is not declared."""
         update = declared(task) is Sends.UPDATE
         # attackers do not lie about their scores
         if self.attack is not None and id in self.attackers and phase >= 0:

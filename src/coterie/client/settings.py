@@ -51,15 +51,8 @@ class Scheduled(BaseModel, ABC):
         return self.lr * (self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2)
 
     def step(self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str) -> None:
-        """Take one step of `flat` in place: the rows of a matrix, one for each client, step as they
-        do one by one.
-
-        Args:
-            flat: fp32, of any shape.
-            gradient: Of the same shape.
-            lr: The learning rate of this step.
-            memory: The optimiser's moments, which start at zero.
-            prefix: The prefix of this tensor's keys in `memory`.
+        """Take one step of `flat`, fp32, in place, with moments at `prefix` in `memory`, which
+        start at zero. The rows of a matrix, one for each client, step as they do one by one.
         """
         if self.max_grad_norm is not None:
             norm = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True)

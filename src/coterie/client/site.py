@@ -41,13 +41,9 @@ WEIGHTS = "weights"  # of the parts' predictions, (P,) float64 in the client's s
 
 @dataclass
 class ClientOfParts:
-    """One client during one task: an ordinary `Client` for each part, one at a time.
-
-    Args:
-        id: The client's stable name.
-        state: Its stored tensors: each part's as `<part>/<name>`, and what concerns all of them.
-        clients: By part, in the method's order: makes the part's client on the part's state. The
-            client of each part draws the random numbers of that method alone.
+    """One client during one task: an ordinary `Client` for each part, one at a time, made by
+    `clients` on the part's state, `<part>/<name>` in `state`; it draws the random numbers of that
+    method alone.
     """
 
     id: ClientId
@@ -120,9 +116,7 @@ _OF_THE_MODEL = ("parameters/", "optimiser/", "buffers", EXPERT_IDS)
 
 @dataclass
 class Site:
-    """The models, data and training settings with which a process runs any client's tasks; all
-    models share one backbone.
-    """
+    """The models, data and settings by which a process runs any client's tasks, on one backbone."""
 
     build: Callable[[Layout], Model]  # makes a model of some layout
     layouts: Mapping[ClientId, Layout]  # of each client's model
@@ -170,9 +164,7 @@ class Site:
         )
 
     def clients(self, id: ClientId, state: State) -> Client | ClientOfParts:
-        """Return the client `id` with its state, whether a method trains one model of it or
-        several.
-        """
+        """Return the client `id` with its state, of one model or of several parts."""
         if not isinstance(layout := self.layouts[id], PartsLayout):
             return self.client(id, state)
         return ClientOfParts(
@@ -182,9 +174,7 @@ class Site:
     def _at_task(
         self, method: Any, id: ClientId, round: int, phase: int, seeded: bool, state: State
     ) -> Client | ClientOfParts:
-        """Return a client with its state during a task of a method, whose random numbers start
-        anew for each part.
-        """
+        """Return a client with its state during a task; each part has random numbers of its own."""
         if method.methods:
             clients: dict[str, Any] = {
                 name: partial(self.part(name)._at_task, part, id, round, phase, seeded)

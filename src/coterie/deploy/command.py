@@ -60,9 +60,7 @@ def flwr(arguments: Sequence[str], home: Path) -> str:
 
 
 def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
-    """Return the JSON output of a command. Raises ClientError with the error in it, since a failing
-    command with JSON exits with 0.
-    """
+    """Return the JSON output of a command. Raises ClientError: errors exit with 0 here."""
     output, what = flwr([*arguments, "--format", "json"], home), f"flwr {' '.join(arguments[:2])}"
     try:
         answer: dict[str, Any] = json.loads(output)
@@ -76,9 +74,7 @@ def _flwr_json(arguments: Sequence[str], home: Path) -> dict[str, Any]:
 
 
 def register(key: Path, home: Path) -> str:
-    """Register a device's public key with the server; return the number of its node. Raises
-    ClientError for an invalid or registered key.
-    """
+    """Register a public key; return its node's id. Raises ClientError: invalid or registered."""
     return str(_flwr_json(["supernode", "register", str(key), NAME], home)["node-id"])
 
 

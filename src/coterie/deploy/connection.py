@@ -27,9 +27,7 @@ _OF_AN_ADDRESS = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of connections to the proxy. Times are in seconds, sizes in bytes. Strangers are
-    callers without a known key.
-    """
+    """Limits of connections, in seconds and bytes. Strangers are callers without a known key."""
 
     strangers: int = 256  # connections in all; a further one replaces the oldest
     of_an_address: int = 64  # such connections from one address

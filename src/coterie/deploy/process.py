@@ -61,9 +61,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 def _direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which what goes from this machine to itself goes to no proxy; gRPC
-    and Python read different ones.
-    """
+    """Return the variables that keep this machine's own traffic off proxies (gRPC's, Python's)."""
     names = ("no_proxy", "NO_PROXY", "no_grpc_proxy")
     given = ",".join(dict.fromkeys(filter(None, map(environment.get, names))))
     return dict.fromkeys(names, ",".join(filter(None, [given, *_HERE])))

@@ -119,9 +119,7 @@ class Proxy:
             self.problems.append(f"A request failed. {type(error).__name__}: {error}")
 
     async def _serve(self, connection: socket.socket, address: str) -> None:
-        """Serve one connection. A caller that disconnects, does not use TLS or breaks the protocol
-        is not an error of the proxy.
-        """
+        """Serve one connection; one that disconnects or breaks the protocol is no error."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         patience = None if self._outer is None else self.limits.handshake

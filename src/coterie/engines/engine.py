@@ -39,15 +39,11 @@ class Engine(ABC):
 
     @abstractmethod
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        """Have all clients in `ask.to` do the task; return replies, unchecked, in that order,
-        without those of clients that failed.
-        """
+        """Have the clients in `ask.to` do the task; return the unchecked replies in that order."""
 
     @abstractmethod
     def keep(self, ask: Ask, round: int, write: Write) -> None:
-        """Have all clients in `ask.to` add its tensors to their personal models, and these written;
-        devices write their own.
-        """
+        """Have the clients in `ask.to` add its tensors to their models, and these written."""
 
     def members(self) -> Sequence[Member]:
         """Return the clients that joined since the last call; none if all came at the start."""
@@ -59,9 +55,7 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self) -> Mapping[ClientId, State]:
-        """Return the clients' states for a checkpoint, not to be changed; none if devices keep
-        them.
-        """
+        """Return the clients' states for a checkpoint, unchanged; none if devices keep them."""
 
     def memo(self) -> dict[str, Any]:
         """Return what else the engine needs to resume a run, JSON values."""

@@ -36,9 +36,7 @@ _OF_LINES = {"kind", "round", "iteration", "client"}  # what a line of metrics.j
 
 
 def _named(client: str) -> str:
-    """Return a valid client's name, or the name of all clients' data together, which a simulation
-    has. Raises ValueError.
-    """
+    """Return a valid name of a client, or of all clients' data together. Raises ValueError."""
     if client != names.CENTRALIZED and (mistake := names.mistake(client)):
         raise ValueError(f"no client can have this name: {mistake}")
     return client

@@ -23,9 +23,7 @@ _PREFIX = "states-"  # of the temporary folders of a process's states
 
 
 class Stored(Mapping[ClientId, State]):
-    """Clients' states by id, each in memory or read from a pack at each access; `digests` has the
-    SHA-256 of the packs.
-    """
+    """Clients' states by id, in memory or in packs, whose SHA-256 are in `digests`."""
 
     def __init__(
         self,
@@ -95,9 +93,7 @@ class States(Stored):
                     _remove(left, claim)
 
     def take(self, client: ClientId) -> State:
-        """Return a client's state, to be changed in place; {} for a new one. Raises
-        CheckpointError.
-        """
+        """Return a client's state, to change in place; {} of a new one. Raises CheckpointError."""
         self._places.setdefault(client, {})
         state = self[client]
         if client in self._sizes:  # it may have been in a pack since the run was resumed
@@ -130,9 +126,7 @@ class States(Stored):
         return {i: self.take(i) for i in clients}
 
     def persisted(self) -> Stored:
-        """Return all states in packs that never change; write those changed since the last call.
-        Raises SaveError.
-        """
+        """Return all states in packs, of which only what changed is written. Raises SaveError."""
         for client in self._changed:
             self._write(client, self[client])
         self._changed.clear()

@@ -132,9 +132,7 @@ def _compare(runtime: Runtime, limit: float, client: ClientModel, written: Writt
 
 
 def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) -> Check:
-    """Add the perplexities on the client's test text (on the answers, for conversations), or on the
-    part of it that the program can take.
-    """
+    """Add perplexities on the test text (of chats on the answers) that the program can take."""
     exported_nll = sum(map(runtime.nll, _limited(test, runtime)))
     model_nll, tokens = (client.mixture or client.model).score(_limited(test, runtime))
     # no answer begins within the tokens that the program can take

@@ -273,9 +273,7 @@ class Format(ABC):
 
     @abstractmethod
     def check(self, client: ClientModel, options: Options) -> None:
-        """Refuse a model that the format cannot hold, before anything is written. Raises Refused,
-        with another format as its remedy.
-        """
+        """Refuse a model that the format cannot hold, naming one that can. Raises Refused."""
 
     def write_base(  # noqa: B027 - formats without a common base write none
         self, clients: Sequence[ClientModel], folder: Path, options: Options

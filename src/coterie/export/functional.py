@@ -174,13 +174,9 @@ class Functional(nn.Module):
         client: Mapping[str, Tensor],
     ) -> tuple[Any, ...]:
         """Return logits (B, K, V), keys and values of all tokens, (B, heads, P + C, width), in a
-        list; and with `routing` the experts' weights, (B, K, n), the mean over all blocks.
-
-        Args:
-            input_ids: (B, C) int64.
-            logits_to_keep: (K,) int64, the indices of the tokens that get logits.
-            past: Keys and values of each layer with a cache, (B, heads, P, width).
-            client: The client's tensors, see `client_tensors`.
+        list; and with `routing` the experts' weights, (B, K, n), the mean over all blocks: of (B,
+        C) int64 ids, the (K,) int64 indices of those that get logits, the cache, (B, heads, P,
+        width), and `client_tensors`.
         """
         from transformers import DynamicCache
 

@@ -158,13 +158,8 @@ def _obstacles(model: PersonalModel) -> Iterator[str]:
 
 class LlamaServer(Runtime):
     """A server of llama.cpp in this process, with a port on this machine and a secret key, so that
-    no other process can use it. `adapter` is the number of the client whose LoRA is used.
-
-    Args:
-        base: The file of the base.
-        context: The most tokens of a request.
-        tokenizer: The base's tokenizer.
-        slots: The number of requests at a time.
+    no other process can use it. `adapter` is the number of the client whose LoRA is used. It serves
+    `slots` requests at a time, of `context` tokens at most.
     """
 
     quantity = "log-probabilities"
@@ -179,9 +174,7 @@ class LlamaServer(Runtime):
 
     @contextmanager
     def running(self, adapters: Sequence[Path], precise: bool = False) -> Iterator[None]:
-        """Run the server within the block, with the files of LoRAs, of which each request chooses
-        one; with `precise` its cache is fp32.
-        """
+        """Run the server with LoRAs' files, one for a request; if `precise`, its cache is fp32."""
         import xllamacpp
 
         params = xllamacpp.CommonParams()

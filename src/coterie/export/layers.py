@@ -74,9 +74,7 @@ def check_text(client: ClientModel) -> None:
 
 
 def mean_weights(client: ClientModel) -> Tensor:
-    """Return (blocks, n) fp32 the experts' mean routing weights over the client's validation text;
-    without a router, 1/n.
-    """
+    """Return (blocks, n) fp32: the mean routing weights on the validation text; no router: 1/n."""
     model = client.model
     blocks, experts = len(model.adapter.blocks), model.layout.experts
     if not model.layout.routed:

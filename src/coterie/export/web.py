@@ -151,14 +151,9 @@ def write_page(
     caches: Sequence[Mapping[str, int]],
     chat: bool,
 ) -> None:
-    """Write the page, a keyboard with a row for each client, to the folder of a graph, the clients'
-    tensors and the base's tokenizer. Raises SaveError.
-
-    Args:
-        folder: Of the graph.
-        clients: Models by the names of their tensors' files, in the order of the rows.
-        caches: The shape of each layer's cache: `heads`, `key`, `value`.
-        chat: Whether the text is the answer to a message; the page then has a box for the message.
+    """Write the page, a keyboard with a row for each client, named by its tensors' file, to the
+    folder of a graph whose layers have `caches` (`heads`, `key`, `value`), beside the base's
+    tokenizer; with `chat` it has a box for a message. Raises SaveError.
     """
     models = {model.about.client: model for model in clients.values()}
     offered = keyboard.offered(ManyModels(models), chat)

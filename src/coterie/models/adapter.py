@@ -66,9 +66,7 @@ class Adapter(nn.Module):
         return by_role(self)
 
     def loras(self, all: bool = False) -> dict[str, LoRA]:
-        """Return the low-rank updates by module name: those that are trained, or also those of
-        layers that are no targets.
-        """
+        """Return the low-rank updates by module name: the trained ones, or those of all layers."""
         modules = self.named_modules()
         return {name: m for name, m in modules if isinstance(m, LoRA) and (all or m.target)}
 

@@ -89,9 +89,7 @@ class Architecture:
 
 
 def outline(base: str | Path) -> nn.Module:
-    """Return a base made from its configuration alone, on the meta device. Raises ModelError if it
-    is missing or unknown to transformers.
-    """
+    """Return a base on the meta device. Raises ModelError: missing, or unknown to transformers."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     with explained(base), uncollected():

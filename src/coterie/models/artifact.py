@@ -132,9 +132,7 @@ def verify(folder: Path) -> None:
 
 
 def read_about(folder: Path) -> About:
-    """Return `client.json` of a language model. Raises CheckpointError if it is missing, damaged,
-    newer, or a classifier's.
-    """
+    """Return a language model's `client.json`. Raises CheckpointError: missing, damaged, other."""
     content = read_about_json(folder)
     if content.get("kind") == CLASSIFIER:
         raise CheckpointError(
@@ -316,17 +314,10 @@ def save_classifier(
     origin: Origin,
     encoder: TextShape | None = None,
 ) -> None:
-    """Write a client's classifier to `folder`: everything needed to use it, except a text
-    tokenizer, which its base provides. Raises SaveError.
-
-    Args:
-        folder: Made if it is missing.
-        client: The client's id.
-        model: Has the client's values loaded.
-        data: Any of its splits, for the normalisation of images.
-        names: Of the classes; their numbers if there are none.
-        origin: The run that it comes from.
-        encoder: What makes features of texts, if the model takes these.
+    """Write a client's classifier with its values to `folder`, which is made if it is missing:
+    everything needed to use it, except a text tokenizer, which its base provides. Any of the
+    client's splits gives the normalisation of images, `encoder` makes features of texts. Raises
+    SaveError.
     """
     share, tensors = None, own_tensors(model)
     if isinstance(model, PoolClassifier):
@@ -355,9 +346,7 @@ def save_classifier(
 
 
 def read_classifier(folder: Path) -> AboutClassifier:
-    """Return `client.json` of a classifier. Raises CheckpointError if it is missing, damaged,
-    newer, or a language model's.
-    """
+    """Return a classifier's `client.json`. Raises CheckpointError: missing, damaged, or other."""
     content = read_about_json(folder)
     if content.pop("kind", None) != CLASSIFIER:
         raise CheckpointError(

@@ -75,9 +75,7 @@ _OF_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def cache_name(model: nn.Module) -> str:
-    """Return the name that a base has for the cache of earlier tokens; transformers 5.24 and later
-    call it `cache`.
-    """
+    """Return a base's name for the cache of earlier tokens; from transformers 5.24 on `cache`."""
     return "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
 
 

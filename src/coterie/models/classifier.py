@@ -301,9 +301,7 @@ class Classifier:
 
     @contextmanager
     def batch_statistics(self) -> Iterator[None]:
-        """Normalise batches by their own statistics within the block. Raises ModelError for a batch
-        too small to have any.
-        """
+        """Normalise batches by their own statistics. Raises ModelError for too small ones."""
         modal: Sequence[nn.Module] = (
             self._batch_norms if isinstance(self.network, Network) else [self.network]
         )

@@ -66,9 +66,7 @@ class Family:
 
     @property
     def paths(self) -> dict[str, str]:
-        """The path within a block of each linear of the attention by its name, and of each of the
-        MLP by ours.
-        """
+        """The path within a block of each linear: of attention by its name, of the MLP by ours."""
         attention = {name: f"{self.attention}.{name}" for name in self.linears}
         return attention | {ours: self.within(theirs) for ours, theirs in self.mlp.items()}
 

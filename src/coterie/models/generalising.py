@@ -257,8 +257,6 @@ def _size(parameters: set[nn.Parameter]) -> int:
 def normal_divergence(
     mean: Tensor, spread: Tensor, other_mean: Tensor, other_spread: Tensor
 ) -> Tensor:
-    """Return KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of (B, e) each, (B,) in
-    nats.
-    """
+    """Return KL(N(mean, spread^2) || N(other_mean, other_spread^2)) of (B, e), (B,) in nats."""
     scaled = (spread.square() + (mean - other_mean).square()) / (2 * other_spread.square())
     return (other_spread.log() - spread.log() + scaled - 0.5).sum(dim=1)

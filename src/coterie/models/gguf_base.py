@@ -29,14 +29,8 @@ def names_file(base: str | Path) -> bool:
 
 def folder_of(base: str | Path) -> str:
     """Return the folder with a GGUF file's configuration, weights, tokenizer and chat template,
-    written to the cache at the first call.
-
-    Args:
-        base: See `names_file`.
-
-    Raises:
-        ModelError: There is no such file, or transformers cannot read its family or quantisation.
-        SaveError: The cache cannot be written.
+    written to the cache at the first call. Raises ModelError: there is no such file, or
+    transformers cannot read its family or quantisation; SaveError.
     """
     path = file_of(base)
     remedy = "Check its permissions, or get it again."

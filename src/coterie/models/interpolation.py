@@ -116,9 +116,7 @@ def one_of(parts: int, chosen: int) -> Tensor:
 
 
 def _batch_means(differences: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means of (P, T) differences and their standard errors, (P,) each; infinite errors
-    of fewer than 64 tokens.
-    """
+    """Return means of (P, T) differences and standard errors, (P,); infinite below 64 tokens."""
     blocks = min(100, math.isqrt(differences.shape[1]))
     length = differences.shape[1] // max(blocks, 1)
     if blocks < 8:

@@ -204,9 +204,7 @@ class LanguageModel:
             yield -nll[:, None], torch.zeros_like(nll, dtype=torch.int64)
 
     def score(self, batches: Iterable[TextBatch]) -> Tensor:
-        """Return (2,) float64: the summed negative log-likelihood in nats, and the number of
-        predicted tokens, see `predictions`.
-        """
+        """Return (2,) float64: the summed negative log-likelihood in nats, and its tokens."""
         return score_of(self.predictions(batches), 2)
 
     def gradient(
@@ -287,9 +285,7 @@ class LanguageModel:
     def _objective(
         self, windows: Windows, record: list[Routing], totals: Totals, load: Tensor | None
     ) -> Tensor:
-        """Return a micro-batch's share of the objective, within `_using` that fills the record;
-        `load` is f of the whole batch.
-        """
+        """Return a micro-batch's share of the objective; `load` is f of the whole batch."""
         nll = nll_sum(self.backbone, windows)
         balance = totals.add(nll, windows.of_tokens(record), load)
         objective = nll / totals.tokens

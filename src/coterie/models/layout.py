@@ -117,9 +117,7 @@ class Layout:
         return (self,)
 
     def gamma(self, rank: int) -> float:
-        """Return the scale of an update: alpha / sqrt(r) (rsLoRA, Kalajdzievski 2023), or alpha / r
-        (Hu et al. 2021).
-        """
+        """Return an update's scale: alpha / sqrt(r) (rsLoRA) or alpha / r (Hu et al. 2021)."""
         return self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, path: str) -> bool:
@@ -232,28 +230,22 @@ class CommonLayout(NetworkLayout):
 class PoolLayout(NetworkLayout):
     """The size of a pool, the number of experts at a client, and how their outputs are combined.
 
-    Args:
-        pool: M, experts at the server.
-        chosen: K, experts that a client trains.
-        slots: Experts that a client has room for; K if None.
-        mixture: What a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p
-            renormalised over its experts; "probabilities", the same of their softmax; "scores", of
-            logits with p as the gate gives it over all M; "mean", equal weights of probabilities,
-            without a gate.
-        answer: What classifies a sample: "best", the client's expert with the highest score, or the
-            "mixture".
-        start: Whether experts start at random, each from values of its own, all from the common
-            expert's, or from those where they fit.
-
     Raises:
         ModelError: A value is out of its range.
     """
 
-    pool: int = 5
-    chosen: int = 2
-    slots: int | None = None
+    pool: int = 5  # M, experts at the server
+    chosen: int = 2  # K, experts that a client trains
+    slots: int | None = None  # experts that a client has room for; K if None
+    # what a client trains: "logits", sum_i p_i f_i(x) of the experts' logits with p renormalised
+    # over its experts; "probabilities", the same of their softmax; "scores", of logits with p as
+    # the gate gives it over all M; "mean", equal weights of probabilities, without a gate
     mixture: Mixture = "logits"
+    # what classifies a sample: "best", the client's expert with the highest score, or the
+    # "mixture"
     answer: Literal["best", "mixture"] = "best"
+    # whether experts start at random, each from values of its own, all from the common expert's,
+    # or from those where they fit
     start: Literal["random", "common", "auto"] = "random"
 
     def __post_init__(self) -> None:

@@ -59,29 +59,18 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Step:
-    """A local step on a base, as far as its memory depends on it.
+    """A local step on a base, as far as its memory depends on it."""
 
-    Args:
-        base: See `Backbone.load`.
-        context: Tokens of a window.
-        layout: Of the adapter.
-        dtype: "fp32" or "bf16", of weights and computation.
-        quantised: Bits of its blocks' weights; None: as dtype says.
-        on_cpu: Whether it is done on a CPU.
-    """
-
-    base: str
-    context: int
-    layout: Layout
-    dtype: str = "fp32"
-    quantised: str | None = None
-    on_cpu: bool = True
+    base: str  # see `Backbone.load`
+    context: int  # tokens of a window
+    layout: Layout  # of the adapter
+    dtype: str = "fp32"  # "fp32" or "bf16", of weights and computation
+    quantised: str | None = None  # bits of its blocks' weights; None: as dtype says
+    on_cpu: bool = True  # whether it is done on a CPU
 
     @lru_cache(maxsize=64)  # noqa: B019  # steps are few, and small
     def footprint(self, checkpointing: bool = False) -> Footprint:
-        """Return the memory that it takes. Raises ModelError for a base that is missing or not
-        supported.
-        """
+        """Return the memory that it takes. Raises ModelError: a missing or unsupported base."""
         model = outline(self.base).to(DTYPES[self.dtype])
         weights = float(sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         shape, size = Architecture.of(model), DTYPES[self.dtype].itemsize

@@ -52,9 +52,7 @@ def statistics(network: nn.Module) -> dict[str, Tensor]:
 
 
 def make_local(network: nn.Module, part: LocalPart) -> None:
-    """Make one part of a network, every parameter a GENERALIST, a SPECIALIST's. Raises ModelError
-    if there is no such part.
-    """
+    """Make one part's GENERALIST tensors a SPECIALIST's. Raises ModelError: no such part."""
     if part == "norms":
         kinds = nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm
         norms = [module for module in network.modules() if isinstance(module, kinds)]

@@ -23,9 +23,7 @@ _LARGEST_GROUPS = 32  # of group normalisation, as its authors propose
 
 
 class Convolution(nn.Sequential):
-    """3x3 convolution, normalisation and ReLU, optionally with max pooling by 2. Without
-    normalisation the convolution has a bias.
-    """
+    """3x3 convolution, normalisation (or a bias) and ReLU, optionally with max pooling by 2."""
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
         layers = [
@@ -124,24 +122,19 @@ class Shape(Protocol):
 class NetworkShape:
     """All that determines a network of images without data.
 
-    Args:
-        network: The architecture.
-        inputs: Channels, height and width of an image.
-        classes: Width of the output.
-        hidden: Widths of the MLP's hidden layers, its only setting; an MLP has no normalisation.
-        norm: The normalisation after each convolution.
-        width: w, channels of the first convolution; the others are multiples of it. None: the
-            network's default, 16 for ResNet-20 and -56 and 64 for the others.
-
     Raises:
         ModelError: A size is not positive, or there is no such network or normalisation.
     """
 
+    # the architecture
     network: Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]
-    inputs: tuple[int, int, int]
-    classes: int
+    inputs: tuple[int, int, int]  # channels, height and width of an image
+    classes: int  # width of the output
+    # widths of the MLP's hidden layers, its only setting; an MLP has no normalisation
     hidden: tuple[int, ...] = (64, 64)
-    norm: Norm = "batch"
+    norm: Norm = "batch"  # the normalisation after each convolution
+    # w, channels of the first convolution; the others are multiples of it. None: the network's
+    # default, 16 for ResNet-20 and -56 and 64 for the others
     width: int | None = None
 
     def __post_init__(self) -> None:

@@ -113,12 +113,9 @@ class Gate(nn.Module):
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:
-    """Return sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before it).
-
-    Args:
-        coefficients: a_j, (n,), see `Layout.balance_coefficients`.
-        load: f, (blocks, n), the fraction of tokens that have expert j in their top-k.
-        probabilities: P, (blocks, n), the mean softmax over all n.
+    """Return sum_j a_j f_j P_j averaged over blocks (eq. 6 and the uniform loss before it), with a,
+    (n,), of `Layout.balance_coefficients`, f, (blocks, n), the fraction of tokens that have expert
+    j in their top-k, and P, (blocks, n), the mean softmax over all n.
     """
     return (load * probabilities).mean(dim=0) @ load.new_tensor(coefficients)
 

@@ -279,17 +279,9 @@ def flops(shape: TextShape) -> int:
 def kept(
     texts: Numbers, shape: TextShape, device: str = "cpu", cache: Path | None = None
 ) -> Features:
-    """Return the features of (N, T) token ids from the cache, computed first if they are missing.
-
-    Args:
-        texts: Token ids, -1 after the end.
-        shape: The base, and the longest text.
-        device: The device to compute on.
-        cache: Its folder; None: `store.default_cache`.
-
-    Raises:
-        ModelError: The base cannot be used.
-        SaveError: The cache cannot be written.
+    """Return the features of (N, T) token ids, -1 after the end, from the cache (by default
+    `store.default_cache`), computed first if they are missing. Raises ModelError if the base cannot
+    be used, SaveError if the cache cannot be written.
     """
     digest = blake2b(f"{FORMAT} {shape} {texts.shape}".encode(), digest_size=16)
     digest.update(to_bytes(dict(encoder(shape, device).named_parameters())))

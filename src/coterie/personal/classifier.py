@@ -185,12 +185,7 @@ class PersonalClassifier:
 
 
 class ClassifierMixture(PersonalClassifier):
-    """A client's classifiers whose predictions are mixed: p = sum_k w_k p_k.
-
-    Args:
-        parts: The classifiers, by the method that trained them; each may be used by itself.
-        about: The origin, and the weight of each part.
-    """
+    """A client's classifiers, by method, whose predictions are mixed: p = sum_k w_k p_k."""
 
     def __init__(self, parts: Mapping[str, PersonalClassifier], about: AboutMixture) -> None:
         self.parts, first = dict(parts), next(iter(parts.values()))
@@ -225,9 +220,7 @@ class ClassifierMixture(PersonalClassifier):
 def _built(
     about: AboutClassifier, tensors: Named, source: str, device: str
 ) -> Classifier | PoolClassifier:
-    """Return a model of the saved layout, in which only the common expert has its saved values.
-    Raises ModelError before memory is allocated.
-    """
+    """Return a model of the saved layout; only the common expert has values. Raises ModelError."""
     if about.pool is None:
         check_size(about.network, tensors, source)
         return Classifier(about.network, device)

@@ -104,9 +104,7 @@ def of_run(
 def answer_scores(
     model: PersonalModel, questions: Sequence[CheckedQuestion]
 ) -> dict[str, float] | None:
-    """Return the percent of a model's answers, the most likely token at a time, that pass each
-    check, and `all`; None without questions.
-    """
+    """Return the percent of greedy answers that pass each check, and `all`; None without any."""
     passed = []
     for one in questions:
         answer = model.answer(one.question, do_sample=False)
@@ -362,9 +360,7 @@ def _on_text(model: PersonalModel, path: Path, words: int) -> Evaluated:
 
 
 def _is_chats(path: Path, trained: str | None) -> bool:
-    """Return whether data are conversations: by their first row, or if they are not plain text by
-    what the model was trained on.
-    """
+    """Return whether data are conversations, by their first row or else by the model's training."""
     files = files_in(path)
     tables = [file for file in files if ending_of(file.name)]
     if tables:

@@ -15,14 +15,10 @@ TEXTS = 64  # known texts, of which only what is new is observed when they go on
 
 
 class Following:
-    """The weights of a client's mixture, by `Follower`. The file in the client's folder has the
+    """The weights, (P,) float64, of a client's mixture, by `Follower`; `score` gives the parts'
+    log-probabilities, (P, T), of ids from a place on. The file in the client's folder has the
     posterior and the number of tokens, and nothing of the text. Raises CheckpointError if it is
     damaged, or of another mixture.
-
-    Args:
-        folder: The client's folder.
-        weights: The first weights, (P,) float64, which change in place.
-        score: The parts' log-probabilities, (P, T), of a text's ids from a place on.
     """
 
     def __init__(

@@ -28,11 +28,8 @@ from coterie.personal.model import PersonalModel
 
 
 class PersonalMixture(PersonalModel):
-    """A client's language models on one base, whose predictions are mixed: p = sum_k w_k p_k.
-
-    Args:
-        parts: The models, by the method that trained them.
-        about: The origin, and the weight of each part.
+    """A client's language models, by method, on one base, whose predictions are mixed: p = sum_k
+    w_k p_k.
     """
 
     def __init__(self, parts: Mapping[str, PersonalModel], about: AboutMixture) -> None:
@@ -61,16 +58,12 @@ class PersonalMixture(PersonalModel):
         return Mixed(Stacks.of(self.adapters, self.backbone), self.weights[None])
 
     def follow(self, folder: Path) -> None:
-        """Let the weights follow what the owner writes, see `observe`, from those kept in a folder.
-        Raises CheckpointError.
-        """
+        """Let weights follow the owner's text, from those in a folder. Raises CheckpointError."""
         self.following = Following(folder, self.weights, self._log_probs)
 
     @inference()
     def _log_probs(self, ids: list[int], start: int) -> Tensor:
-        """Return the parts' log-probabilities, (P, T), of a text's tokens from a place on, as far
-        as they fit the base's context.
-        """
+        """Return the parts' log-probabilities, (P, T), from a place on, within the context."""
         last = torch.tensor(ids)[None, -self.backbone.context_limit :]
         places = torch.arange(last.shape[1])[None]
         batch = ChatBatch(last, places >= start - len(ids) + last.shape[1], places)

@@ -332,9 +332,7 @@ class PersonalModel:
 
     @inference()
     def predicted(self, batch: TextBatch) -> tuple[Tensor, Tensor]:
-        """Return logits or log-probabilities of a batch's counted targets, (T, V), and these
-        targets, (T,).
-        """
+        """Return logits or log-probabilities, (T, V), and their counted targets, (T,)."""
         return self.language.predicted(batch)
 
     @inference()

@@ -167,9 +167,7 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
 
 
 def of_image(content: bytes, shape: NetworkShape) -> Samples:
-    """Return the content of a PNG or JPEG file as a sample. Raises DataError for another kind or
-    size, before anything is decoded.
-    """
+    """Return a PNG or JPEG file's content as a sample. Raises DataError: another kind or size."""
     if not content.startswith(_SIGNATURES):
         raise DataError("the file is no PNG or JPEG image", "Choose one that is.")
     return Samples(("image",), _image("the file", partial(io.BytesIO, content), shape)[None])

@@ -138,9 +138,7 @@ class Words:
         return ids[: len(ids) - self._unfinished(ids)]
 
     def _begin(self, text: str, k: int) -> tuple[list[int], Search]:
-        """Return the prompt of a text, and the search that begins after it. Raises ModelError for a
-        token that the base lacks.
-        """
+        """Return a text's prompt and search. Raises ModelError: a token that the base lacks."""
         ids = self.texts.prompt(text if text.strip() else "")
         self.backbone.check_ids(ids)
         cut = len(ids) - self._unfinished(ids)
@@ -165,9 +163,7 @@ class Words:
         return len(ids)
 
     def _extend(self, search: Search, p: Tensor, experts: Sequence[Tensor | None]) -> None:
-        """Record the complete words, and extend the other beginnings by p (beginnings, V), the
-        probabilities of each one's next token.
-        """
+        """Record complete words, and extend the others by p (beginnings, V), their next tokens'."""
         if not search.level:
             return
         allowed = torch.stack([self._allowed(b) for b in search.level])
@@ -237,17 +233,9 @@ class Words:
     def _forward(
         self, adapter: Attachable, ids: Tensor, cache: Any = None, mask: Tensor | None = None
     ) -> tuple[Any, Tensor, Sequence[Tensor | None]]:
-        """Run one pass over the prompts, or over one more token of each row.
-
-        Args:
-            adapter: See `of`.
-            ids: (rows, C).
-            cache: Of the earlier tokens of these rows.
-            mask: (rows, current length of the texts); None without padding.
-
-        Returns:
-            The cache after `ids`; and for each row (V,) the next token's probabilities and (n,) the
-            experts' weights at the last position.
+        """Run one pass over prompts, or one more token of each row, (rows, C), behind a cache, with
+        a mask if there is padding, (rows, length so far). Return the cache, and for each row (V,)
+        the next token's probabilities and (n,) the experts' weights at the last position.
         """
         length = ids.shape[1]
         padding = (

@@ -222,9 +222,7 @@ class Flower(Engine):
         self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
 
     def _begin(self, round: int) -> None:
-        """Record the start of a masked exchange in the journal. Raises SaveError before any is
-        asked.
-        """
+        """Record a masked exchange in the journal before any is asked. Raises SaveError."""
         if self.journal is not None:
             run, begun = self._journal()
             known = [then for then in begun if run == self.run and then >= self.kept(round)]
@@ -233,9 +231,7 @@ class Flower(Engine):
             )
 
     def _journal(self) -> tuple[str, list[int]]:
-        """Return the journal's run and rounds of exchanges. Raises CheckpointError if it is
-        damaged.
-        """
+        """Return the journal's run and rounds of exchanges. Raises CheckpointError."""
         if self.journal is None or not self.journal.exists():
             return self.run, []
         try:
@@ -267,9 +263,7 @@ class Flower(Engine):
     def _believed(
         self, ask: Ask, client: ClientId, request: Request, answered: Message | None
     ) -> tuple[Reply, State]:
-        """Return a client's reply. Raises TensorError if it is missing, reports a problem, or was
-        not requested.
-        """
+        """Return a client's reply. Raises TensorError: missing, a problem, or not asked for."""
         if answered is None:
             raise TensorError(f"no reply within {self.deadline:g} s")
         form = ask.reply_spec(ask.to[client])
@@ -343,9 +337,7 @@ class Flower(Engine):
 def gathered(
     engine: Flower, enough: Callable[[Sequence[Member]], bool], patience: float
 ) -> list[Member]:
-    """Wait until enough clients have identified themselves. Raises ClientError after `patience`
-    seconds.
-    """
+    """Wait until enough clients are identified. Raises ClientError after `patience` seconds."""
     known: dict[ClientId, Member] = {}
     end = time.monotonic() + patience
     while True:

@@ -88,9 +88,7 @@ class Transport:
 
 
 def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
-    """Return a reply and its tensors. Raises TensorError for lost nodes, failed programs and other
-    messages.
-    """
+    """Return a reply and its tensors. Raises TensorError for lost nodes and foreign messages."""
     if message.has_error():
         reason = message.error.reason or "no reason"
         raise TensorError(

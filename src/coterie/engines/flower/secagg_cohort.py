@@ -222,9 +222,7 @@ class Participants:
         return proofs, dict(zip(destinations, ciphertexts, strict=True))
 
     def _check_shares(self) -> dict[int, tuple[int, bytes]]:
-        """Have all clients check their shares; leave out dealers of wrong shares and who accuses
-        good ones. Return as `agree`.
-        """
+        """Have clients check shares; leave out wrong dealers and who accuses good ones."""
         contents = {}
         for node in self.proofs:
             lists = self.forwarded(node)

@@ -111,9 +111,7 @@ class Proofs:
         return [*2 * [clients * DIGEST, threshold * SCALAR], PUBLIC_KEY]
 
     def is_of(self, public: bytes) -> bool:
-        """Return whether this public key's private key was dealt (Schnorr's proof). Raises
-        ValueError for an invalid point.
-        """
+        """Return whether this key's private key was dealt (Schnorr). ValueError: no point."""
         blinded = ECC.construct(curve="p384", d=1).pointQ * self.key.response[0]
         return bool(blinded == _point(self.point) + _point(public) * self.key.challenge)
 
@@ -217,9 +215,7 @@ def _shares_of(secret: bytes, threshold: int, clients: int) -> list[bytes]:
 
 
 def weight_sent(bound: Bound, clients: int) -> int:
-    """Return a client's weight, 1, under a mask that everybody knows, so that no other weight can
-    hide in the sum.
-    """
+    """Return a client's weight, 1, under a known mask: no other weight can hide in the sum."""
     text = b"weight" + bound.cohort + bound.sent + bound.node.to_bytes(8)
     return (levels(clients) + int.from_bytes(sha256(text).digest()[:4])) % MODULUS
 

@@ -121,9 +121,7 @@ def _bound_by(message: Message, context: Context, stage: str) -> common.Bound:
 
 
 def _flower_state(context: Context) -> SecAggPlusState:
-    """Return the state of Flower's modifier between two stages. Raises TensorError: the device has
-    not just dealt its secrets.
-    """
+    """Return the state of Flower's modifier. Raises TensorError: no secrets were just dealt."""
     state = SecAggPlusState(**context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
     if state.current_stage != Stage.SHARE_KEYS:
         raise TensorError("asked about shares of keys that were not dealt, or are in use")
@@ -234,9 +232,7 @@ def _refuse_twice(nodes: Any, what: str) -> None:
 
 
 def _trained(handle: Handle, message: Message, context: Context) -> Message:
-    """Return the unmasked update, for Flower's modifier in this process only. Raises TensorError
-    with the task's problem.
-    """
+    """Return the unmasked update, in this process only. Raises TensorError with the problem."""
     from safetensors.numpy import load
 
     ins = compat.recorddict_to_fitins(message.content, keep_input=True)
@@ -260,9 +256,7 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
 
 
 def _complete(reply: Message, context: Context, stage: str, bound: common.Bound) -> None:
-    """Add to Flower's reply the proofs for other clients. Raises TensorError if it has unmasked
-    tensors.
-    """
+    """Add the proofs for other clients to a reply. Raises TensorError: it has unmasked tensors."""
     content = reply.content
     configs = content.config_records[RECORD_KEY_CONFIGS]
     if any(record for record in content.array_records.values()):

@@ -31,15 +31,10 @@ _going_on: list[_Simulation] = []  # at most one: Ray is started once in a proce
 
 
 def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0) -> Grid:
-    """Return a simulation's grid: the last one if the arguments are the same. It ends with the
-    process, or when another simulation starts. Raises ClientError if Flower's simulation does not
-    start.
-
-    Args:
-        clients: Number of nodes; the i-th has `partition-id` i.
-        threads: Cores for each program; as many run at once as the cluster has cores for.
-        handle: The function of each node; must be picklable.
-        accelerators: Accelerators for each program, which sees no other.
+    """Return a simulation's grid of nodes, the i-th with `partition-id` i and the picklable
+    `handle`: the last one if the arguments are the same. As many programs run at once as there are
+    cores, and accelerators, for each. It ends with the process, or when another one starts. Raises
+    ClientError.
     """
     about = (clients, threads, handle, accelerators)
     if _going_on and _going_on[0].about != about:

@@ -167,9 +167,7 @@ class Service:
         return _plain(bytes(body), request.headers.get("content-encoding", ""), most)
 
     async def worked(self, request: Request, work: Callable[[_A], _B], parameters: _A) -> _B:
-        """Return the result of work in the thread. Raises ClientDisconnect, and stops the work, if
-        the caller disconnects first.
-        """
+        """Return the thread's result. Raises ClientDisconnect, and stops it, if the caller goes."""
         working = self._worker.submit(work, parameters)
         future = asyncio.wrap_future(working)
         if await _disconnects_before(request, future):
@@ -316,9 +314,7 @@ class Stream(StreamingResponse):
 
 
 def _plain(body: bytes, encoding: str, most: int) -> bytes:
-    """Return a body without its compression. Raises ApiError if it is of another kind than gzip,
-    damaged, or longer than `most`.
-    """
+    """Return a body without gzip. Raises ApiError: another kind, damaged, or beyond `most`."""
     if encoding.strip().lower() in ("", "identity"):
         return body
     if encoding.strip().lower() != "gzip":

@@ -193,9 +193,7 @@ class Mixtures:
 
     @cached_property
     def _alone(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return `_part_of` a single model, without the dimension of models: (d, linears n r),
-        (linears, n, r, f), (n, f, r), (n r, d).
-        """
+        """Return `_part_of` one: (d, linears n r), (linears, n, r, f), (n, f, r), (n r, d)."""
         return self.A[0], self.B1[:, :, 0], self.A2[:, 0], self.B2[0]
 
     def _part_of(self, models: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -239,16 +237,10 @@ class Mixtures:
     def _selected(
         self, codes: Tensor, weights: Tensor, selected: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply B1 of several models, the largest tensor, reading only the selected experts.
-
-        Args:
-            codes: (linears, n, models, 1, r), one token of each model.
-            weights: (n, models, 1).
-            selected: (models, 1, k); None: all.
-
-        Returns:
-            (linears k models, f) the experts' updates of the base's first layers, (k models, 1)
-            their weights, and (k models,) their indices.
+        """Apply B1 of several models, the largest tensor, to (linears, n, models, 1, r), one token
+        of each, reading only the (models, 1, k) selected experts. Return (linears k models, f)
+        updates of the base's first layers, (k models, 1) weights of (n, models, 1), and (k models,)
+        their indices.
         """
         _, _, models, rank = self.shape
         z, w, rows, chosen = codes.flatten(1, 3), weights.flatten(0, 1), self.rows, None

@@ -37,9 +37,7 @@ def padded(values: Sequence[Tensor]) -> Tensor:
 
 
 def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the joint weight and bias of several plain layers, whose own weights become views of
-    it; None for other layers.
-    """
+    """Return the joint weight and bias of plain layers, now views of it; None for other layers."""
     if len(layers) < 2 or any(type(layer) is not nn.Linear for layer in layers):
         return None
     linears = cast(Sequence[nn.Linear], layers)
@@ -277,11 +275,8 @@ _OF_ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "tok
 
 
 class Mixed:
-    """The adapters of all parts of several groups of rows, as many rows in each.
-
-    Args:
-        stacks: The adapters, those of a group's parts one after another.
-        weights: (groups, P) float64, of each group's parts.
+    """The adapters of the parts of several groups of rows, one after another, with (groups, P)
+    weights.
     """
 
     def __init__(self, stacks: Stacks, weights: Tensor) -> None:

@@ -196,9 +196,7 @@ class ClassifierPage(Service):
 
 
 def _answer(model: PersonalClassifier, given: Any) -> Answer:
-    """Return the probability of each class, and the expert that the gate scores highest, or the
-    parts of a mixture.
-    """
+    """Return each class's probability, and the gate's best expert, or the parts of a mixture."""
     (batch,) = model.batches(given)
     outputs, experts = model.answer(batch.x)
     classes = dict(zip(model.about.names, outputs[0].exp().tolist(), strict=True))
