@@ -21,10 +21,10 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from coterie.aggregation.attacks import Attack
 from coterie.aggregation.means import Mean
 from coterie.aggregation.privacy import Adaptive, Privacy
 from coterie.aggregation.robust import (
+    Attack,
     ClippedMean,
     GeometricMedian,
     Krum,

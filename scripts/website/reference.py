@@ -26,7 +26,7 @@ METHOD = {
         "coterie.core.roles.Role",
     ),
     "The client": (
-        "coterie.client.interfaces.AnyClient",
+        "coterie.client.blueprint.AnyClient",
         "coterie.client.client.Client",
         "coterie.client.settings.Training",
     ),

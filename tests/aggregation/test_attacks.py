@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from coterie.aggregation.attacks import Attack, poisoned
+from coterie.aggregation.robust import Attack, poisoned
 from coterie.core.errors import RecipeError
 from coterie.core.tensors import Tensors, dot, norm
 

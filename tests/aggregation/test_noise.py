@@ -272,7 +272,7 @@ ORDINARY = re.compile(
     r"random|uniform_\(|normal_\("
 )
 HARMLESS = {  # files that draw from generators which anybody can predict, and what for
-    "aggregation/attacks.py": "lies of simulated clients",
+    "aggregation/robust.py": "lies of simulated clients",
     "audit/auditing.py": "which rows an audit looks at",
     "audit/statistics.py": "resampling for intervals",
     "client/outbound.py": "lies of simulated clients",

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from coterie.cli.base import app
 from coterie.core.errors import TensorError
 from coterie.core.printing import printable
-from coterie.deploy import command
+from coterie.deploy import process
 from coterie.deploy.link import Link
 from coterie.deploy.supernode import Node, Supervisor
 from coterie.engines.flower.nodes import described
@@ -139,9 +139,9 @@ def test_lines_of_a_run_that_is_followed(tmp_path: Path, monkeypatch: pytest.Mon
     )
     log.write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
     log.chmod(0o755)
-    monkeypatch.setattr(command, "program", lambda name: str(log))
+    monkeypatch.setattr(process, "program", lambda name: str(log))
     said: list[str] = []
-    command._follow("1", tmp_path, said.append)
+    process._follow("1", tmp_path, said.append)
     assert said == ["  round 1/2", r"  evil \x1b]0;pwned\x07\x1b[2J\x9b " + "\ufffd"]
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.batch import ClientBatch, PerClientTensors, stacked
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Blueprint, Metrics
 from coterie.client.settings import SGD, AdamW, Training
 from coterie.client.site import Site
 from coterie.core.errors import ClientError, TensorError

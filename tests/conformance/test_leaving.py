@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from coterie.client.blueprint import AnyClient
 from coterie.client.client import Client
-from coterie.client.interfaces import AnyClient
 from coterie.client.outbound import Outbound
 from coterie.core.errors import ClientError, Refused
 from coterie.core.protocol import Ask, Sends, declared, find_task, task

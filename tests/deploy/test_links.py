@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 from coterie.cli.base import app
 from coterie.core.errors import Refused
-from coterie.deploy import command as commands
 from coterie.deploy import keys, server, supernode
 from coterie.deploy import process as processes
 from coterie.deploy.link import Link, free_port
@@ -82,7 +81,7 @@ def test_the_configuration_of_a_node_survives_flowers_parser(tmp_path: Path) -> 
 def test_the_project_is_the_app_that_is_submitted() -> None:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["flwr"]["app"]
     assert {key: project[key] for key in ("publisher", "components", "config")} == tomllib.loads(
-        commands.APP.read_text()
+        processes.APP.read_text()
     )["tool"]["flwr"]["app"]
 
 
@@ -260,7 +259,7 @@ def test_a_server_knows_the_devices_whose_keys_are_there(
         return json.dumps({"success": True, "node-id": used[key]})
 
     used: dict[str, str] = {}
-    monkeypatch.setattr(commands, "flwr", flower)
+    monkeypatch.setattr(processes, "flwr", flower)
     monkeypatch.setattr(server, "flwr", flower)
     keys.make(tmp_path, [], ["ann", "ben"])
     link, process = Link("127.0.0.1:9", None), cast("processes.Program", None)
@@ -301,9 +300,9 @@ def test_what_a_run_prints_is_shown_without_flowers_own_lines(
     log = tmp_path / "flwr"
     log.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}{problem if failed else ''}{error}END\n")
     log.chmod(0o755)
-    monkeypatch.setattr(commands, "program", lambda name: str(log))
+    monkeypatch.setattr(processes, "program", lambda name: str(log))
     said: list[str] = []
-    commands._follow("1", tmp_path, said.append)
+    processes._follow("1", tmp_path, said.append)
     last = (
         problem.splitlines()
         if failed

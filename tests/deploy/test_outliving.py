@@ -17,7 +17,7 @@ import pytest
 from terminals import MINUTE, demonstration, left, terminals, texts, until, written
 
 from coterie.core.errors import ClientError, Refused
-from coterie.deploy import command, keys, link, supernode
+from coterie.deploy import keys, link, process, supernode
 from coterie.deploy import process as processes
 from coterie.deploy import server as superlink
 from coterie.deploy.link import Link
@@ -83,7 +83,7 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
 def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(process, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -111,7 +111,7 @@ def test_what_is_no_key_is_told_and_left_out(
     """And the device whose key has become unreadable is not shut out: Flower would never take
     that key again.
     """
-    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(process, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann", "ben"])
     folder = tmp_path / "keys/clients"
@@ -193,7 +193,7 @@ def test_a_key_that_nobody_may_read_is_told(tmp_path: Path) -> None:
 def test_a_folder_of_keys_that_is_away_shuts_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(process, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -209,7 +209,7 @@ def test_a_folder_of_keys_that_is_away_shuts_nobody_out(
 def test_a_disk_that_is_full_for_a_while_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(process, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     write, full = Server._write, threading.Event()
@@ -237,7 +237,7 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
             raise ClientError("flwr supernode unregister failed")
         return registering(arguments, home)
 
-    monkeypatch.setattr(command, "flwr", flower)
+    monkeypatch.setattr(process, "flwr", flower)
     monkeypatch.setattr(superlink, "flwr", flower)
     keys.make(tmp_path / "keys", [], ["ann"])
     failing.set()
@@ -313,7 +313,7 @@ def test_a_device_outlives_a_program_that_cannot_be_started(
 def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "flwr", registering)
+    monkeypatch.setattr(process, "flwr", registering)
     monkeypatch.setattr(superlink, "flwr", registering)
     monkeypatch.setattr(Node, "supernode", lambda node: ["sleep", "60"])
     keys.make(tmp_path / "keys", [], [])

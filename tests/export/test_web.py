@@ -29,6 +29,7 @@ from coterie.export.web import CONTEXT, DATED, assets
 from coterie.models.architecture import locate
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
+from coterie.personal.text_inference import LONGEST
 from coterie.personal.ui.keyboard import (
     BASE,
     CHAT_TITLE,
@@ -39,7 +40,6 @@ from coterie.personal.ui.keyboard import (
     with_base,
 )
 from coterie.personal.word_search import Word
-from coterie.personal.words import LONGEST
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason=f"no {package} (pip install -e '.[device]')")

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from text_runs import NAMES, Small
 from torch import Tensor
 
-from coterie.aggregation.dual import fused, fusion_weights, nesterov
 from coterie.aggregation.lowrank import (
     factors,
+    fused,
+    fusion_weights,
     modules,
+    nesterov,
     norm_weighted_mean,
     own_factors,
     product_norm,

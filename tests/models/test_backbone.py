@@ -26,7 +26,7 @@ from coterie.models.backbone import Backbone, cache_name
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.routing import Router, balance_loss
-from coterie.personal.words import Words
+from coterie.personal.text_inference import Words
 
 STORIES = (
     Path(os.environ.get("COTERIE_DATA", Path(__file__).parents[3] / "shared/data")).parent

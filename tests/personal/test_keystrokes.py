@@ -10,7 +10,7 @@ from coterie.data.splits import TokenSplit
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
 from coterie.personal.evaluation import word_scores
-from coterie.personal.words import Words
+from coterie.personal.text_inference import Words
 
 CONTEXT = 24
 SIZE = 4 * CONTEXT + 1

@@ -15,7 +15,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
-from coterie.personal.words import LONGEST, Words
+from coterie.personal.text_inference import LONGEST, Words
 
 LAYOUT = Layout(specialists=2, rank=2)
 INSIDE = ("'", "a", "b", "c", "ab")  # tokens that go on with a word

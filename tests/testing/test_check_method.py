@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from coterie import testing
+from coterie.client.blueprint import AnyClient
 from coterie.client.client import Client
-from coterie.client.interfaces import AnyClient
 from coterie.core.errors import Refused
 from coterie.core.protocol import Ask, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, SPECIALIST

@@ -1,4 +1,5 @@
-"""Low-rank updates of different ranks: their common form, padding, truncation and products.
+"""Low-rank updates of different ranks: their common form, padding, truncation and products; and the
+server's outer step and the fusion of personal and global ones (FDLoRA).
 
 In messages and in the server's state an update gamma B A is the pair `<module>/A` (count, r, in)
 and `<module>/B` (count, out, r), with B multiplied by gamma, which depends on the rank and so
@@ -9,7 +10,7 @@ On-Device Foundation Models", EMNLP 2024), the tail of an update is the ranks th
 prune.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -199,3 +200,32 @@ def zero_beyond(loras: Mapping[str, LoRA], kept: Ranks) -> None:
     for module, lora in loras.items():
         lora.A.data[:, kept[module] :] = 0
         lora.B.data[..., kept[module] :] = 0
+
+
+def nesterov(
+    theta: Named, momentum: Named, gradient: Named, lr: float, decay: float
+) -> tuple[Tensors, Tensors]:
+    """Return parameters and momentum after a gradient step with Nesterov momentum."""
+    momentum = weighted_sum([(decay, momentum), (1.0, gradient)])
+    return weighted_sum([(1.0, theta), (-lr, gradient), (-lr * decay, momentum)]), momentum
+
+
+def fused(weights: Sequence[float], theta_p: Named, theta_s: Named) -> Tensors:
+    """Return w_1 theta_p + w_2 theta_s, A and B separately, so that the update is (w_1 B_p + w_2
+    B_s)(w_1 A_p + w_2 A_s).
+    """
+    return weighted_sum([(float(weights[0]), theta_p), (float(weights[1]), theta_s)])
+
+
+def fusion_weights(
+    objective: Callable[[Sequence[float]], float], steps: int
+) -> tuple[float, float]:
+    """Return the (w_1, w_2) of least objective that Nelder and Mead's method evaluates, starting
+    from the personal model, the global one, and their sum.
+    """
+    from scipy.optimize import minimize
+
+    start = [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+    options = {"initial_simplex": start, "maxfev": steps, "xatol": 1e-2, "fatol": 1e-4}
+    minimum = minimize(objective, start[0], method="Nelder-Mead", options=options)
+    return float(minimum.x[0]), float(minimum.x[1])

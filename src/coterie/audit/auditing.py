@@ -35,7 +35,7 @@ from coterie.data.canaries import PlantedCanaries
 from coterie.data.text_encoding import TextEncoder
 from coterie.personal import PersonalModel
 from coterie.personal.loading import Personal
-from coterie.personal.words import Words
+from coterie.personal.text_inference import Words
 from coterie.reports.html import write_report
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution

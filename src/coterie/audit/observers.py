@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from coterie.audit.statistics import Values
+from coterie.client.blueprint import Model
 from coterie.client.client import Client
-from coterie.client.interfaces import Model
 from coterie.core.errors import Refused, TensorError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST

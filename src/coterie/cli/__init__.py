@@ -2,7 +2,7 @@
 
 # Each module registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, lists, papers, use, serve, hub, deploy, doctor
+from coterie.cli import train, lists, papers, use, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
@@ -15,7 +15,6 @@ __all__ = [
     "lists",
     "main",
     "papers",
-    "serve",
     "train",
     "use",
 ]

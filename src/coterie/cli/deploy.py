@@ -253,8 +253,8 @@ def submit(
 ) -> None:
     """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
     with _stopping("disconnected. The run continues on the server."):
-        from coterie.deploy.command import submit as submit_run
         from coterie.deploy.link import Link
+        from coterie.deploy.process import submit as submit_run
         from coterie.reports import trackers
 
         if (ca is None) != insecure:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Metrics
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.client.state import advance, draw, position, training_data

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie.aggregation.dpsgd import Sanitizer
-from coterie.client.blueprint import initial_seed
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Metrics, initial_seed
 from coterie.client.settings import UPPER
 from coterie.client.state import OWNED, BoundClient, advance, draw, position
 from coterie.core import devices

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from coterie.aggregation.attacks import Attack, poisoned
 from coterie.aggregation.dpsgd import Sanitizer
 from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Privacy, local
-from coterie.client.interfaces import Metrics
+from coterie.aggregation.robust import Attack, poisoned
+from coterie.client.blueprint import Metrics
 from coterie.core.errors import Refused
 from coterie.core.protocol import (
     PROTECTS,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from coterie.client.blueprint import Metrics, Model
 from coterie.client.client import Client
-from coterie.client.interfaces import Metrics, Model
 from coterie.client.outbound import Outbound
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from coterie.client.blueprint import initial_seed
-from coterie.client.interfaces import Model
+from coterie.client.blueprint import Model, initial_seed
 from coterie.client.settings import Training
 from coterie.core.errors import ClientError, Divergence, TensorError
 from coterie.core.metrics import better, metric_of

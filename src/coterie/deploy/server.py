@@ -17,17 +17,21 @@ from coterie.core.errors import ClientError, Refused
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.deploy import keys as key_files
-from coterie.deploy.command import NAME, configure, flwr, register, submit
 from coterie.deploy.connection import Limits
 from coterie.deploy.link import LAST_PORT, Link, free_port, listening, there
 from coterie.deploy.process import (
     AGAIN_S,
+    NAME,
     TELL_AGAIN_S,
     Program,
     check_unused,
+    configure,
+    flwr,
     holder,
     local_program,
     posted,
+    register,
+    submit,
     wait_for,
     watched,
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 from coterie.core import names
 from coterie.core.errors import Refused
-from coterie.deploy.command import toml
 from coterie.deploy.link import Link, free_port, there
 from coterie.deploy.process import (
     AGAIN_S,
@@ -19,6 +18,7 @@ from coterie.deploy.process import (
     check_unused,
     last_lines,
     local_program,
+    toml,
     watched,
 )
 from coterie.deploy.resident import private

@@ -4,8 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar
 
+from coterie.client.blueprint import Metrics
 from coterie.client.client import Client
-from coterie.client.interfaces import Metrics
 from coterie.client.site import ClientOfParts
 from coterie.core.protocol import Ask, ClientId, Replies, State
 from coterie.core.tensors import Tensors

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from coterie.client.batch import ClientBatch
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Metrics
 from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, batched, find_task
 from coterie.core.tensors import Tensors, from_bytes, nbytes, to_bytes

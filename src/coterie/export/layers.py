@@ -19,7 +19,7 @@ from coterie.models.families import FAMILIES
 from coterie.models.language import LanguageModel
 from coterie.models.mixture import LoRA
 from coterie.personal import PersonalModel
-from coterie.personal.inference.stacks import experts_of
+from coterie.personal.inference.packing import experts_of
 from coterie.personal.mixture import PersonalMixture, mixed_parameters
 
 FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")

@@ -21,9 +21,9 @@ from coterie.export.format import ClientModel, Options, Written
 from coterie.export.gguf import SAMPLE
 from coterie.export.onnx import BASE, WEIGHTS, Onnx, own_file
 from coterie.personal import ManyModels, PersonalModel
+from coterie.personal.text_inference import LONGEST, NO_LETTERS, UNFINISHED, Words
 from coterie.personal.ui import keyboard
 from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
-from coterie.personal.words import LONGEST, NO_LETTERS, UNFINISHED, Words
 
 # The most tokens of context: every text of the search has a cache of its own.
 CONTEXT = 256

@@ -10,9 +10,8 @@ import torch
 from pydantic import ConfigDict, Field
 from torch import Tensor
 
-from coterie.client.blueprint import Blueprint
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.client import Client
-from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.client.state import improves, recall, remember
 from coterie.core.protocol import Adaptation, ClientId, Round, Sends, State, task

@@ -17,8 +17,7 @@ from coterie.aggregation.collaboration import (
     start_weights,
     weighted_differences_on,
 )
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import AnyClient
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST

@@ -13,9 +13,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation.clustering import threshold_centre
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import AnyClient
+from coterie.aggregation.collaboration import threshold_centre
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.aggregation.dual import fused, fusion_weights, nesterov
+from coterie.aggregation.lowrank import fused, fusion_weights, nesterov
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task

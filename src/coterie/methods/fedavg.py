@@ -7,7 +7,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.client.interfaces import AnyClient
+from coterie.client.blueprint import AnyClient
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors

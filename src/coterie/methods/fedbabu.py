@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import AnyClient
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.core.protocol import ClientId, Sends, State, task
 from coterie.core.roles import GENERALIST, SPECIALIST, Role
 from coterie.core.tensors import Named, Tensors, prefixed, under

@@ -12,8 +12,7 @@ from typing import Annotated, ClassVar
 import torch
 from pydantic import Field
 
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import AnyClient
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import of_client

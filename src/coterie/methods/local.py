@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coterie.client.interfaces import AnyClient
+from coterie.client.blueprint import AnyClient
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors

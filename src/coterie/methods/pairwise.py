@@ -15,9 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from coterie.aggregation.collaboration import agreement, midpoints, rearranged
-from coterie.client.blueprint import Blueprint
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.client import Client
-from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task

@@ -11,9 +11,8 @@ from pydantic import Field
 from coterie.aggregation.lowrank import own_factors, read_factors, truncated
 from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Mean, by_holders
 from coterie.aggregation.robust import Rule
-from coterie.client.blueprint import Blueprint
+from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.client import Client
-from coterie.client.interfaces import AnyClient
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role

@@ -3,8 +3,7 @@
 from coterie.models.artifact import About, Origin, read_about, save, save_classifier
 from coterie.personal.classifier import PersonalClassifier, Prediction
 from coterie.personal.evaluation import evaluate
-from coterie.personal.loading import clients_of, folder_of, load, load_all, load_many
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels, clients_of, folder_of, load, load_all, load_many
 from coterie.personal.model import PersonalModel
 from coterie.personal.word_search import Word
 

@@ -26,8 +26,8 @@ from coterie.data.splits import RemoteSplit, Split
 from coterie.models.slots import Attachable
 from coterie.personal.loading import load_all
 from coterie.personal.model import ANSWER, PersonalModel
+from coterie.personal.text_inference import Words
 from coterie.personal.word_search import PUNCTUATION
-from coterie.personal.words import Words
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.own_text import whole_text
 from coterie.runs.problems.problem import LearningProblem

@@ -1,18 +1,219 @@
-"""Loading of a run's personal models, of any kind."""
+"""Loading of a run's personal models, of any kind, and batched inference with many on one base."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, groupby
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack, cast
+from threading import Lock
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
+
+import torch
+from torch import Tensor
 
 from coterie.core import names
-from coterie.core.errors import CheckpointError, Refused
-from coterie.core.isolation import isolated
+from coterie.core.errors import CheckpointError, ModelError, Refused
+from coterie.core.isolation import inference, isolated
+from coterie.data.chats import ChatTemplate
+from coterie.data.text_encoding import TextEncoder
 from coterie.models.artifact import ABOUT, CLASSIFIER, model_folders, read_about_json
 from coterie.models.backbone import Backbone
+from coterie.models.slots import Attachable
 from coterie.personal.classifier import ClassifierMixture, PersonalClassifier
-from coterie.personal.many import ManyModels
+from coterie.personal.inference.stacks import Mixed, Stacks
 from coterie.personal.mixture import PersonalMixture
 from coterie.personal.model import PersonalModel
+from coterie.personal.text_inference import TextInference
+from coterie.personal.word_search import Word
+
+# selections of clients whose copies are kept: prompts and next tokens alternate between two
+CHOICES = 2
+
+
+class ManyModels:
+    """Personal models, by client, on one backbone, computed in one batch. Each row gets the output
+    of its client's model alone.
+
+    Layouts may differ: smaller ranks are padded with zeros and missing experts get no weight, so
+    that every row costs as much as the largest. A second, stacked copy of the adapters is kept. A
+    batch of all models in order uses it directly; for another selection of clients their part is
+    copied once, and the copies of the last two selections are kept.
+
+    Raises:
+        ModelError: There are no models, or they do not share one backbone, as those of `load_all`
+            and `load_many` do.
+    """
+
+    def __init__(self, models: Mapping[str, PersonalModel]) -> None:
+        self.models = dict(models)
+        backbones = {id(model.backbone): model.backbone for model in self.models.values()}
+        if len(backbones) != 1:
+            raise ModelError(
+                f"{len(self.models)} models on {len(backbones)} backbones cannot be one batch",
+                "Load them by coterie.load_many, or give each the same backbone=.",
+            )
+        (self.backbone,) = backbones.values()
+        self._places = {client: place for place, client in enumerate(self.models)}
+        # models with fewer parts than others repeat one of theirs, without weight
+        self.parts = max(len(model.adapters) for model in self.models.values())
+        of_each = [
+            [*model.adapters, *[model.adapters[0]] * (self.parts - len(model.adapters))]
+            for model in self.models.values()
+        ]
+        self._all = Stacks.of(list(chain.from_iterable(of_each)), self.backbone)
+        self._chosen, self._choosing = dict[tuple[str, ...], Stacks](), Lock()
+        self._inference = TextInference(
+            self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"ManyModels({', '.join(self.models)})"
+
+    @property
+    def tokenizer(self) -> Any:
+        """The base's tokenizer. Raises ModelError if it has none."""
+        return self.backbone.tokenizer
+
+    @property
+    def chats(self) -> ChatTemplate:
+        """The chat template, see `PersonalModel.chats`; models of one run have the same."""
+        return next(iter(self.models.values())).chats
+
+    @property
+    def texts(self) -> TextEncoder:
+        """The encoder of texts, as in training."""
+        return self.chats.texts
+
+    @inference()
+    def __call__(
+        self, input_ids: Tensor, clients: Sequence[str], weights: Any = (), **inputs: Any
+    ) -> Any:
+        """Run one forward pass over (B, C) int64 ids, with the arguments and the result of the
+        base's (attention_mask, past_key_values, use_cache, ...). Each row is computed by the model
+        of its client, with `weights_of` it now or as they were; one row of each client, in the
+        order of `models`, is the fastest.
+
+        Raises:
+            ModelError: A client is unknown, or there is not one client for each row.
+        """
+        # caches of mixed models have a text's rows side by side, whatever texts are beside it
+        adapter = self._of(clients, len(input_ids), apart=self.parts > 1)
+        if isinstance(adapter, Mixed) and weights:
+            adapter = Mixed(adapter.stacks, torch.stack(weights))
+        return self._inference.forward(adapter, input_ids, inputs)
+
+    @overload
+    def generate(
+        self, prompts: Mapping[str, str], clients: None = None, **settings: Any
+    ) -> dict[str, str]: ...
+
+    @overload
+    def generate(self, prompts: Tensor, clients: Sequence[str], **settings: Any) -> Tensor: ...
+
+    @inference()
+    def generate(
+        self,
+        prompts: Mapping[str, str] | Tensor,
+        clients: Sequence[str] | None = None,
+        **settings: Any,
+    ) -> dict[str, str] | Tensor:
+        """Continue a prompt of each client in one batch by transformers' `generate`. Sampled rows
+        share one stream of random numbers, so that texts differ from those that each model
+        generates alone.
+
+        Args:
+            prompts: Text by client, or token ids (B, C), which `settings` may give an
+                `attention_mask` with zeros for padding on the left.
+            clients: For ids: the client whose model continues each row.
+            settings: Any arguments of transformers' `generate`.
+
+        Returns:
+            The prompts and their continuations: text by client for text, (B, ...) ids for ids,
+            where several sequences for a row follow each other.
+
+        Raises:
+            ModelError: See `__call__`; a text would grow longer than the base's context; or several
+                sequences are asked for a text.
+        """
+        if isinstance(prompts, Tensor):
+            adapter = self._of(clients or (), len(prompts))
+            return self._inference.generate(adapter, {"input_ids": prompts} | settings)
+        self._observe(prompts)
+        adapter = self._of(tuple(prompts), len(prompts))
+        texts = self._inference.generate_texts(adapter, list(prompts.values()), settings)
+        by_client = dict(zip(prompts, texts, strict=True))
+        self._observe(by_client, generated=True)
+        return by_client
+
+    @inference()
+    def next_words(
+        self, texts: str | Mapping[str, str], k: int = 3, follow: bool = True
+    ) -> dict[str, list[Word]]:
+        """Return the k most likely next words of a text of each client, or of one text for all, by
+        client, best first; see `personal.words`. No weights follow a text for all, nor any text
+        without `follow`. Raises ModelError for an unknown client.
+        """
+        if isinstance(texts, str):
+            texts = dict.fromkeys(self.models, texts)
+        elif follow:
+            self._observe(texts, growing=True)
+        adapter = self._of(tuple(texts), len(texts))
+        suggestions = self._inference.next_words(adapter, list(texts.values()), k)
+        return {
+            client: _trimmed(self.models[client], words)
+            for client, words in zip(texts, suggestions, strict=True)
+        }
+
+    def _observe(self, texts: Mapping[str, str], **how: bool) -> None:
+        """See `PersonalModel.observe`: a text of each client."""
+        for client in texts.keys() & self.models.keys():
+            self.models[client].observe(texts[client], **how)
+
+    def weights_of(self, client: str) -> Tensor:
+        """Return the weights of a client's parts, (P,) float64: a copy, 0 for parts it lacks."""
+        weights = self.models[client].weights
+        return torch.cat([weights, weights.new_zeros(self.parts - len(weights))])
+
+    def _of(self, clients: Sequence[str], rows: int, apart: bool = False) -> Attachable:
+        """Return the adapter that computes each row by its client's model. Consecutive rows of the
+        same client form one group if all groups are equally long, unless each is to be one.
+        """
+        if not len(clients) == rows > 0:
+            raise ModelError(
+                f"{len(clients)} clients for {rows} rows", "Name the client of each row."
+            )
+        if unknown := [client for client in clients if client not in self.models]:
+            raise ModelError(
+                f"no model of client {unknown[0]!r}", f"There are: {', '.join(self.models)}."
+            )
+        groups = tuple(clients)
+        if not apart:
+            groups = groups[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))]
+        if len(groups) == 1 and self.parts == len(self.models[groups[0]].adapters):
+            return self.models[groups[0]].fast
+        stacks = self._all if groups == tuple(self.models) else self._select(groups)
+        if self.parts == 1:
+            return stacks
+        return Mixed(stacks, torch.stack([self.weights_of(client) for client in groups]))
+
+    def _select(self, groups: tuple[str, ...]) -> Stacks:
+        """Return a copy of the stacks of a selection of clients, also from several threads."""
+        with self._choosing:
+            if (stacks := self._chosen.pop(groups, None)) is None:
+                places = torch.tensor([self._places[client] for client in groups])
+                parts = places[:, None] * self.parts + torch.arange(self.parts)
+                stacks = self._all.select(parts.flatten().to(self.backbone.device))
+            self._chosen[groups] = stacks
+            if len(self._chosen) > CHOICES:
+                self._chosen.pop(next(iter(self._chosen)))
+            return stacks
+
+
+def _trimmed(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
+    """Return the words of one model without the weights of experts that only other models have."""
+    count = model.layout.experts if model.layout.routed else 0
+    return [replace(word, experts=word.experts[:count]) for word in words]
+
 
 Personal = PersonalModel | PersonalClassifier
 

@@ -23,7 +23,8 @@ from coterie.models.predictions import Prediction, joined, score_of
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch
 from coterie.personal.following import Following
-from coterie.personal.inference.stacks import Mixed, Stacks, padded
+from coterie.personal.inference.packing import padded
+from coterie.personal.inference.stacks import Mixed, Stacks
 from coterie.personal.model import PersonalModel
 
 

@@ -15,9 +15,9 @@ from transformers import DynamicCache
 from coterie.core.errors import ModelError
 from coterie.core.isolation import inference
 from coterie.personal.inference.row_cache import RowCache
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.sampling import Sampling, Token, choose, not_usable, scored, usable
-from coterie.personal.words import left_padded
+from coterie.personal.text_inference import left_padded
 
 ROWS = 16  # texts that are continued at once
 PART = 512  # tokens of prompts that are computed between two tokens of the running texts

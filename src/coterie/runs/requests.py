@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Metrics
 from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, Divergence, SpoiltSum, TensorError
 from coterie.core.metrics import check_scores

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from coterie.client.blueprint import Blueprint
-from coterie.client.interfaces import Model, Trainable
+from coterie.client.blueprint import Blueprint, Model, Trainable
 from coterie.client.settings import Training
 from coterie.client.site import Site
 from coterie.core.errors import ModelError

@@ -9,7 +9,7 @@ from typing import Any
 
 from coterie.personal.running_batch import Finish
 from coterie.personal.sampling import Token
-from coterie.personal.words import Vocabulary
+from coterie.personal.text_inference import Vocabulary
 
 BROKEN = "\ufffd"  # stands for bytes that are not a whole character
 LONGEST = 32  # most tokens that are held back

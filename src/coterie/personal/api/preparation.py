@@ -11,9 +11,9 @@ from coterie.data.chats import jinja_process
 from coterie.data.chats.messages import Mistake, of_user
 from coterie.data.chats.template import TooLong
 from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, shown
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.running_batch import Continuation
-from coterie.personal.words import Vocabulary
+from coterie.personal.text_inference import Vocabulary
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from coterie.core.errors import CoterieError
 from coterie.personal.api.answers import Answer, Piece, spoken
 from coterie.personal.api.preparation import Prepared
 from coterie.personal.api.requests import ApiError
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.running_batch import Continuation, Progress, RunningBatch
-from coterie.personal.words import Vocabulary
+from coterie.personal.text_inference import Vocabulary
 
 RETRY_S = 1  # seconds after which a caller may try again if the server is full
 

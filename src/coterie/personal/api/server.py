@@ -35,7 +35,7 @@ from coterie.personal.api.guard import (
 from coterie.personal.api.preparation import Preparation, Prepared
 from coterie.personal.api.requests import ApiError, ChatRequest, CompletionRequest, parsed, shown
 from coterie.personal.api.scheduler import Job, Scheduler
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.personal.running_batch import ROWS
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import Activation, FrozenMLP
 from coterie.models.routing import Routing, by_experts, top_k_weights
-from coterie.personal.inference.stacks import (
+from coterie.personal.inference.packing import (
     FEW,
     add_product,
     base_layer,

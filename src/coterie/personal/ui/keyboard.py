@@ -16,7 +16,7 @@ from coterie.data.chats.reading import Conversation
 from coterie.data.section import Section
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.model import PersonalModel
 from coterie.reports.mixtures import made_of
 from coterie.reports.parts import COLOURS

@@ -20,7 +20,7 @@ from coterie.personal.api.preparation import Prepared
 from coterie.personal.api.requests import ApiError, ChatRequest, Fields, validated
 from coterie.personal.api.server import Api, Service, Settings, Stream
 from coterie.personal.classifier import ClassifierMixture, PersonalClassifier
-from coterie.personal.many import ManyModels
+from coterie.personal.loading import ManyModels
 from coterie.personal.model import ANSWER, PersonalModel
 from coterie.personal.samples import of_image
 from coterie.personal.ui import keyboard

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
-from coterie.client.interfaces import Metrics
+from coterie.client.blueprint import Metrics
 from coterie.client.outbound import Outbound
 from coterie.core.errors import Refused
 from coterie.core.own import installed, is_own

@@ -7,9 +7,8 @@ from itertools import chain
 from pathlib import Path
 
 from coterie.aggregation.secure import FEWEST
-from coterie.client.blueprint import Blueprint
+from coterie.client.blueprint import Blueprint, Trainable
 from coterie.client.client import Client
-from coterie.client.interfaces import Trainable
 from coterie.client.outbound import Outbound
 from coterie.client.site import ClientOfParts, Site
 from coterie.client.state import kept_round, recall

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from coterie.client.blueprint import Model, Trainable
 from coterie.client.client import Client
-from coterie.client.interfaces import Model, Trainable
 from coterie.core.metrics import Metric
 from coterie.core.protocol import ClientId
 from coterie.core.result import Routing

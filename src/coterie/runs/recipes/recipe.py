@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from coterie.aggregation.attacks import Attack
 from coterie.aggregation.privacy import Privacy
+from coterie.aggregation.robust import Attack
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
 from coterie.core.names import normal
