@@ -7,14 +7,4 @@ from coterie.cli import train, lists, papers, use, hub, deploy, doctor
 # isort: on
 from coterie.cli.base import app, main
 
-__all__ = [
-    "app",
-    "deploy",
-    "doctor",
-    "hub",
-    "lists",
-    "main",
-    "papers",
-    "train",
-    "use",
-]
+__all__ = ["app", "deploy", "doctor", "hub", "lists", "main", "papers", "train", "use"]

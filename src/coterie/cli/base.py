@@ -102,9 +102,7 @@ Out = Annotated[
 Run = Annotated[
     Path,
     typer.Argument(
-        help="Folder of a run, or of one client in a run.",
-        show_default=False,
-        autocompletion=_runs,
+        help="Folder of a run, or of one client in a run.", show_default=False, autocompletion=_runs
     ),
 ]
 Clients = Annotated[

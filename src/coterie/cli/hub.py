@@ -180,12 +180,7 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            autocompletion=_formats,
-            help=f"{', '.join(FORMATS)}.",
-        ),
+        str, typer.Option(metavar="FORMAT", autocompletion=_formats, help=f"{', '.join(FORMATS)}.")
     ] = "peft",
     part: Annotated[
         str | None,

@@ -89,7 +89,7 @@ def adapt(
         bool,
         typer.Option(
             help="Whether the specialist and router, or a LoRA, of a language model are trained on "
-            "this text; classifiers need no training.",
+            "this text; classifiers need no training."
         ),
     ] = True,
     iterations: Annotated[

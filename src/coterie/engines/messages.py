@@ -168,10 +168,7 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
     """
     what = kind.__name__.lower()
     if len(text) > MOST_HEADER:
-        raise TensorError(
-            f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}",
-            _DAMAGED,
-        )
+        raise TensorError(f"{what} of {len(text):,} characters, at most {MOST_HEADER:,}", _DAMAGED)
     try:
         message = kind.model_validate(json_of(text, finite=False))
     except ValidationError as error:

@@ -26,9 +26,7 @@ class Stored(Mapping[ClientId, State]):
     """Clients' states by id, in memory or in packs, whose SHA-256 are in `digests`."""
 
     def __init__(
-        self,
-        places: Mapping[ClientId, State | Entry],
-        digests: Mapping[Path, "Future[str]"] = {},
+        self, places: Mapping[ClientId, State | Entry], digests: Mapping[Path, "Future[str]"] = {}
     ) -> None:
         self._places, self.digests = dict(places), dict(digests)
 

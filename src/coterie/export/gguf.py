@@ -119,8 +119,7 @@ def _check_original(client: ClientModel) -> None:
     base, layout = client.model.about.base, client.model.layout
     if not gguf_base.names_file(base):
         raise Refused(
-            f"--precision {ORIGINAL}: the base {base} is no GGUF file",
-            "Use --precision f16.",
+            f"--precision {ORIGINAL}: the base {base} is no GGUF file", "Use --precision f16."
         )
     if layout.experts > 1:
         raise Refused(

@@ -30,14 +30,7 @@ from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.quantised import dequantise, quantise
 from coterie.models.routing import Routing
-from coterie.models.slots import (
-    Attachable,
-    Attached,
-    LinearSlot,
-    check_mlps,
-    recomputable,
-    slotted,
-)
+from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, recomputable, slotted
 
 _NAME = "sdpa-fp32"
 

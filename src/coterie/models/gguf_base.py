@@ -34,10 +34,7 @@ def folder_of(base: str | Path) -> str:
     """
     path = file_of(base)
     remedy = "Check its permissions, or get it again."
-    with (
-        foreign.refusing(ModelError, str(path), remedy),
-        foreign.opened(path) as file,
-    ):
+    with foreign.refusing(ModelError, str(path), remedy), foreign.opened(path) as file:
         if file.read(4) != b"GGUF":
             raise ModelError(f"{path} is not a GGUF file", "Get it again.")
     about = path.stat()
@@ -53,8 +50,7 @@ def file_of(base: str | Path) -> Path:
     name, _, file = rest.partition("/")
     if path.is_absolute() or str(base).startswith((".", "~")) or not file or path.parent.exists():
         raise ModelError(
-            f"no GGUF file at {path}",
-            "Check the path, or give OWNER/NAME/FILE.gguf of the Hub.",
+            f"no GGUF file at {path}", "Check the path, or give OWNER/NAME/FILE.gguf of the Hub."
         )
     return _downloaded(f"{owner}/{name}", file)
 

@@ -46,11 +46,7 @@ def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tenso
 
 
 def _by_vocabulary(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    gradient: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, gradient: Tensor | None
 ) -> Tensor:
     """Return the NLL of each target, (T,); add its gradient to `gradient`, (T, d), if given.
 

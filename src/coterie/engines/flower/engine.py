@@ -282,13 +282,7 @@ class Flower(Engine):
             ) from None
 
     def _request(
-        self,
-        action: Any,
-        task: str,
-        client: ClientId,
-        round: int,
-        phase: int,
-        masked: bool = False,
+        self, action: Any, task: str, client: ClientId, round: int, phase: int, masked: bool = False
     ) -> Request:
         return Request(
             action=action,

@@ -16,13 +16,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from coterie.aggregation.secure import MODULUS, threshold
 from coterie.core.errors import CoterieError, TensorError
 from coterie.engines.flower import secagg_common as common
-from coterie.engines.flower.secagg_common import (
-    COMPLAINTS,
-    EXCHANGE,
-    FITRES,
-    SAME_VERSION,
-    TEXT,
-)
+from coterie.engines.flower.secagg_common import COMPLAINTS, EXCHANGE, FITRES, SAME_VERSION, TEXT
 from coterie.engines.messages import Reply, Request, check_answers, parsed
 
 FOREIGN = "It did not come from coterie, or was changed on its way."

@@ -100,9 +100,7 @@ Attended = Callable[[Tensor, nn.Module], Tensor]
 
 
 def attended(
-    blocks: Sequence[Mapping[str, SingleLoRA]],
-    layers: Mapping[str, nn.Module],
-    dtype: torch.dtype,
+    blocks: Sequence[Mapping[str, SingleLoRA]], layers: Mapping[str, nn.Module], dtype: torch.dtype
 ) -> dict[str, Attended]:
     """Return the computation of each layer of an attention, by its name."""
     first = blocks[0]

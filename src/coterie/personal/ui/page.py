@@ -207,9 +207,7 @@ def _answer(model: PersonalClassifier, given: Any) -> Answer:
     return classes, f"expert {experts.item()}", f" of {', '.join(map(str, model.experts))}"
 
 
-def grouped(
-    answers: Mapping[str, Answer],
-) -> list[tuple[list[str], list[tuple[str, float]], str]]:
+def grouped(answers: Mapping[str, Answer]) -> list[tuple[list[str], list[tuple[str, float]], str]]:
     """Return groups of clients whose answers are equal: the clients, the most likely classes, and
     the chosen expert. Clients with the same chosen expert have the same answer, whatever other
     experts they have; the other experts are named if all clients of the group have the same.
