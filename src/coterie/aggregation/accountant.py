@@ -163,7 +163,6 @@ class Accountant:
         )
 
     def _assumed(self) -> str:
-        """Return the assumptions under which epsilon holds."""
         if self.experiment:
             return (
                 "an experiment: whoever has the recipe's seed can draw the same noise, and the "

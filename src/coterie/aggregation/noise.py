@@ -286,7 +286,6 @@ def kept_key(path: Path) -> bytes:
 
 
 def _write_key(path: Path) -> None:
-    """Write a key file atomically. Raises SaveError."""
     new = path.with_name(f"{path.name}.new")
     with writing(path, "Free some space, or choose another folder."):
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -274,7 +274,6 @@ def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
 
 
 def _norms(models: Sequence[Named], around: Named) -> list[float]:
-    """Return the norms of the clients' updates."""
     squared = torch.zeros(len(models), dtype=torch.float64)
     for part in _updates(models, around):
         squared += part.square().sum(dim=1).cpu()

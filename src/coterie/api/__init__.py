@@ -314,7 +314,6 @@ def tune(
 
 
 def _effort(trials: int | None, seeds: int) -> Effort:
-    """Return the effort of a search. Raises Refused."""
     if min(seeds, 1 if trials is None else trials) < 1:
         raise Refused("a search needs at least one trial and one seed", "Give positive numbers.")
     return Effort(seeds=seeds) if trials is None else Effort(trials, seeds)

@@ -246,12 +246,10 @@ def _line(console: "Console", text: str, style: str | None = None) -> None:
 
 
 def _say(line: str) -> None:
-    """Print a line about a step of a command, at once."""
     print(f"  {printable(line)}", flush=True)
 
 
 def _folder(name: str, resume: bool) -> Path:
-    """Return a new folder under runs/, or the latest one of that name."""
     from coterie.runs.folder.lock import latest_folder, new_folder
 
     return latest_folder(name) if resume else new_folder(name)

@@ -22,14 +22,12 @@ def _clients(incomplete: str) -> list[str]:
 
 
 def _recipes(incomplete: str) -> list[str]:
-    """Return the names of recipes, for a shell's completion."""
     from coterie.runs import recipes
 
     return [name for name in recipes.names() if name.startswith(incomplete)]
 
 
 def _methods(incomplete: str) -> list[str]:
-    """Return the names of methods, for a shell's completion."""
     from coterie.methods import METHODS
 
     return [name for name in METHODS if name.startswith(incomplete)]

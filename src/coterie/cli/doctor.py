@@ -148,7 +148,6 @@ def _threads() -> Check:
 
 
 def _memory() -> Check:
-    """Check how much memory is free."""
     from coterie.core.devices import free_memory
 
     free = free_memory()

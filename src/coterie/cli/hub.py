@@ -165,7 +165,6 @@ FORMATS = ("peft", "mixtral", "gguf", "onnx", "web")
 
 
 def _formats(incomplete: str) -> list[str]:
-    """Return the formats of exports, for a shell's completion."""
     return [name for name in FORMATS if name.startswith(incomplete)]
 
 

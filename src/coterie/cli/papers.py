@@ -124,7 +124,6 @@ def reproduce(
 
 
 def _effort(tune: bool, trials: int | None) -> "Effort | None":
-    """Return the effort of a search; None without one. Raises Refused."""
     from coterie.runs.tuning.search import Effort
 
     if not tune and trials is not None:

@@ -146,7 +146,6 @@ class Client(BoundClient):
     def _by_role(
         self, gradients: Iterable[Tensor], roles: Sequence[Role]
     ) -> dict[Role, list[Tensor]]:
-        """Split the gradients of several roles by role."""
         remaining = iter(gradients)
         return {role: list(islice(remaining, len(self._parameters[role]))) for role in roles}
 
@@ -190,7 +189,6 @@ class Client(BoundClient):
             yield gradients
 
     def _initial(self, roles: frozenset[Role]) -> Tensors:
-        """Return the initial values of the client's tensors of these roles."""
         if roles not in self._untouched:
             seeds = {
                 role: initial_seed(self.seed, role, self.id)
@@ -336,5 +334,4 @@ class Client(BoundClient):
 
 
 def _flat(gradients: Iterable[Tensor]) -> Tensor:
-    """Return gradients as one vector, (d,)."""
     return torch.cat([gradient.flatten() for gradient in gradients])

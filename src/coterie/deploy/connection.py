@@ -252,7 +252,6 @@ class Connection:
         return self.http.our_state is h11.DONE and self.http.their_state is h11.DONE
 
     def _has_left(self) -> bool:
-        """Return whether the caller has hung up."""
         return self.reader.at_eof() or self.reader.exception() is not None
 
     async def _event(self) -> h11.Event | None:

@@ -201,7 +201,6 @@ def _name(host: str) -> x509.GeneralName:
 
 
 def _hosts(path: Path) -> list[str]:
-    """Return the names and addresses that a certificate is for."""
     extensions = x509.load_pem_x509_certificate(read_bytes(path)).extensions
     hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return [str(name.value) for name in hosts]

@@ -183,7 +183,6 @@ def _command_line(process: psutil.Process) -> str:
 
 
 def _described(process: psutil.Process) -> str:
-    """Return the id, start and command line of a process, printable."""
     with suppress(psutil.Error):
         started = datetime.fromtimestamp(process.create_time())
         shown = printable(_command_line(process))[:200]

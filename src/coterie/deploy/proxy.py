@@ -96,7 +96,6 @@ class Proxy:
             await self._upstream.close()
 
     async def _accept(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Admit one connection after the other."""
         while True:
             try:
                 connection, address = await loop.sock_accept(self._listener)

@@ -119,7 +119,6 @@ def _address(home: Path) -> Iterator[str]:
 
 
 def _alive(home: Path) -> bool:
-    """Return whether a process listens."""
     with _address(home) as address, socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(address)

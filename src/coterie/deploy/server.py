@@ -83,7 +83,6 @@ class Server:
             yield self._unregister(key)
 
     def _register(self, key: str, path: Path) -> str:
-        """Register a device; return a message."""
         client = key_files.owner(path)
         try:
             self.nodes[key] = (client, register(path, self.home))
@@ -94,7 +93,6 @@ class Server:
         return f"The device of {client} is registered."
 
     def _unregister(self, key: str) -> str:
-        """Remove a device; return a message."""
         client, node = self.nodes[key]
         try:
             flwr(["supernode", "unregister", node, NAME], self.home)

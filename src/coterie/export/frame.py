@@ -277,7 +277,6 @@ def _write_all(
     several: bool,
     say: Callable[[str], None],
 ) -> list[Exported]:
-    """Write and check each client's files, and the summary."""
     format.write_base(clients, folder, options)
     exported, entries = [], {}
     for client in clients:
@@ -300,7 +299,6 @@ def _write_all(
 
 
 def _entry(client: ClientModel, folder: Path, written: Written, check: Check) -> dict[str, Any]:
-    """Return the entry of one client in export.json."""
     about = asdict(client.model.about)
     del about["base"], about["client"]
     paths = [written.folder / name for name in (*written.files, *written.shared)]
@@ -315,7 +313,6 @@ def _entry(client: ClientModel, folder: Path, written: Written, check: Check) ->
 
 
 def _summary(format: Format, options: Options, client: ClientModel) -> dict[str, Any]:
-    """Return the entries of export.json that describe the whole export."""
     base = client.model.about.base
     packages = dict.fromkeys([*LIBRARIES, *format.packages])
     return {

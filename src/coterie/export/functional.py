@@ -254,7 +254,6 @@ class Interface:
 
 
 def _axes(name: str, tensor: Tensor) -> Axes:
-    """Return the dimensions of a client's tensor."""
     if name == ACTIVE:
         return [1]
     if ".attention." in name:

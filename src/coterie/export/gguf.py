@@ -136,7 +136,6 @@ def _check_original(client: ClientModel) -> None:
 
 
 def _client_file(client: ClientModel) -> str:
-    """Return the name of a client's file."""
     return f"{names.encoded(client.client)}.lora.gguf"
 
 
@@ -343,7 +342,6 @@ def _usage(serving: Serving) -> str:
 
 
 def _readme(clients: Sequence[ClientModel], precision: str) -> str:
-    """Return the text of README.md."""
     bases: dict[str, list[ClientModel]] = {}
     for client in clients:
         bases.setdefault(_base(client.model, precision), []).append(client)

@@ -313,7 +313,6 @@ def _front_matter(facts: Facts, name: str) -> str:
 
 
 def _commands(facts: Facts, name: str) -> str:
-    """Return the commands that use the model."""
     if facts.classifies:
         return f"coterie predict {name} --data FILES"
     options = '--chat --text "How are you?"' if facts.chats else '--text "The weather is"'
@@ -324,7 +323,6 @@ def _commands(facts: Facts, name: str) -> str:
 
 
 def _spent(privacy: PrivacySpent | None) -> str:
-    """Return the privacy that a model's training has spent, in words."""
     if privacy is None:
         return "no noise was added: the training gives no formal guarantee of privacy"
     epsilon = "infinite" if privacy.epsilon is None else f"{privacy.epsilon:.3g}"

@@ -134,7 +134,6 @@ class CommonExpert:
         return model
 
     def _normalised(self, x: Tensor) -> Tensor:
-        """Return a batch normalised for the network."""
         if self._change is None:
             return x
         factor, offset = (values.to(x.device) for values in self._change)

@@ -184,7 +184,6 @@ def is_transposed(layer: nn.Module | None) -> bool:
 
 
 def _problem(family: Family, block: nn.Module, index: int) -> str:
-    """Return a description of what a block lacks."""
     path, instead = cast(tuple[str, str], misfit(family, block))
     where = f"block {index} ({family.blocks}.{index})"
     if instead:

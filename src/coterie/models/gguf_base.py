@@ -175,7 +175,6 @@ def _scale_positions(path: Path, config: Any) -> None:
 
 
 def _supported() -> str:
-    """Say which files transformers reads."""
     from gguf.quants import _type_traits
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 

@@ -161,7 +161,6 @@ class Mixture(nn.Module):
         ]
 
     def _stack(self, layer: str, matrix: str, dtype: torch.dtype) -> Tensor:
-        """Return one matrix of all experts, (n, ., .)."""
         return stacked(self._by_role(layer, matrix), dtype)
 
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:

@@ -296,12 +296,10 @@ def _rows(tensor: Tensor, rows: Rows) -> Tensor:
 
 
 def _columns(tensor: Tensor, rows: Rows) -> Tensor:
-    """Return `tensor[..., rows]`."""
     return tensor[..., rows] if isinstance(rows, slice) else tensor.index_select(-1, rows)
 
 
 def _put(tensor: Tensor, rows: Rows, values: Tensor) -> None:
-    """Set `tensor[..., rows] = values`."""
     if isinstance(rows, slice):
         tensor[..., rows] = values
     else:

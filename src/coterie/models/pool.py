@@ -304,5 +304,4 @@ def _stats(outputs: Tensor, target: Tensor, loss: Tensor) -> dict[str, Tensor]:
 
 
 def _named(place: int | str, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    """Return tensors by their names within the pool."""
     return {f"{place}.{name}": tensor for name, tensor in tensors.items()}

@@ -248,7 +248,6 @@ def _questions(path: Path) -> list[Question]:
 
 
 def _question(where: str, row: Mapping[str, Any]) -> Question:
-    """Return the question of a row. Raises DataError."""
     text, choices, answer = (row.get(name) for name in (QUESTION, CHOICES, RIGHT))
     if isinstance(choices, Mapping):  # {"text": [...], "label": [...]}, as in ARC
         labels, choices = choices.get("label"), choices.get("text")
@@ -278,7 +277,6 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
 
 
 def _on_questions(model: PersonalModel, questions: Sequence[Question]) -> Evaluated:
-    """Return the scores of a model on a task."""
     likely, by_length, exact = list[bool](), list[bool](), list[bool]()
     for question in questions:
         if question.right is None:

@@ -358,7 +358,6 @@ def _folders(run: Path) -> dict[str, Path]:
 
 
 def _client_of(folder: Path) -> str:
-    """Return the id of the client to whom a folder belongs."""
     client = (
         read_about_json(folder).get("client")
         if names.is_cut(folder.name)

@@ -235,7 +235,6 @@ class RunningBatch:
             self._rows.pop()
 
     def _next_tokens(self) -> list[Progress]:
-        """Generate the next token of every row."""
         mask, positions = self._cache.reserve()
         padding = {} if mask.all() else {"attention_mask": mask}
         logits = self.models(

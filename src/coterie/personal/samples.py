@@ -187,7 +187,6 @@ def _image(name: str, open_file: Callable[[], BinaryIO], shape: Shape) -> npt.ND
 
 
 def _texts(path: Path) -> list[tuple[str, str]]:
-    """Read the texts of a file with their names. Raises DataError."""
     if path.suffix.lower() == ".txt":
         return [(str(path), read_text(path))]
     return [

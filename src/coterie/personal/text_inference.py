@@ -194,7 +194,6 @@ class Words:
         return allowed
 
     def _longer(self, left: str) -> list[int]:
-        """Return the tokens that begin with `left`."""
         first, last = (bisect_left(self._sorted, (end, 0)) for end in (left, left + LAST))
         return [i for _, i in self._sorted[first:last]]
 
@@ -264,7 +263,6 @@ def _starts(name: str) -> bool:
 
 
 def _continues(name: str) -> bool:
-    """Return whether a token continues a word."""
     return name != "" and name[0] not in SPACES and name[0] not in NO_LETTERS
 
 
@@ -381,7 +379,6 @@ class TextInference:
         return self.words.of(adapter, texts, k) if texts else []
 
     def _moved(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with their tensors on the base's device."""
         return {
             name: value.to(self.backbone.device) if isinstance(value, Tensor) else value
             for name, value in inputs.items()

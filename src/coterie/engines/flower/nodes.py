@@ -118,7 +118,6 @@ def bodies_of(
 
 
 def _size(content: RecordDict) -> int:
-    """Return the bytes of a message's values."""
     arrays = sum(
         len(array.data) for record in content.array_records.values() for array in record.values()
     )

@@ -178,7 +178,6 @@ class Participants:
         self.ranks = {node: place for place, node in enumerate(sorted(self.keys), 1)}
 
     def _keys(self, node: int, content: RecordDict) -> tuple[bytes, bytes]:
-        """Return a client's public keys."""
         names = (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2)
         configs = values_of(content, dict.fromkeys(names, bytes), (common.SIGNATURES,))
         pair = cast(tuple[bytes, bytes], tuple(configs[name] for name in names))
@@ -243,7 +242,6 @@ class Participants:
         return b"".join(d.check(place).to_bytes() for d in (proofs.seed, proofs.key))
 
     def _complaints(self, node: int, content: RecordDict) -> list[int]:
-        """Return the clients whose shares a client cannot use."""
         sources = cast(list[int], values_of(content, {}, (common.COMPLAINTS,))[common.COMPLAINTS])
         if len(set(sources)) != len(sources) or not set(sources) <= self.proofs.keys() - {node}:
             raise TensorError("complaints about others than the clients of the exchange")
@@ -290,7 +288,6 @@ class Participants:
         return {pairs[source]: (source, plain) for source, plain in shown.items()}
 
     def _shown(self, source: int, node: int, content: RecordDict) -> bytes:
-        """Return the shares that a client opened."""
         plain = cast(bytes, values_of(content, {common.SHARE_OPENED: bytes})[common.SHARE_OPENED])
         with common.binding(common.Bound(self.digest)):
             if not common.shares_hold(plain, source, node, self._checks(source, node)):
@@ -306,7 +303,6 @@ class Participants:
             )
 
     def _keep(self, nodes: Collection[int]) -> None:
-        """Leave out all other clients."""
         self.proofs = {node: dealt for node, dealt in self.proofs.items() if node in nodes}
 
     def exchange(

@@ -82,7 +82,6 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
 
 
 def _forget(context: Context) -> None:
-    """Delete the keys of an exchange."""
     for record in (RECORD_KEY_STATE, common.EXCHANGE):
         context.state.config_records.pop(record, None)
 
@@ -142,7 +141,6 @@ def _checked(message: Message, context: Context) -> RecordDict:
 
 
 def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: bytes) -> bool:
-    """Return whether a device can use the shares that it got of a client."""
     try:
         plain = decrypt(state.ss2_dict[source], ciphertext)
         return common.shares_hold(plain, source, state.nid, checks)

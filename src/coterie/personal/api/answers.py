@@ -74,7 +74,6 @@ class Decoder:
         return released
 
     def _text(self, before: list[int], ids: list[int]) -> str:
-        """Return the text of tokens that follow others."""
         size = len(self.vocabulary.decode(before, special=False))
         return self.vocabulary.decode(before + ids, special=False)[size:]
 

@@ -185,7 +185,6 @@ class Preparation:
 
 
 def _characters(content: Any) -> int:
-    """Return the number of characters of a prompt or of a message's content."""
     if isinstance(content, str):
         return len(content)
     parts = content if isinstance(content, list) else []

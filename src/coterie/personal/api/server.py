@@ -332,7 +332,6 @@ def _plain(body: bytes, encoding: str, most: int) -> bytes:
 
 
 async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
-    """Return the whole response."""
     pieces: dict[int, list[Piece]] = {}
     generated = 0
     async for update in job.pieces():
@@ -342,7 +341,6 @@ async def _whole(job: Job, answers: Answers) -> dict[str, Any]:
 
 
 async def _events(job: Job, answers: Answers, with_usage: bool) -> AsyncIterator[bytes]:
-    """Yield the events of a stream."""
     generated = 0
     try:
         for event in answers.begin(job.count):

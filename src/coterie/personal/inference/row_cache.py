@@ -107,7 +107,6 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.lengths = [length + 1 for length in self.lengths]
 
     def _of(self, row: int) -> slice:
-        """Return the rows of the buffers of one text."""
         return slice(row * self.parts, (row + 1) * self.parts)
 
     @property
