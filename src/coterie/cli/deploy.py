@@ -313,7 +313,7 @@ def deploy_(
                 "deploy needs --demo",
                 "Run: coterie deploy --demo. For separate machines see docs/deploy.md.",
             )
-        from coterie.deploy import demo as demonstration
+        from coterie.deploy.server import demo as demonstration
         from coterie.runs.problems import loading
 
         loaded = _load(recipe, set_, seed)
@@ -321,7 +321,7 @@ def deploy_(
         if (folder / "recipe.yaml").exists():
             raise Refused(f"{folder} already holds a run", "Choose another --out.")
         ids = list(loading.load(loaded).federation.everyone)[:clients]
-        demonstration.demo(loaded, ids, folder, lambda line: print(line, flush=True))
+        demonstration(loaded, ids, folder, lambda line: print(line, flush=True))
         print(
             f"The server's results are in {folder}: open {folder}/report.html. Each device's "
             f"files are in {folder}/devices/ID."

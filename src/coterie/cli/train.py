@@ -33,6 +33,20 @@ if TYPE_CHECKING:
     from coterie.runs.recipes.recipe import Recipe
 
 
+Methods = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
+    ),
+]
+Of = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=_recipes,
+        help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
+        show_default=False,
+    ),
+]
 Fields = Annotated[
     list[str] | None,
     typer.Option(
@@ -146,20 +160,8 @@ def _dry_run(recipe: "Recipe") -> None:
 
 @app.command()
 def compare(
-    methods: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=_recipes,
-            help="A shipped recipe or a YAML file: the data, base and budget of all rows.",
-            show_default=False,
-        ),
-    ] = None,
+    methods: Methods = None,
+    recipe: Of = None,
     rivals: Annotated[
         bool,
         typer.Option(
@@ -222,20 +224,8 @@ def compare(
 
 @app.command()
 def tune(
-    methods: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
-        ),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(
-            autocompletion=_recipes,
-            help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
-            show_default=False,
-        ),
-    ] = None,
+    methods: Methods = None,
+    recipe: Of = None,
     field: Fields = None,
     trials: Trials = None,
     seeds: Annotated[
