@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from coterie.aggregation.collaboration import threshold_clustering
+from coterie.aggregation.clustering import threshold_clustering
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation.collaboration import threshold_centre
+from coterie.aggregation.clustering import threshold_centre
 from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.settings import Training
 from coterie.core.errors import RecipeError
