@@ -6,7 +6,7 @@
 Random weights of GPT-2's shape; eight windows of 128 tokens. `products`: the two matrix products
 that every way needs, in their fastest order, and nothing else. `whole logits`: cross-entropy by
 autograd. `tokens in chunks`: the softmax of some tokens over the whole vocabulary at a time.
-`words in blocks`: `coterie.models.loss`. `peak_mb` is the most that a call has allocated at once.
+`words in blocks`: `coterie.models.windows`. `peak_mb` is the most that a call allocated at once.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from common import RESULTS, in_turns, ratios, report
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from coterie.models.loss import head_loss
+from coterie.models.windows import head_loss
 
 FLOOR = "products"
 CHUNK = 128  # tokens

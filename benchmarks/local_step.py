@@ -31,10 +31,10 @@ from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.models.backbone import DTYPES, Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.models.loss import head_loss
 from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.routing import Routing
+from coterie.models.windows import head_loss
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coterie.aggregation.sharing import (
+from coterie.aggregation.secure import (
     CHECK,
     ORDER,
     SHARE,

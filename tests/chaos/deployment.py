@@ -13,7 +13,7 @@ from pathlib import Path
 from network import FAULTS, Network
 from terminals import MINUTE, OWN, Site, Terminal, left, loaded, texts, until, written
 
-from coterie.deploy.link import Link
+from coterie.deploy.keys import Link
 from coterie.runs.recipes.recipe import Recipe
 
 PEOPLE = ("ann", "ben")

@@ -7,7 +7,7 @@ import struct
 import threading
 from contextlib import suppress
 
-from coterie.deploy.link import free_port
+from coterie.deploy.keys import free_port
 
 FAULTS = {
     "slow": "each piece of 2 KiB takes 50 ms",

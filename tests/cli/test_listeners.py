@@ -136,7 +136,7 @@ def superlink(folder: Path, base: Path) -> Iterator[tuple[Door, Door]]:
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
     from coterie.deploy import keys
-    from coterie.deploy.link import free_port
+    from coterie.deploy.keys import free_port
     from coterie.deploy.server import server
 
     keys.make(folder / "keys", [], ["ann"])
@@ -171,7 +171,7 @@ def signed(key, keys) -> dict[str, str]:
 def supernode(folder: Path, base: Path) -> Iterator[Door]:
     import psutil
 
-    from coterie.deploy.link import Link
+    from coterie.deploy.keys import Link
     from coterie.deploy.supernode import Node, device
 
     home = folder / "device"
@@ -250,7 +250,7 @@ STARTS = {
 }
 # Where in the source a port or socket may be opened, and by which row of the table.
 OPENED = {
-    "deploy/link.py": (),  # a free port is looked for, and let go
+    "deploy/keys.py": (),  # a free port is looked for, and let go
     "deploy/proxy.py": ("proxy",),
     "deploy/resident.py": ("resident process",),
     "deploy/server.py": ("SuperLink",),

@@ -19,7 +19,7 @@ from coterie.cli.base import app
 from coterie.core.errors import TensorError
 from coterie.core.printing import printable
 from coterie.deploy import process
-from coterie.deploy.link import Link
+from coterie.deploy.keys import Link
 from coterie.deploy.supernode import Node, Supervisor
 from coterie.engines.flower.nodes import described
 from coterie.personal.classifier import Prediction

@@ -12,7 +12,7 @@ from coterie.core.errors import TensorError
 from coterie.core.protocol import empty_reply
 from coterie.core.tensors import Named, Tensors
 from coterie.testing import World
-from coterie.testing.leaving import exchanges
+from coterie.testing.suite import exchanges
 
 from .cases import method_of
 

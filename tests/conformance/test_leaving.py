@@ -20,7 +20,7 @@ from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.fedavg import FedAvg
 from coterie.testing import Run, World
-from coterie.testing.leaving import NOISY, SECURE
+from coterie.testing.suite import NOISY, SECURE
 
 
 @dataclass(frozen=True)

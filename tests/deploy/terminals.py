@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from coterie.deploy.link import free_port
+from coterie.deploy.keys import free_port
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 

@@ -11,7 +11,7 @@ import pytest
 from figures import as_json
 from terminals import MINUTE, OWN, Site, kill, left, loaded, terminals, texts, until, written
 
-from coterie.deploy.link import Link, free_port
+from coterie.deploy.keys import Link, free_port
 from coterie.runs.run import run
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,7 @@ from terminals import Site, Terminal, demonstration, left, terminals, texts, unt
 
 from coterie.core.errors import Refused
 from coterie.deploy import guard, process, server, supernode
-from coterie.deploy.link import Link, free_port
+from coterie.deploy.keys import Link, free_port
 from coterie.deploy.supernode import Node
 
 # A SuperLink starts others in groups of their own too, and waits for connections when it is told

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from terminals import MINUTE, Terminal, left, terminals, texts, until
 
-from coterie.deploy.link import free_port
+from coterie.deploy.keys import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs/deploy.md").read_text()
 BLOCKS = re.findall(

@@ -19,7 +19,7 @@ from coterie.cli.base import app
 from coterie.core.errors import Refused
 from coterie.deploy import keys, server, supernode
 from coterie.deploy import process as processes
-from coterie.deploy.link import Link, free_port
+from coterie.deploy.keys import Link, free_port
 from coterie.deploy.supernode import Node, Supervisor
 
 REPOSITORY = Path(__file__).parents[2]

@@ -17,10 +17,10 @@ import pytest
 from terminals import MINUTE, demonstration, left, terminals, texts, until, written
 
 from coterie.core.errors import ClientError, Refused
-from coterie.deploy import keys, link, process, supernode
+from coterie.deploy import keys, process, supernode
 from coterie.deploy import process as processes
 from coterie.deploy import server as superlink
-from coterie.deploy.link import Link
+from coterie.deploy.keys import Link
 from coterie.deploy.resident import private
 from coterie.deploy.server import Server
 from coterie.deploy.supernode import Node
@@ -69,7 +69,7 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
                 return
 
     with superlink.server(
-        folder / "keys", folder / "home", "127.0.0.1", link.free_port(), link.free_port()
+        folder / "keys", folder / "home", "127.0.0.1", keys.free_port(), keys.free_port()
     ) as found:
         watching = threading.Thread(target=watch, daemon=True)
         watching.start()
@@ -414,7 +414,7 @@ def test_a_server_a_device_and_a_demonstration_that_are_told_twice(
 ) -> None:
     keys.make(tmp_path / "keys", [], ["ann"])
     data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path, method__rounds=100)
-    port, runs = link.free_port(), link.free_port()
+    port, runs = keys.free_port(), keys.free_port()
     with terminals(tmp_path) as terminal:
         known = ("--ca", str(tmp_path / "keys/ca.crt"), "--key", str(tmp_path / "keys/clients/ann"))
         ports = ("--port", str(port), "--runs-port", str(runs))

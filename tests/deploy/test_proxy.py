@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.serialization import (
 from coterie.core.errors import Refused
 from coterie.deploy import keys
 from coterie.deploy.connection import Limits
-from coterie.deploy.link import Link, free_port, listening
+from coterie.deploy.keys import Link, free_port, listening
 from coterie.deploy.proxy import Proxy, open_proxy
 
 LIMITS = Limits(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from coterie.cli import app
 from coterie.deploy import process
-from coterie.deploy.link import unknown
+from coterie.deploy.keys import unknown
 from coterie.deploy.proxy import open_proxy
 
 

@@ -17,7 +17,7 @@ from people import DECOMPOSED, folders_of_text
 from coterie import personal
 from coterie.core import names
 from coterie.core.errors import Refused
-from coterie.deploy.link import Link
+from coterie.deploy.keys import Link
 from coterie.deploy.supernode import Node
 from coterie.runs import run
 from coterie.runs.recipes import recipe

@@ -30,7 +30,7 @@ from test_secagg import (  # noqa: F401 - the fixture
 )
 
 from coterie.aggregation import secure
-from coterie.aggregation.sharing import Share, SharingProof
+from coterie.aggregation.secure import Share, SharingProof
 from coterie.engines.flower.secagg_common import (
     CHECK_SHARES,
     COMPLAINTS,

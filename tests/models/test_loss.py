@@ -5,16 +5,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from coterie.models import loss
-from coterie.models.loss import head_loss, head_nll
+from coterie.models import windows
+from coterie.models.windows import head_loss, head_nll
 
 TOKENS, WIDTH, WORDS = 7, 5, 23
 
 
 @pytest.fixture(params=[1, 4, 6, WORDS], ids=lambda size: f"{size} words at once")
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "WORDS_AT_ONCE", request.param)
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(windows, "WORDS_AT_ONCE", request.param)
+    monkeypatch.setattr(windows, "LOGITS_AT_ONCE", 1)
 
 
 def drawn(
@@ -118,8 +118,8 @@ def test_no_tokens_have_no_loss() -> None:
 
 
 def test_no_tensor_holds_the_logits_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss, "WORDS_AT_ONCE", 4)
-    monkeypatch.setattr(loss, "LOGITS_AT_ONCE", 1)
+    monkeypatch.setattr(windows, "WORDS_AT_ONCE", 4)
+    monkeypatch.setattr(windows, "LOGITS_AT_ONCE", 1)
     hidden, weight, bias, targets = drawn(words=200)
     with torch.profiler.profile(record_shapes=True) as profile:
         gradient(head_loss, hidden, weight, bias, targets)

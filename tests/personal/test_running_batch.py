@@ -12,7 +12,7 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal import ManyModels, running_batch
-from coterie.personal.inference import row_cache
+from coterie.personal.inference import stacks
 from coterie.personal.running_batch import Continuation, RunningBatch
 from coterie.personal.sampling import Sampling, choose
 
@@ -122,7 +122,7 @@ def test_on_the_embedded_base_in_single_precision_within_2e_5():
 
 def test_the_parts_of_prompts_and_the_room_for_tokens_do_not_matter(together, monkeypatch):
     monkeypatch.setattr(running_batch, "PART", 6)
-    monkeypatch.setattr(row_cache, "SPARE", 3)
+    monkeypatch.setattr(stacks, "SPARE", 3)
     together = in_double(together)
     wanted = requests(8, 5)
     batch = RunningBatch(together, 4)

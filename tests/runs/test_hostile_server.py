@@ -22,7 +22,7 @@ from coterie.core.errors import RecipeError, Refused
 from coterie.core.protocol import Sends, declared
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, axpy, from_bytes, norm, to_bytes
-from coterie.deploy import apps, link, supernode
+from coterie.deploy import apps, keys, supernode
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
 from coterie.runs.device import limits as limiting
@@ -793,7 +793,7 @@ def test_a_file_of_limits_that_is_not_there_or_says_nothing_is_refused(
 def test_a_device_has_the_limits_of_its_nodes_configuration(theta: Tensors, tmp_path: Path) -> None:
     (tmp_path / "device.yaml").write_text("methods: [ditto]")
     node = supernode.Node(
-        link.Link("localhost:9", None),
+        keys.Link("localhost:9", None),
         tmp_path / "home",
         CLIENT,
         resident=False,

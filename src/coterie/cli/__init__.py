@@ -2,9 +2,9 @@
 
 # Each module registers its commands, in the order of `coterie --help`.
 # isort: off
-from coterie.cli import train, lists, papers, use, hub, deploy, doctor
+from coterie.cli import train, lists, use, hub, deploy, doctor
 
 # isort: on
 from coterie.cli.base import app, main
 
-__all__ = ["app", "deploy", "doctor", "hub", "lists", "main", "papers", "train", "use"]
+__all__ = ["app", "deploy", "doctor", "hub", "lists", "main", "train", "use"]

@@ -55,7 +55,7 @@ def keys(
     """Make a certificate for a server and a key for each client's device (extra `flower`)."""
     with _stopping("stopped."):
         from coterie.deploy import keys as key_files
-        from coterie.deploy.link import unknown
+        from coterie.deploy.keys import unknown
 
         key_files.make(folder, host or [], client or [])
         for sentence in filter(None, map(unknown, host or ())):
@@ -170,7 +170,7 @@ def client(
     """
     with _stopping("stopped. The client's state is kept."):
         from coterie.deploy import apps, supernode
-        from coterie.deploy.link import Link
+        from coterie.deploy.keys import Link
         from coterie.runs.folder.lock import check_apart
 
         if (ca is None and key is None) != insecure:
@@ -195,7 +195,7 @@ def client(
 
             print(account.described(folder, device_limits.read(limits)))
         if not node.link.answers("fleet"):
-            from coterie.deploy.link import unknown
+            from coterie.deploy.keys import unknown
 
             print(f"No server answers at {server} yet. This device keeps trying.{unknown(server)}")
         with supernode.device(node) as supervisor:
@@ -253,7 +253,7 @@ def submit(
 ) -> None:
     """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
     with _stopping("disconnected. The run continues on the server."):
-        from coterie.deploy.link import Link
+        from coterie.deploy.keys import Link
         from coterie.deploy.process import submit as submit_run
         from coterie.reports import trackers
 

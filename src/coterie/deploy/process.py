@@ -26,7 +26,7 @@ from coterie.core.errors import ClientError, CoterieError, Refused, extra
 from coterie.core.foreign import read_bytes
 from coterie.core.printing import printable
 from coterie.deploy import guard
-from coterie.deploy.link import Link, listening, unknown
+from coterie.deploy.keys import Link, listening, unknown
 from coterie.engines.flower import POSTED
 
 # No telemetry, no installations, and a look for new messages ten times a second.

@@ -18,7 +18,7 @@ from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.deploy import keys as key_files
 from coterie.deploy.connection import Limits
-from coterie.deploy.link import LAST_PORT, Link, free_port, listening, there
+from coterie.deploy.keys import LAST_PORT, Link, free_port, listening, there
 from coterie.deploy.process import (
     AGAIN_S,
     NAME,

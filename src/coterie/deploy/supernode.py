@@ -11,7 +11,7 @@ from typing import Any
 
 from coterie.core import names
 from coterie.core.errors import Refused
-from coterie.deploy.link import Link, free_port, there
+from coterie.deploy.keys import Link, free_port, there
 from coterie.deploy.process import (
     AGAIN_S,
     Program,

@@ -27,8 +27,8 @@ from coterie.models.backbone import DTYPES, Backbone
 from coterie.models.families import family_of
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.models.loss import ON_ACCELERATORS
 from coterie.models.quantised import bytes_per_weight
+from coterie.models.windows import ON_ACCELERATORS
 
 PROCESS = 0.6e9  # bytes of Python and its libraries, or of an accelerator's context
 SHARE = 0.85  # of the memory there is that a step may take

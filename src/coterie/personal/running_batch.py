@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from coterie.core.errors import ModelError
 from coterie.core.isolation import inference
-from coterie.personal.inference.row_cache import RowCache
+from coterie.personal.inference.stacks import RowCache
 from coterie.personal.loading import ManyModels
 from coterie.personal.sampling import Sampling, Token, choose, not_usable, scored, usable
 from coterie.personal.text_inference import left_padded

@@ -34,16 +34,19 @@ from flwr.supercore.primitives.asymmetric import (
 )
 
 from coterie.aggregation.noise import Source
-from coterie.aggregation.secure import MODULUS, RANGE, levels, threshold
-from coterie.aggregation.sharing import (
+from coterie.aggregation.secure import (
     DIGEST,
+    MODULUS,
     ORDER,
+    RANGE,
     SCALAR,
     SHARE,
     Check,
     Share,
     SharingProof,
+    levels,
     share_secret,
+    threshold,
 )
 from coterie.core.errors import Refused, TensorError
 from coterie.engines.messages import Request

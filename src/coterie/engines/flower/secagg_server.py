@@ -19,8 +19,7 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from flwr.compat.common import recorddict_compat as compat
 from flwr.supercore.primitives.asymmetric import bytes_to_public_key
 
-from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, levels, step
-from coterie.aggregation.sharing import SHARE, Share, combined
+from coterie.aggregation.secure import FEWEST, MODULUS, RANGE, SHARE, Share, combined, levels, step
 from coterie.core.errors import TensorError
 from coterie.engines.flower import secagg_common as common
 from coterie.engines.flower.secagg_cohort import (
