@@ -33,13 +33,6 @@ CASES: dict[str, dict[str, object]] = {
         "specialists": [0, 1, 3],
     },
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
-    "comigs-cobo": {
-        "rounds": 2,
-        "local_steps": 2,
-        "router_every": 2,
-        "router_steps": 2,
-        "gamma": 3,
-    },
     "comigs-auto": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "interpolation": {"rounds": 2, "local_steps": 2, "parts": ["local", "fedavg"]},
     "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},

@@ -85,7 +85,6 @@ def test_every_task_says_what_it_sends_or_never_leaves_a_device_that_protects() 
     assert private == {
         ("CoBo", "descend"),
         ("CoBo", "midpoint_gradients"),
-        ("CoMiGSCoBo", "midpoint_gradients"),
         ("FC", "descend"),
         ("FC", "gradients"),
         ("FDLoRA", "local_round"),

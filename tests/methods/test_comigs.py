@@ -4,7 +4,6 @@ touch.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from coterie.aggregation.collaboration import ascend_simplex
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import AdamW, Training
@@ -24,7 +22,6 @@ from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_alone import CoMiGSAlone
-from coterie.methods.comigs_cobo import CoMiGSCoBo, even, with_own
 from coterie.methods.comigs_published import CoMiGSPublished
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
@@ -351,108 +348,3 @@ def test_a_single_expert_has_no_router_and_trains(
     reply = engine.answer(Ask(method.local_round, {"ann": theta_g(alone)}), 0, 0)["ann"]
     assert "optimiser/router/first" not in engine.states()["ann"]
     assert any(t.abs().max() > 0 for name, t in reply.items() if name.endswith("B"))
-
-
-def weighted(gamma: float) -> CoMiGSCoBo:
-    return CoMiGSCoBo(
-        **{field.name: getattr(METHOD, field.name) for field in fields(METHOD)}, gamma=gamma
-    )
-
-
-@pytest.mark.parametrize(
-    "there",
-    [
-        (("ann", "ben", "cleo"),) * 3,
-        (("ann", "ben"), ("ben", "cleo"), ("ann", "ben", "cleo")),
-    ],
-    ids=["all the time", "come and go"],
-)
-def test_cobo_weights_that_do_not_move_are_the_mean(
-    backbone: Backbone, tiny_federation: Federation, there: Sequence[Sequence[str]]
-) -> None:
-    """With gamma 0 every client's own mixture is 1/n of each that is there: plain CoMiGS."""
-    states = []
-    for method in (METHOD, weighted(0.0)):
-        layouts = {
-            i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)
-        }
-        site = Site(
-            partial(LanguageModel, backbone),
-            layouts,
-            tiny_federation.clients,
-            TRAINING,
-            5,
-            method.total_iterations,
-        )
-        engine, first = InProcess(site, method), there[0]
-        state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), first)
-        for t, here in enumerate(there):
-            state = drive(
-                method.round(method.members(state, here), here, torch.Generator()),
-                lambda ask, phase, t=t, engine=engine: engine.answer(ask, t, phase),
-            )
-        states.append(engine.states())
-    for i in tiny_federation.clients:
-        for key in ("parameters/generalist", "parameters/specialist", "parameters/router"):
-            torch.testing.assert_close(states[0][i][key], states[1][i][key], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("pairs", ["all", "constant"])
-def test_cobo_weights_follow_the_gradients_halfway(
-    backbone: Backbone, tiny_federation: Federation, pairs: str
-) -> None:
-    """One round by hand: W from inner products of gradients at midpoints of the pairs that are
-    compared, a client's own the best of these, projected row by row, then each client's own
-    mixture.
-    """
-    method = replace(weighted(3.0), pairs=pairs)
-    clients = sorted(tiny_federation.clients)
-    layouts = {i: method.layout(k, Layout(rank=2)) for k, i in enumerate(tiny_federation.clients)}
-    site = Site(
-        partial(LanguageModel, backbone),
-        layouts,
-        tiny_federation.clients,
-        TRAINING,
-        5,
-        method.total_iterations,
-    )
-    engine = InProcess(site, method)
-    state = method.init(Blueprint(partial(Adapter, backbone.architecture), layouts, 5), clients)
-    said: list[dict[str, Tensors]] = []
-
-    def answer(ask: Ask, phase: int) -> dict[str, Tensors]:
-        said.append({i: dict(reply) for i, reply in engine.answer(ask, 0, phase).items()})
-        return said[-1]
-
-    found = drive(method.round(state, clients, torch.Generator()), answer)
-    theta = {i: said[0][i]["generalist"].double() for i in clients}
-    agreed = torch.zeros(3, 3, dtype=torch.float64)
-    for a, i in enumerate(clients):
-        for b, j in enumerate(clients):
-            if j in said[1].get(i, {}):
-                agreed[a, b] = float(said[1][i][j].double() @ said[1][j][i].double())
-        agreed[a, a] = max(0.0, float(agreed[a].max()))  # as its best collaborator's
-    expected = 1 / 3 + 3.0 * agreed
-    for row in expected:  # the threshold of the simplex projection by bisection
-        low, high = float(row.min()) - 1, float(row.max())
-        for _ in range(80):
-            middle = (low + high) / 2
-            low, high = (
-                (middle, high) if float((row - middle).clamp(min=0).sum()) > 1 else (low, middle)
-            )
-        row.sub_(low).clamp_(min=0)
-    torch.testing.assert_close(found["weights"], expected, rtol=1e-4, atol=1e-6)
-    assert (expected - 1 / 3).abs().max() > 1e-3
-    compared = sum(len(gradients) for gradients in said[1].values()) // 2
-    assert compared == 3 if pairs == "all" else compared in (1, 2)
-    for a, i in enumerate(clients):
-        mixed = sum(expected[a, b] * theta[j] for b, j in enumerate(clients))
-        torch.testing.assert_close(found[f"{i}/generalist"].double(), mixed, rtol=1e-4, atol=1e-5)
-
-
-def test_two_who_agree_share_their_mean_and_who_agrees_with_nobody_keeps_its_own() -> None:
-    scores = torch.tensor([[0.0, 2.0, -1.0], [2.0, 0.0, -1.0], [-1.0, -1.0, 0.0]]).double()
-    weights = ascend_simplex(even(3), with_own(scores), 3.0)
-    torch.testing.assert_close(
-        weights, torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]).double()
-    )

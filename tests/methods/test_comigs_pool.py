@@ -29,7 +29,6 @@ from coterie.data.corpora import Multilingual
 from coterie.data.federation import Federation
 from coterie.engines import InProcess
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CHOSEN, CoMiGSPool
 from coterie.methods.pools import SCORES
 from coterie.models.adapter import Adapter
@@ -317,19 +316,14 @@ def test_a_new_user_sends_scores_only_and_is_scored_without_any_training(
     assert "iteration" not in world.engine.states()["ben"]
 
 
-@pytest.mark.parametrize("kind", [CoMiGS, CoMiGSCoBo])
 def test_without_a_pool_a_new_user_gets_the_mean(
-    backbone: Backbone, tiny_federation: Federation, kind: type[CoMiGS]
+    backbone: Backbone, tiny_federation: Federation
 ) -> None:
-    world = World(kind(rounds=1, local_steps=2), backbone, unseen(tiny_federation)).round()
+    world = World(CoMiGS(rounds=1, local_steps=2), backbone, unseen(tiny_federation)).round()
     found = drive(world.method.adapt(world.server, ("ben",)), world.answer)["ben"]
     client = world.site.client("ben", {})
     client.load(found)
-    if kind is CoMiGS:
-        assert found == world.server
-    else:
-        wanted = (world.server[f"ann/{GENERALIST}"] + world.server[f"cleo/{GENERALIST}"]) / 2
-        torch.testing.assert_close(client.flat(GENERALIST), wanted)
+    assert found == world.server
 
 
 def test_a_personal_model_needs_no_gate(world: World, backbone: Backbone, tmp_path: Path) -> None:

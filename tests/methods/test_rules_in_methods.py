@@ -16,7 +16,6 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, tr
 from coterie.core.tensors import Tensors
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.comigs_pool import CoMiGSPool
 from coterie.methods.oracle import Oracle
 from coterie.methods.parts import OfParts
@@ -166,9 +165,7 @@ def expected(
     return {n: of(columns(replies, n)) for n in names}
 
 
-CASES: list[tuple[str, dict[str, Any]]] = [
-    (name, {}) for name in NAMES if name not in ("comigs", "comigs-cobo")
-]
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name != "comigs"]
 
 
 @pytest.mark.parametrize(("name", "fields"), CASES)
@@ -276,8 +273,6 @@ def test_fdlora_combines_the_personal_loras_of_its_first_stage_too() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_where_nobody_answers_the_state_stays(name: str) -> None:
-    if name == "comigs-cobo":
-        pytest.skip("its state is of another form, and no rule combines it")
     method, state = start(name)
     after = drive(method.round(state, IDS, torch.Generator()), lambda ask, phase: {})
     assert {n: t for n, t in after.items() if n != "round"}.keys() == {
@@ -360,9 +355,7 @@ class Known:
         self.clusters, self.anchors = {i: CLUSTERS[i] for i in ids}, ()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name not in ("scaffold", "oracle", "comigs-cobo")]
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("scaffold", "oracle")])
 def test_too_few_clients_for_krum_are_refused(name: str) -> None:
     method = build_method({"name": name, "aggregation": {"rule": "krum", "attackers": 1}})
     method.check(Known(IDS), IDS, None)  # type: ignore[arg-type]
@@ -375,9 +368,3 @@ def test_of_the_oracle_every_cluster_must_be_large_enough() -> None:
     method.check(Known(IDS[2:]), IDS[2:], None)  # type: ignore[arg-type]
     with pytest.raises(RecipeError, match=r"method\.aggregation\.attackers: 0 among 2"):
         method.check(Known(IDS), IDS, None)  # type: ignore[arg-type]
-
-
-def test_collaboration_weights_leave_no_room_for_a_rule() -> None:
-    CoMiGSCoBo().check(Known(IDS), IDS, None)  # type: ignore[arg-type]
-    with pytest.raises(RecipeError, match=r"method\.aggregation: .* leave the rule out"):
-        CoMiGSCoBo(aggregation=Median()).check(Known(IDS), IDS, None)  # type: ignore[arg-type]

@@ -47,7 +47,6 @@ METHODS = {
     "comigs-2s": {},
     "comigs-pool": {"pool": 3, "generalists": 2},
     "comigs-published": {},
-    "comigs-cobo": {},
     "pfedmoe": {},
     "fedalt": {},
     "fedavg-moe": {},
@@ -61,14 +60,12 @@ OWN = (
     "comigs-2s",
     "comigs-pool",
     "comigs-published",
-    "comigs-cobo",
     "pfedmoe",
     "fedalt",
     "fedsa-lora",
 )  # with parts of a client's own
 RARE = (
     "comigs-published",
-    "comigs-cobo",
     "finetuned-fedavg",
     "ffa-lora",
     "fedavg-moe",
@@ -238,10 +235,7 @@ def test_every_method_that_shares_something_can_be_trained_from(
     assert about.after <= about.before
     assert about.helped, about
     kept = tensors(found)
-    if about.own and name not in (
-        "comigs-pool",
-        "comigs-cobo",
-    ):  # there the shared part has another form
+    if about.own and name not in ("comigs-pool",):  # there the shared part has another form
         shared = {n: t for n, t in server(run).items() if t.is_floating_point()}
         assert all(torch.equal(kept[n], t) for n, t in shared.items())
     model = coterie.load(found.folder)

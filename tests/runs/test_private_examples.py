@@ -30,8 +30,8 @@ from coterie.data.federation import ClientData, Federation
 from coterie.data.splits import TokenSplit
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS
+from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS
-from coterie.methods.comigs_cobo import CoMiGSCoBo
 from coterie.methods.ditto import Ditto
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedsalora import FedSALoRA
@@ -259,7 +259,7 @@ def test_a_method_that_shares_more_is_refused_by_the_client_itself(
     with pytest.raises(
         ClientError, match="midpoint_gradients: the task does not declare that its reply can be"
     ):
-        own.answer(CoMiGSCoBo(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
+        own.answer(CoBo(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
     with pytest.raises(ClientError, match="CoMiGS has no task 'midpoint_gradients'"):
         own.answer(CoMiGS(), "midpoint_gradients", "ann", {"ben": torch.zeros(3)}, {}, 0, 0)
 
