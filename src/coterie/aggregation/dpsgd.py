@@ -59,17 +59,9 @@ class Sanitizer:
 
     def gradient(self, parts: Iterable[Sequence[Tensor]], size: int, expected: float) -> Tensor:
         """Return the noisy sum of the clipped gradients of examples, over the expected number of
-        examples, (d,) fp32 on the CPU.
-
-        Args:
-            parts: Gradients of some examples each; each tensor (B, ...) has one example in each
-                row.
-            size: d, values of one example's gradient.
-            expected: The mean number of examples in a batch.
-
-        Raises:
-            Refused: More gradients were asked for than are counted.
-            TensorError: A value of a gradient is not a number.
+        examples in a batch, (d,) fp32 on the CPU, from gradients of some examples each, (B, ...)
+        tensors with one example in each row. Raises Refused if more gradients were asked for than
+        are counted, TensorError for a value that is not a number.
         """
         if self.steps < 1:
             raise Refused(

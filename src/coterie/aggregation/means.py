@@ -82,17 +82,10 @@ class Combining(BaseModel, ABC):
 
     @abstractmethod
     def combine(self, replies: Replies, around: Named) -> Tensors:
-        """Combine replies into one set of tensors, without `samples`; exactly those of a single
-        client.
-
-        Args:
-            replies: Tensors by client, of at least one; all of a client's tensors are one vector.
-            around: What they were sent, of which theirs are updates; where a name is missing,
-                updates are relative to zero.
-
-        Raises:
-            TensorError: The clients' tensors differ in names, shapes or dtypes.
-            ValueError: There are no replies.
+        """Combine replies of at least one client into one set of tensors, without `samples`;
+        exactly those of a single client. All of a client's tensors are one vector. Updates are
+        relative to what was sent, `around`, or to zero where a name is missing. Raises TensorError
+        if the clients' tensors differ in names, shapes or dtypes, ValueError without replies.
         """
 
 

@@ -222,16 +222,9 @@ def _pi(digits: int) -> Decimal:
 
 
 def protected(update: np.ndarray, norm: float, deviation: float, source: Source) -> np.ndarray:
-    """Return a vector with Gaussian noise, safe in floating point: (d,) float64, on the grid.
-
-    Args:
-        update: (d,) float64; it is clipped to the norm, see `on_grid`.
-        norm: C, the sensitivity to the vector's absence; any two are up to 2C apart.
-        deviation: sigma, of every coordinate.
-        source: Draws the noise.
-
-    Raises:
-        TensorError: A value is not a number.
+    """Return a vector, (d,) float64, on the grid, with Gaussian noise of deviation sigma on every
+    coordinate, safe in floating point. It is clipped to the norm C, see `on_grid`: the sensitivity
+    to its absence; any two are up to 2C apart. Raises TensorError for a value that is not a number.
     """
     step = grid(norm, deviation)
     noise = source.gaussian(update.size, deviation / step)

@@ -247,18 +247,9 @@ def demo(
     resident: bool = True,
 ) -> None:
     """Start a server and real devices on this machine, encrypted and with keys, run a resolved
-    recipe on them, and stop everything.
-
-    Args:
-        recipe: With its data on this machine.
-        clients: The clients of the data.
-        out: The run's folder; each device has `devices/<id>` in it, see `names.encoded`.
-        say: Called with a line for each step.
-        resident: Whether each device has a process that keeps the base model loaded.
-
-    Raises:
-        Refused: See `server` and `submit`.
-        ClientError: See `server` and `submit`.
+    recipe with its data on them, and stop everything. Each device has `devices/<id>` in the run's
+    folder, and if `resident` a process that keeps the base model loaded. `say` is called with a
+    line for each step. Raises Refused and ClientError as `server` and `submit`.
     """
     from coterie.deploy import keys
 

@@ -337,15 +337,10 @@ class Backbone:
     def using(
         self, adapter: Attachable | None, record: list[Routing] | None = None
     ) -> Iterator[None]:
-        """Attach an adapter within the block, then restore what was attached before. Other threads
-        wait for the end of the block.
-
-        Args:
-            adapter: On the backbone's device; None for the base alone.
-            record: Gets every routing decision, block by block, forward pass by forward pass.
-
-        Raises:
-            ModelError: The adapter was made for another architecture.
+        """Attach an adapter on the backbone's device, or none, within the block, then restore what
+        was attached before. `record` gets every routing decision, block by block, forward pass by
+        forward pass. Other threads wait for the end of the block. Raises ModelError if the adapter
+        was made for another architecture.
         """
         if adapter is not None and adapter.architecture != self.architecture:
             raise ModelError(

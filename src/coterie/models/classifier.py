@@ -138,24 +138,13 @@ class Classifier:
     def gradient(
         self, batch: Examples, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the batch's mean cross-entropy with respect to `wrt`.
+        """Return the gradient of the batch's mean cross-entropy with respect to `wrt`, in its
+        order, fp32, and the detached scalars "loss" and "accuracy" of the batch, in forward passes
+        of `micro_batch` examples.
 
         Batch normalisation uses the statistics of the batch, and updates the running ones. No
-        `.grad` is touched.
-
-        Args:
-            batch: B examples.
-            wrt: Parameters of this network.
-            micro_batch: Examples per forward pass; all at once by default.
-
-        Returns:
-            The gradients in the order of `wrt`, fp32, and the detached scalars "loss" and
-            "accuracy" of the
-            batch.
-
-        Raises:
-            ModelError: `wrt` is empty or has a foreign parameter, the batch does not fit the
-                network, or micro-batches would change its batch statistics.
+        `.grad` is touched. Raises ModelError if `wrt` is empty or has a foreign parameter, the
+        batch does not fit the network, or micro-batches would change its batch statistics.
         """
         x, y = self.checked(batch)
         size = micro_batch or len(y)
@@ -203,22 +192,12 @@ class Classifier:
     def vectorised(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `gradient` at many points at once, each with its own batch and running statistics;
-        or `gradient_elsewhere`.
-
-        Args:
-            points: (m, d) fp32: each row has all parameters, flat, in the order of
-                `parameters_by_role()[GENERALIST]`.
-            x: (m, B, C, H, W) fp32.
-            y: (m, B) int64.
-            running: (m, s) fp32 on the network's device: each row has all running statistics, flat,
-                in the order of `buffers`, and is updated in place. None: `gradient_elsewhere`.
-
-        Returns:
-            Gradients (m, d), and the detached "loss" (m,) and "accuracy" (m,) of the batches.
-
-        Raises:
-            ModelError: The points or the batches do not fit the network.
+        """Return `gradient` at many points at once, (m, d) fp32, flat in the order of
+        `parameters_by_role()[GENERALIST]`, each with its own batch, (m, B, C, H, W) fp32 and (m, B)
+        int64, and its own running statistics, (m, s) fp32 in the order of `buffers`, which are
+        updated in place; or without these `gradient_elsewhere`. That is gradients (m, d), and the
+        detached "loss" (m,) and "accuracy" (m,). Raises ModelError if the points or the batches do
+        not fit the network.
         """
         if x.shape[:2] != y.shape or points.shape != (len(y), self.trainable_parameters):
             raise ModelError(

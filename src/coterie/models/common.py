@@ -166,24 +166,12 @@ def trained(
     device: torch.device | str = "cpu",
     cache: Path | None = None,
 ) -> CommonExpert:
-    """Return a common expert trained on examples that no client has, once per shape, settings and
-    examples: it is kept in the cache.
+    """Return a common expert trained on two or more examples that no client has, once per shape,
+    settings and examples: it is kept in the cache (default: $COTERIE_CACHE, else
+    $XDG_CACHE_HOME/coterie, else ~/.cache/coterie). PyTorch's random generators are left unchanged.
 
-    PyTorch's random generators are left unchanged.
-
-    Args:
-        shape: The shape of the network.
-        public: At least two examples.
-        settings: The training settings.
-        device: The device to train and compute on.
-        cache: Folder of trained experts; default $COTERIE_CACHE, else $XDG_CACHE_HOME/coterie, else
-            ~/.cache/coterie.
-
-    Raises:
-        DataError: There are too few examples.
-        ModelError: The examples do not fit the network.
-        CoterieError: It diverged, or did not reach `stop_at`.
-        SaveError: The cache cannot be written.
+    Raises DataError for too few examples, ModelError if they do not fit the network, CoterieError
+    if it diverged or did not reach `stop_at`, SaveError if the cache cannot be written.
     """
     start = shape.initial(derive_seed(settings.seed, "common expert"))
     name = f"common-{_key(shape, start, public, settings)}.safetensors"

@@ -156,23 +156,11 @@ class PoolClassifier:
         wrt: Sequence[nn.Parameter],
         micro_batch: int | None = None,
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the mixture's mean cross-entropy; of a `GateTarget`, that of the
-        gate.
-
-        Args:
-            batch: B examples with embeddings, or without any for a client with one expert, which is
-                then trained alone.
-            wrt: Parameters of this model; those that the loss does not depend on get zeros.
-            micro_batch: Examples per forward pass; all at once by default.
-
-        Returns:
-            The gradients in the order of `wrt`, and the detached scalars "loss" and "accuracy" of
-            the
-            batch.
-
-        Raises:
-            ModelError: There is no expert, the batch does not fit, or micro-batches would change
-                its statistics.
+        """Return the gradient of the mixture's mean cross-entropy with respect to `wrt`, in its
+        order, zeros for what the loss does not depend on; of a `GateTarget`, that of the gate; and
+        the detached scalars "loss" and "accuracy". Examples have embeddings, or none for a client
+        with one expert, which is then trained alone. Raises ModelError if there is no expert, the
+        batch does not fit, or micro-batches would change its statistics.
         """
         if isinstance(batch, GateTarget):
             logits = self._logits(batch.embedding)

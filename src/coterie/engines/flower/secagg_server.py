@@ -53,16 +53,10 @@ class Sum:
 def summed(
     carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int
 ) -> Sum:
-    """Do one exchange by SecAgg+; without a mean, `problems` of the result names every node.
-
-    Args:
-        carry: Sends the messages of one stage to nodes, and returns the replies that came in time.
-        requests: The requests by node; the replies are masked.
-        bodies: The tensors of the requests, by node.
-        size: d, the number of values of an update.
-
-    Raises:
-        TensorError: Exchanges or tensors differ between nodes. No node was asked.
+    """Do one exchange by SecAgg+ on updates of d values; without a mean, `problems` of the result
+    names every node. `carry` sends the messages of one stage to nodes, and returns the replies that
+    came in time. Raises TensorError if exchanges or tensors differ between nodes; no node was
+    asked.
     """
     if (
         len({common.exchange_name(request) for request in requests.values()}) > 1

@@ -57,20 +57,11 @@ def served(
     examples: Sequence[str] = (),
     report: Callable[[str], None] = print,
 ) -> Iterator[str]:
-    """Serve the page of language models, or of classifiers, on this machine only while the block
-    runs; yield its link with the token that the page requires.
-
-    Args:
-        models: By client.
-        port: 0 is any free one.
-        chat: Whether the page is for answers to messages.
-        examples: Texts or messages to begin with, of the clients themselves.
-        report: Is called with one line about each internal error.
-
-    Raises:
-        Refused: The port is taken.
-        ModelError: The base has no tokenizer.
-        DataError: The base has no chat template, and `chat` needs one.
+    """Serve the page of clients' language models, or of classifiers, on this machine only while the
+    block runs, from a port (0: any free one), with texts or messages of the clients themselves to
+    begin with; yield its link with the token that the page requires. `report` is called with one
+    line about each internal error. Raises Refused if the port is taken, ModelError if the base has
+    no tokenizer, DataError if `chat` lacks a chat template.
     """
     with listening(HOST, port) as listener:
         port = listener.getsockname()[1]
