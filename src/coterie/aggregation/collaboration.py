@@ -115,8 +115,7 @@ def rearranged(
     weights: Tensor, places: Sequence[int | None], start: Tensor, row_stochastic: bool
 ) -> Tensor:
     """W, (m, m), after clients joined and left, (n, n): new ones, with None among `places`, have
-    their `start` weights, others keep those of their former row. Rows that have to sum to 1 still
-    do.
+    their `start` weights, others keep their row's. Rows that have to sum to 1 still do.
     """
     before = torch.tensor([-1 if place is None else place for place in places])
     kept = (before[:, None] >= 0) & (before >= 0)

@@ -106,8 +106,7 @@ def product_norm(A: Tensor, B: Tensor) -> float:
 
 
 def svd_of_sum(terms: Iterable[tuple[float, Factors]], rank: int) -> Factors:
-    """Return the best factors of the given rank of sum_i w_i B_i A_i: B = U S and A = V^T,
-    truncated.
+    """Return the best factors of a rank of sum_i w_i B_i A_i: B = U S and A = V^T, truncated.
 
     The factors of the sum are the stacked B_i and A_i, so that after a QR decomposition of each
     only a small matrix is decomposed. Computed in float64, returned in the dtype of the terms. Of

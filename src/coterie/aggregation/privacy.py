@@ -145,8 +145,7 @@ def clipped(reply: Named, sent: Named, norm: float) -> tuple[Tensors, bool]:
 
 def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensors:
     """Return a reply protected for a client that trusts nobody: clipped, and N(0, (z C)^2) on every
-    coordinate, see `noise.protected`. Raises TensorError as `clipped`, and if a value is not a
-    number.
+    coordinate, see `noise.protected`. Raises TensorError as `clipped`, and for NaN.
 
     This hides which update of norm at most C was made. Two of them are up to 2C apart, and neither
     the mean nor other clients help: one reply is a Gaussian mechanism of noise multiplier z / 2, as

@@ -72,9 +72,8 @@ class TrimmedMean(_Trimming):
     """The mean of each coordinate without the share beta of the smallest values, and that of the
     largest (Yin et al. 2018).
 
-    The number that is cut at each end, k = beta n, is rounded up, so that a few clients are
-    protected too, but one or two values are always left. It withstands k clients, and breaks at k +
-    1.
+    The number that is cut at each end, k = beta n, is rounded up, to protect a few clients too, but
+    one or two values are always left. It withstands k clients, and breaks at k + 1.
     """
 
     rule: Annotated[

@@ -199,8 +199,7 @@ class Site:
         self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor
     ) -> str | None:
         """Return why a tensor of a reply has no shared role; None if it has one, or is scores or
-        counts. What belongs to several models has prefixes (`change/<name>`), and gradients have
-        names of clients.
+        counts. Parts of several models have prefixes (`change/<name>`), gradients clients' names.
         """
         roles, sizes = self._roles_of(id)
         parts = name.split("/")
@@ -307,8 +306,7 @@ class Site:
         """Do one task of one client; `state` is updated in place, and a stateless client forgets
         its model. Learning rates are those of the run's position, not of the client's. Global
         random generators are seeded from (run seed, round, phase, client id) and restored, unless
-        `seeded` is False, for threads, which share them. Raises ClientError that names client, task
-        and round.
+        `seeded` is False, for threads, which share them. Raises ClientError, which names these.
         """
         device = self.model(id).device
         with ExitStack() as stack:

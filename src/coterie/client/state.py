@@ -267,9 +267,8 @@ def count(state: State, key: str, add: int) -> int:
 
 
 def position(state: State, round: int, steps: int) -> int:
-    """Return a client's position in the run's schedules, in local iterations: all of the `round`
-    rounds before, of `steps` iterations each, whether or not it took part, plus its own in this
-    round.
+    """Return a client's position in the run's schedules, in local iterations: of all `round` rounds
+    before, of `steps` iterations each, whether or not it took part, plus its own in this round.
     """
     then, before = state[BEGAN].tolist() if BEGAN in state else (-1, 0)
     return round * steps + (int(state.get("iteration", 0)) - before if then == round else 0)
@@ -316,8 +315,7 @@ def kept_round(client: BoundClient) -> int | None:
 
 def recall(client: BoundClient) -> Tensors:
     """Make the kept copy the client's model; return its scores `valid` and `test`, see
-    `Client.score`, and its `round`, (). Raises ClientError: no copy was kept, or the state was
-    lost.
+    `Client.score`, and its `round`, (). Raises ClientError: there is none.
     """
     if _ROUND not in client.state:
         raise ClientError(

@@ -37,8 +37,7 @@ class Proxy:
     """A reverse proxy for Flower's Fleet API; `open_proxy` opens and closes it.
 
     `keys` are the public keys of the known devices; None: every caller counts as a device. They may
-    be replaced at any time, from any thread. `problems` are errors of the proxy itself, not of
-    callers.
+    be replaced at any time, from any thread. `problems` are the proxy's own errors.
     """
 
     def __init__(

@@ -29,8 +29,7 @@ Answer = Callable[[str, bytes], tuple[str, bytes]]  # (request, tensors) -> (rep
 def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     """Answer requests one after the other, for as long as the process lives. `home` is the device's
     folder, in which the socket and the key for callers are created; `ready` is called once requests
-    are accepted. Raises Refused if another process serves this folder, or it cannot be made
-    private.
+    are accepted. Raises Refused if another process serves it, or it cannot be made private.
     """
     private(home)
     if _alive(home):

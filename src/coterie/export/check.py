@@ -80,8 +80,7 @@ class Check:
 
 def checked(format: Format, options: Options, client: ClientModel, written: Written) -> Check:
     """Run an exported model and compare it with the personal model. Raises ExportError if it cannot
-    run, its values are not finite or differ by more than rounding explains, or it answers a chat
-    differently.
+    run, its values differ by more than rounding explains, or it answers a chat differently.
     """
     exact = options.base_precision in EXACT
     limit = LIMITS.get(options.precision, math.inf) if exact else math.inf

@@ -154,8 +154,7 @@ class Onnx(Format):
 
 def write_graph(folder: Path, model: PersonalModel, interface: Interface, precision: str) -> None:
     """Write BASE and WEIGHTS in a precision: "f32"; "int8": weights and activations in 8 bits,
-    activations by their range in each call; "w8", "w4": weights of matrices in 8 or 4 bits,
-    computed in fp32.
+    activations by their range in each call; "w8", "w4": matrices in 8 or 4 bits, computed in fp32.
     """
     with _silence():
         graph: Any = torch.onnx.export(

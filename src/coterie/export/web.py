@@ -69,8 +69,7 @@ class ChatText:
     @classmethod
     def of(cls, template: ChatTemplate) -> "ChatText":
         """Return the texts that a template writes, tested on messages of many kinds. Raises
-        DataError if there is no template, or it refuses messages; Refused if a message is not
-        between two fixed texts.
+        DataError without a template that takes them; Refused if one is not between two fixed texts.
         """
 
         def rendered(message: str) -> str:

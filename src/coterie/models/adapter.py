@@ -131,8 +131,7 @@ class Adapter(nn.Module):
         return sum(p.numel() for p in self.blocks.parameters()) - unused
 
     def initial(self, role: Role, seed: int) -> Tensors:
-        """Return initial values of the tensors of one role, fp32 on the CPU; for EXPERT, of ONE
-        member of a pool.
+        """Return initial values of one role's tensors, fp32 on the CPU; for EXPERT, of ONE member.
 
         A and the router are Kaiming-uniform with a = sqrt 5, which is U(-1/sqrt(in), 1/sqrt(in)),
         the default of `nn.Linear`: router logits then have a standard deviation near 0.6 at any

@@ -314,10 +314,9 @@ def save_classifier(
     origin: Origin,
     encoder: TextShape | None = None,
 ) -> None:
-    """Write a client's classifier with its values to `folder`, which is made if it is missing:
-    everything needed to use it, except a text tokenizer, which its base provides. Any of the
-    client's splits gives the normalisation of images, `encoder` makes features of texts. Raises
-    SaveError.
+    """Write a client's classifier with its values to `folder`, made if missing: everything needed
+    to use it, except a text tokenizer, which its base provides. Any of the client's splits gives
+    the normalisation of images, `encoder` makes features of texts. Raises SaveError.
     """
     share, tensors = None, own_tensors(model)
     if isinstance(model, PoolClassifier):

@@ -271,8 +271,7 @@ class Backbone:
         return (head.weight, head.bias) if same else None
 
     def hidden(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the last hidden states, (B, C, d_model), of (B, C) token ids, for the output
-        layer.
+        """Return the hidden states for the output layer, (B, C, d_model), of (B, C) ids.
 
         Where `positions`, (B, C), restart, a new text begins that attends to itself only, see
         `check_packing`. None: each row is one text.

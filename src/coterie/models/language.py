@@ -195,8 +195,7 @@ class LanguageModel:
     def predictions(self, batches: Iterable[TextBatch]) -> Iterator[Prediction]:
         """Yield each batch's log-probabilities of the right tokens, (T, 1), and zeros, (T,).
 
-        Batches are (B, C + 1) int64 each, or conversations, of which only counted tokens are
-        predicted.
+        Batches are (B, C + 1) int64 each, or conversations, whose counted tokens are predicted.
         """
         for batch in batches:
             with torch.no_grad(), self._using():

@@ -163,8 +163,7 @@ class Layout:
 
     @property
     def balance_coefficients(self) -> tuple[float, ...]:
-        """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () without load
-        balancing.
+        """a_j of the load-balancing loss sum_j a_j f_j P_j, generalists first; () if there is none.
 
         Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist,
         so that at its target, where generalists have half of the probability, the loss is k, as the

@@ -127,11 +127,10 @@ class _Hidden(torch.autograd.Function):
     def forward(
         ctx: Any, plan: Plan, weights: Tensor | None, codes: Tensor, *wide: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return m (T, f), and the codes of the last layer c_j = w_j A2_j h_j, (n, r, T), 0 where a
+        """Return m (T, f), and the codes of the last layer, w_j A2_j h_j, (n, r, T), 0 where a
         token does not use j.
 
-        Takes weights (n, T), or None for 1; codes (linears, n, r, T); and `wide`, see `_sorted`:
-        bases b, A2 and B1.
+        Takes weights (n, T), or None for 1; codes (linears, n, r, T); and `wide`: bases b, A2, B1.
         """
         ctx.plan = plan
         ctx.save_for_backward(weights, codes, *wide)

@@ -159,8 +159,7 @@ class Stacked:
         self._buffers = statistics(network)
 
     def gains(self, examples: int) -> bool:
-        """Whether many clients' networks are faster together than one by one, each with a batch of
-        `examples`.
+        """Whether many networks are faster together than one by one, with batches of `examples`.
 
         Perceptrons are: one layer of all networks is one batched product. Convolutions become one
         grouped convolution, which saves calls but no arithmetic, so it depends on the size of a

@@ -229,8 +229,7 @@ class MLP(Network, nn.Sequential):
     def stacked(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         """Return (m, B, classes) logits at m points at once: one batched matrix product per layer.
 
-        `parameters` are weights (m, out, in) and biases (m, out) of the layers in turn; x is (m, B,
-        C, H, W).
+        `parameters` are the layers' weights (m, out, in) and biases (m, out); x is (m, B, C, H, W).
         """
         x = x.flatten(2)
         for depth, (weight, bias) in enumerate(zip(parameters[::2], parameters[1::2], strict=True)):

@@ -208,8 +208,7 @@ class PoolClassifier:
     @torch.no_grad()
     def judge(self, batches: Iterable[Examples]) -> tuple[Tensor, Tensor]:
         """Return (3,) float64, see `Classifier.score`, of examples with embeddings and labels; and
-        (2, classes, M) float64: the examples of each class given to each expert, and those
-        classified correctly.
+        (2, classes, M) float64: each class's examples at each expert, and the correct ones.
 
         In a mixture an example counts for the expert with the highest score.
         """

@@ -14,8 +14,7 @@ Prediction = tuple[Tensor, Tensor]
 
 def score_of(predictions: Iterable[Prediction], sums: int = 0) -> Tensor:
     """Return a score, (2,) or with several classes (3,) float64 on the CPU: the summed negative
-    log-likelihood in nats, the number of predictions, and that of correct ones; as many `sums` of
-    no predictions.
+    log-likelihood in nats, the predictions, and the correct ones; as many `sums` of no predictions.
     """
     of_batches = []
     for log_probs, right in predictions:

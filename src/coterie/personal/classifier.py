@@ -103,8 +103,7 @@ class PersonalClassifier:
     @inference()
     def answer(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities as `__call__`, and (B,) the number of the client's expert that
-        the gate scores highest, None without a gate. Raises ModelError also if scores are not
-        finite.
+        the gate scores highest, None without a gate. Raises ModelError also for NaN.
         """
         outputs = self._answer(x)
         if not usable(outputs[0]).all():

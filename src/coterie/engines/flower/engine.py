@@ -171,8 +171,7 @@ class Flower(Engine):
 
     def _summed(self, ask: Ask, round: int, phase: int) -> Replies:
         """Do an exchange of which only the sum is seen; every client in it gets the mean as its
-        reply. Raises TensorError before asking: tensors differ between clients, so that there is no
-        sum.
+        reply. Raises TensorError before asking: clients' tensors differ and have no sum.
         """
         from coterie.engines.flower.secagg_server import summed  # of Flower's older interface
 

@@ -54,9 +54,8 @@ def summed(
     carry: Carry, requests: Mapping[int, Request], bodies: Mapping[int, bytes], size: int
 ) -> Sum:
     """Do one exchange by SecAgg+ on updates of d values; without a mean, `problems` of the result
-    names every node. `carry` sends the messages of one stage to nodes, and returns the replies that
-    came in time. Raises TensorError if exchanges or tensors differ between nodes; no node was
-    asked.
+    names every node. `carry` sends the messages of one stage to nodes, and returns what came in
+    time. Raises TensorError if exchanges or tensors differ between nodes; no node was asked.
     """
     if (
         len({common.exchange_name(request) for request in requests.values()}) > 1

@@ -354,9 +354,8 @@ class Mixtures:
     def _weights(
         self, x: Tensor, logits: Tensor | None, record: list[Routing] | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the weights (models, t, n) in the dtype of x, and the selected experts
-        (models, t, k), None for all. Append the decision to `record`. `logits` are those computed
-        with the codes.
+        """Return the weights (models, t, n) in the dtype of x, and the selected experts (models, t,
+        k), None for all. Append the decision to `record`. `logits` come with the codes.
         """
         if self.router is None:
             return self._equal.expand(-1, x.shape[1], -1), None
