@@ -63,6 +63,10 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         "finetuned-fedavg": alone,
         "fedbabu": alone | {"head/w/C": tensor("C")},
         **{name: {"generalist": tensor("w")} for name in ("apfl", "pfedme")},
+        "fedlease": {role: tensor(role) for role in ("generalist", "specialist", "router")}
+        | {f"{kind}/{c}": tensor(kind, c) for kind in ("expert", "router") for c in range(4)}
+        | {f"{i}/cluster": ints(k) for i, k in CLUSTERS.items()}
+        | {"sizes": ints([3, 3]), "round": ints(3)},
         "ddome": {f"expert/{m}": tensor(m) for m in range(3)}
         | {"gate": tensor("gate"), "anchor/eve": ints(1)},
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
@@ -148,6 +152,13 @@ def expected(
             for k, group in groups.items()
             for n in ("w/A", "w/B")
         }
+    if name == "fedlease":
+        groups = {k: {i: r for i, r in replies.items() if CLUSTERS[i] == k} for k in (0, 1)}
+        return {
+            f"{kind}/{k}": of(columns(group, sent))
+            for k, group in groups.items()
+            for kind, sent in (("expert", "specialist"), ("router", "router"))
+        } | {"generalist": of(columns(replies, "generalist"))}
     if name in ("finetuned-fedavg", "fedbabu"):
         return {f"mean/{n}": of(columns(replies, n)) for n in ("w/A", "w/B")}
     if name == "scaffold":
@@ -165,6 +176,7 @@ def expected(
     return {n: of(columns(replies, n)) for n in names}
 
 
+GROUPED = ("ifca", "oracle", "ddome", "comigs-pool", "fedlease")  # too few clients in a group
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name != "comigs"]
 
 
@@ -202,17 +214,20 @@ def test_by_samples_clients_are_asked_how_many_they_have(name: str, fields: dict
     )
     ask, replies = exchange.trained
     for key in set(expected(name, replies, before, len)) - {"control/w/A", "control/w/B"}:
-        group = {"ifca": "centre/", "oracle": "mean-"}.get(name)
+        groups = {"ifca": ("centre/",), "oracle": ("mean-",), "fedlease": ("expert/", "router/")}
+        group = groups.get(name, ())
         held = {
             i: r
             for i, r in replies.items()
-            if group is None or key.startswith(f"{group}{CLUSTERS[i]}")
+            if not key.startswith(group)
+            or key.startswith(tuple(f"{g}{CLUSTERS[i]}" for g in group))
         }
         own = {
             "ifca": "generalist",
             "oracle": key.partition("/")[2],
             "finetuned-fedavg": key.partition("/")[2],
             "fedbabu": key.partition("/")[2],
+            "fedlease": key.partition("/")[0].replace("expert", "specialist"),
         }.get(name, key)
         held = {i: r for i, r in held.items() if own in r}
         wanted = np.average(columns(held, own), axis=0, weights=[1 + IDS.index(i) for i in held])
@@ -237,7 +252,7 @@ def test_updates_are_of_what_was_sent(name: str, fields: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     ("name", "fields"),
-    [case for case in CASES if case[0] not in ("ifca", "oracle", "ddome", "comigs-pool")],
+    [case for case in CASES if case[0] not in GROUPED],
 )
 @pytest.mark.parametrize(
     "rule",

@@ -1,6 +1,9 @@
-"""Threshold-Clustering: the centre of vectors of which some are far off (FC).
+"""Clusters of clients.
 
-Werner et al., "Provably Personalized and Robust Federated Learning", TMLR 2023.
+Threshold-Clustering finds the centre of vectors of which some are far off (FC: Werner et al.,
+"Provably Personalized and Robust Federated Learning", TMLR 2023). Agglomerative clustering joins
+the nearest clusters (FedLEASE: Wang et al., "Adaptive LoRA Experts Allocation and Selection for
+Federated Fine-Tuning", NeurIPS 2025).
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,3 +54,57 @@ def threshold_clustering(points: Sequence[Tensor], start: int, size: int, rounds
         weights *= 1 - len(inside) / len(points)
         weights[inside] += 1 / len(points)
     return weights
+
+
+def layer_distances(clients: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return 1 - cosine of each two clients' matrices, the mean over layers, (n, n) float64. A
+    matrix of zeros has the cosine 0 with all.
+    """
+    layers = [
+        torch.stack([m.flatten().double() for m in layer]) for layer in zip(*clients, strict=True)
+    ]
+    units = [torch.nn.functional.normalize(layer, dim=1) for layer in layers]
+    return 1 - torch.stack([u @ u.T for u in units]).mean(dim=0)
+
+
+def cluster(distances: Tensor, most: int) -> Tensor:
+    """Return each client's cluster, (n,) int64 in the order of first appearance: average linkage,
+    and the number of clusters, from 2 to `most`, of the largest silhouette.
+
+    Args:
+        distances: (n, n) float64, symmetric.
+        most: The largest number of clusters.
+    """
+    from scipy.cluster.hierarchy import cut_tree, linkage
+
+    n = len(distances)
+    if n < 3:  # a silhouette needs fewer clusters than clients
+        return torch.arange(n)
+    rows, columns = torch.triu_indices(n, n, 1)
+    tree = linkage(distances[rows, columns].numpy(), "average")
+    cuts = [
+        torch.from_numpy(cut_tree(tree, k)[:, 0]).long() for k in range(2, min(most, n - 1) + 1)
+    ]
+    best = max(cuts, key=lambda labels: float(silhouette(distances, labels)))
+    numbers = {int(label): k for k, label in enumerate(dict.fromkeys(best.tolist()))}
+    return torch.tensor([numbers[label] for label in best.tolist()])
+
+
+def silhouette(distances: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean silhouette (Rousseeuw 1987) of clients' labels, 0, 1, ..., (n,); that of a
+    client alone in its cluster is 0.
+    """
+    member = torch.nn.functional.one_hot(labels).double()
+    sums, sizes = distances.clone().fill_diagonal_(0) @ member, member.sum(dim=0)
+    inside = (sums * member).sum(dim=1) / (sizes[labels] - 1).clamp(min=1)
+    nearest = (sums / sizes).masked_fill(member.bool(), torch.inf).min(dim=1).values
+    widths = (nearest - inside) / torch.maximum(nearest, inside)
+    return torch.where(sizes[labels] > 1, widths.nan_to_num(), 0).mean()
+
+
+def together(labels: Tensor) -> Tensor:
+    """Return equal weights within clusters, (n, n) float64 rows that sum to 1; zeros for a client
+    whose label, (n,), is negative: it has no cluster.
+    """
+    same = (labels[:, None] == labels) & (labels >= 0)
+    return same / same.sum(dim=1, keepdim=True).clamp(min=1).double()

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from coterie.aggregation.clustering import together
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
@@ -104,5 +105,4 @@ class IFCA(OneAdapter, Aggregating):
         chosen = torch.stack(
             [state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients]
         )
-        together = (chosen[:, None] == chosen) & (chosen != _UNDECIDED)
-        return together / together.sum(dim=1, keepdim=True).clamp(min=1).double()
+        return together(chosen)

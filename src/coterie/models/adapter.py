@@ -3,10 +3,11 @@ example of a batch by one backward pass, of its low-rank updates and routers.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from coterie.models.families import BlockShape
 from coterie.models.layout import Layout
 from coterie.models.mixture import LoRA, Mixture, SingleLoRA, project
 from coterie.models.mixture_kernel import FrozenMLP
-from coterie.models.routing import Gate, Router, Routing
+from coterie.models.routing import Gate, RepeatedRouter, Router, Routing
 
 
 class AdapterBlock(nn.Module):
@@ -100,6 +101,32 @@ class Adapter(nn.Module):
             tensors[f"{path}.B"] = pad(B, (0, missing)) / layout.gamma(rank)
         return layout, tensors
 
+    @torch.no_grad()
+    def unrepeated(self, others: int) -> tuple[Layout, Tensors]:
+        """Return layout and tensors of the same model with an ordinary router: each place of
+        `Layout.repeated` becomes an expert, of which those of the specialist are copies.
+        """
+        layout = replace(
+            self.layout,
+            generalists=others,
+            specialists=others + 1,
+            repeated=False,
+            top_k=others + 1,
+        )
+        router = cast(RepeatedRouter, self.routers()[0])
+        part: dict[Role, Callable[[Tensor], Tensor]] = {
+            Role.EXPERT: lambda stack: stack[:others],
+            Role.SPECIALIST: lambda expert: expert.expand(others + 1, -1, -1),
+            Role.ROUTER: router.rows,
+        }
+        roles = {name: role for role, named in by_role(self).items() for name in named}
+        kept = dict(Adapter(self.architecture, layout).named_parameters())
+        return layout, {
+            name: (part[roles[name]](t) if roles[name] in part else t).clone()
+            for name, t in self.named_parameters()
+            if name in kept
+        }
+
     def routers(self) -> list[Router]:
         """Return the routers of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]
@@ -116,8 +143,9 @@ class Adapter(nn.Module):
     @property
     def trainable_parameters(self) -> int:
         """The number of trained values: all but those frozen at their initial value."""
+        frozen = (BACKBONE, EXPERT) if self.layout.repeated else (BACKBONE,)
         by_role = self.parameters_by_role()
-        trained = [named for role, named in by_role.items() if role is not BACKBONE]
+        trained = [named for role, named in by_role.items() if role not in frozen]
         return sum(p.numel() for named in trained for p in named.values())
 
     @property

@@ -19,7 +19,7 @@ from coterie.models.layout import ABSENT, Layout
 from coterie.models.mixture import LoRA
 from coterie.models.network_tensors import check_trained, training
 from coterie.models.predictions import Prediction, score_of
-from coterie.models.routing import Routing, Totals, balance_by_row
+from coterie.models.routing import RepeatedRouter, Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch, Windows, nll_by_row, nll_of, nll_sum
 
@@ -102,8 +102,10 @@ class LanguageModel:
 
     def settled(self) -> tuple[Layout, Tensors]:
         """Return layout and tensors without a pool: the gate's logits become routers' biases; and
-        as of a model in which nothing is frozen: a frozen sum becomes ranks of the LoRA.
+        nothing is frozen or repeated: a frozen sum becomes ranks of the LoRA.
         """
+        if self.layout.repeated:
+            return self.adapter.unrepeated(self._held)
         if self.layout.frozen_sum:
             return self.adapter.whole()
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
@@ -117,10 +119,15 @@ class LanguageModel:
             name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in named
         }
 
+    @property
+    def _held(self) -> int:
+        """The number of bound members."""
+        return int((self.numbers != ABSENT).sum())
+
     def _bias(self) -> Tensor | None:
         """Return the gate's part of routers' logits, (n,): log(K p_j), 0 for specialists."""
         count = self.layout.generalists
-        if not self.layout.members or (self.numbers != ABSENT).sum() == count == 1:
+        if not self.layout.members or self._held == count == 1:
             return None
         if self.embedded is None or ABSENT in self.numbers:
             raise ModelError(
@@ -138,6 +145,9 @@ class LanguageModel:
         """Attach the adapter, or one in its place, and give the routers the gate's bias."""
         bias = self._bias()
         advised = [] if bias is None else self.adapter.routers()
+        for router in self.adapter.routers():
+            if isinstance(router, RepeatedRouter):
+                router.others = self._held
         with self.backbone.using(adapter or self.adapter, record):
             try:
                 for router in advised:

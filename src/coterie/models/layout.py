@@ -44,6 +44,9 @@ class Layout:
             (FedALT).
         frozen_sum: Whether each adapted layer adds a frozen matrix to its weights, in which a
             server puts more than factors can hold (FedEx-LoRA, FLoRA).
+        repeated: Whether the generalists are other clusters' experts, as many as a server sends,
+            which no client trains, and the one specialist has as many of a router's places as there
+            are experts, so that a token may use few others or none (FedLEASE).
         local_a: Whether every A is local, whatever its expert is.
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         local_part: What of the model is local: the head, of a language model the adapters of its
@@ -70,6 +73,7 @@ class Layout:
     frozen_a: bool = False
     frozen_generalists: bool = False
     frozen_sum: bool = False
+    repeated: bool = False
     local_a: bool = False
     local_b: bool = False
     local_part: LocalPart = "none"
@@ -90,6 +94,7 @@ class Layout:
                 self.members == 0 or 1 <= self.generalists <= self.members,
                 "0, or as many as generalists, of which there is one",
             ),
+            "repeated": (not self.repeated or self.specialists == 1, "false without a specialist"),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
             "alpha": (abs(self.alpha) <= MOST_ALPHA, f"within ±{MOST_ALPHA:,.0f}"),

@@ -22,7 +22,7 @@ from coterie.models.mixture_kernel import (
     grouped_pieces,
     stacked,
 )
-from coterie.models.routing import Router, Routing, by_experts
+from coterie.models.routing import RepeatedRouter, Router, Routing, by_experts
 
 
 def project(base: nn.Module, x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class Mixture(nn.Module):
         self.layout, self.gamma = layout, layout.gamma(layout.expert_rank)
         self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
         self.hidden = shape.linears[0].outputs  # f
-        shared = Role.EXPERT if layout.members else Role.GENERALIST
+        shared = Role.EXPERT if layout.members or layout.repeated else Role.GENERALIST
         shared = Role.BACKBONE if layout.frozen_generalists else shared
         for name, role, count in (
             ("generalist", shared, layout.generalists),
@@ -150,7 +150,10 @@ class Mixture(nn.Module):
                 }
                 self.add_module(name, nn.ModuleDict(loras))
         n, k = layout.experts, layout.active
-        self.router = Router(shape.width, n, k, layout.biased) if layout.routed else None
+        self.router: Router | None = None
+        if layout.routed:
+            router = RepeatedRouter if layout.repeated else Router
+            self.router = router(shape.width, n, k, layout.biased)
 
     def _by_role(self, layer: str, matrix: str) -> list[Tensor]:
         """Return one matrix of the experts of each role, (., ., .), generalists first."""

@@ -86,6 +86,29 @@ class Router(nn.Module):
         return Routing.of(logits, *top_k_weights(logits, self.active))
 
 
+class RepeatedRouter(Router):
+    """A router that knows M of at most n experts: the first M - 1, and the last, which has M places
+    of its own (FedLEASE). A token goes to M of these 2 M - 1 places. Its user sets `others`, M - 1.
+    """
+
+    others: int
+
+    def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
+        super().__init__(width, 2 * experts - 1, active, biased)
+        self.others, self.first = 0, experts - 1  # the row of the last expert's first place
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the places in use, (2 M - 1, ...), of all."""
+        return torch.cat([values[: self.others], values[self.first : self.first + self.others + 1]])
+
+    def decide(self, logits: Tensor) -> Routing:
+        weights, _ = top_k_weights(self.rows(logits.T).T, self.others + 1)
+        last = weights[:, self.others :].sum(dim=-1, keepdim=True)
+        unknown = logits.new_zeros(len(logits), self.first - self.others)
+        weights = torch.cat([weights[:, : self.others], unknown, last], dim=-1)
+        return Routing(weights, weights, None)
+
+
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:
     """Return an order of the tokens, given their (T, k) experts, in which equal sets of experts are
     consecutive, and each set with its first and end token. On a GPU this waits for the sets.
