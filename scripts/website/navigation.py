@@ -28,6 +28,7 @@ NAVIGATION: list[Entry] = [
             {"From Python": "python.md"},
             {"Use a personal model": "personal.md"},
             {"Export for other programs": "on-device.md"},
+            {"Which method?": "which-method.md"},
             {"Choose settings": "tune.md"},
             {"Run on real machines": "deploy.md"},
             {"Many clients": "scale.md"},

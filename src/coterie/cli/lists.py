@@ -64,7 +64,7 @@ def list_methods() -> None:
         print(f"{group}:")
         _list({name: entry.paper for name, entry in entries}, margin)
         print()
-    print("Which one to take, by data, clients, bytes and privacy: docs/methods/README.md")
+    print("Which one to take, by data, clients, bytes and privacy: docs/which-method.md")
 
 
 @app.command("recipes")
