@@ -55,6 +55,8 @@ CASES: dict[str, dict[str, object]] = {
     "sdflora": {"rounds": 2, "local_steps": 2, "ranks": [4, 2, 3], "local_rank": 2},
     "fedex-lora": {"rounds": 2, "local_steps": 2},
     "fedalt": {"rounds": 2, "local_steps": 2},
+    "feddpa-f": {"rounds": 2, "local_steps": 2, "start": 0.5},
+    "feddpa-t": {"rounds": 2, "local_steps": 2},
     "fedlease": {"rounds": 2, "local_steps": 2, "experts": 3, "alone": 0.5},
     "local-moe": {"rounds": 2, "local_steps": 2},
     "fedavg-moe": {"rounds": 2, "local_steps": 2},

@@ -62,6 +62,7 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         | {f"cluster/{i}": ints(k) for i, k in CLUSTERS.items()},
         "finetuned-fedavg": alone,
         "fedbabu": alone | {"head/w/C": tensor("C")},
+        **dict.fromkeys(("feddpa-f", "feddpa-t"), alone),
         **{name: {"generalist": tensor("w")} for name in ("apfl", "pfedme")},
         "fedlease": {role: tensor(role) for role in ("generalist", "specialist", "router")}
         | {f"{kind}/{c}": tensor(kind, c) for kind in ("expert", "router") for c in range(4)}
@@ -159,7 +160,7 @@ def expected(
             for k, group in groups.items()
             for kind, sent in (("expert", "specialist"), ("router", "router"))
         } | {"generalist": of(columns(replies, "generalist"))}
-    if name in ("finetuned-fedavg", "fedbabu"):
+    if name in ("finetuned-fedavg", "fedbabu", "feddpa-f", "feddpa-t"):
         return {f"mean/{n}": of(columns(replies, n)) for n in ("w/A", "w/B")}
     if name == "scaffold":
         control = {
@@ -226,7 +227,7 @@ def test_by_samples_clients_are_asked_how_many_they_have(name: str, fields: dict
             "ifca": "generalist",
             "oracle": key.partition("/")[2],
             "finetuned-fedavg": key.partition("/")[2],
-            "fedbabu": key.partition("/")[2],
+            **{of: key.partition("/")[2] for of in ("fedbabu", "feddpa-f", "feddpa-t")},
             "fedlease": key.partition("/")[0].replace("expert", "specialist"),
         }.get(name, key)
         held = {i: r for i, r in held.items() if own in r}
@@ -316,7 +317,7 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
             "finetuned-fedavg",
             "ditto",
             *("fedper", "fedrep", "lg-fedavg", "fedbn", "fedbabu", "apfl", "pfedme"),
-            *("per-fedavg", "fedala", "fedproto", "fedalt"),
+            *("per-fedavg", "fedala", "fedproto", "fedalt", "feddpa-f", "feddpa-t"),
             "comigs",
             "comigs-1g1s",
             "comigs-2g",

@@ -72,10 +72,11 @@ class LanguageModel:
     @property
     def embed(self) -> Callable[[TextBatch], Tensor] | None:
         """The function that embeds windows by mean hidden states, (B, e); None without a gate."""
-        return self._embed if self.layout.members else None
+        return self.embedding if self.layout.members else None
 
     @torch.no_grad()
-    def _embed(self, batch: TextBatch) -> Tensor:
+    def embedding(self, batch: TextBatch) -> Tensor:
+        """Return the mean hidden states of windows in the base, (B, e), on the CPU."""
         with self.backbone.using(None):
             if isinstance(batch, ChatBatch):
                 windows = Windows.of(self.backbone, batch)

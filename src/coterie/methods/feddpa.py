@@ -1,0 +1,107 @@
+"""FedDPA: a global and a local adapter, weighed by how near a client's inputs are to its training
+data.
+
+Yang et al., "Dual-Personalizing Adapter for Federated Foundation Models", NeurIPS 2024
+(arXiv:2403.19211).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch.nn.functional import normalize
+
+from coterie.client.client import Client
+from coterie.core.protocol import Sends, task
+from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
+from coterie.core.tensors import Tensors
+from coterie.methods.finetunedfedavg import FinetunedFedAvg
+from coterie.models.language import LanguageModel
+from coterie.models.layout import Layout
+
+ALPHA = "feddpa/alpha"  # the local adapter's weight in use, which a client keeps
+NONE = -1e4  # the logarithm of a weight that is 0
+
+
+@dataclass(frozen=True)
+class FedDPA(FinetunedFedAvg):
+    """The generalist is trained by itself and averaged; the specialist beside it, which is frozen
+    then: in every round (FedDPA-T), or in the last rounds (FedDPA-F).
+
+    The state is that of fine-tuned FedAvg.
+    """
+
+    start: Annotated[
+        float,
+        Field(ge=0, le=1, description="share of the rounds after which each client trains alone"),
+    ] = 0.8
+    local_share: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="share of a round's local iterations that train the local adapter before "
+            "the global one",
+        ),
+    ] = 0.5
+    local_weight: Annotated[
+        float, Field(gt=0, le=1, description="the local adapter's weight while it is trained")
+    ] = 0.5
+    most_weight: Annotated[
+        float, Field(ge=0, le=1, description="lambda, the local adapter's largest weight in use")
+    ] = 0.5
+    instances: Annotated[
+        int, Field(ge=1, description="S, training windows that validation data are compared with")
+    ] = 5
+
+    def layout(self, position: int, base: Layout) -> Layout:
+        return replace(base, generalists=1, specialists=1, biased=True, top_k=2, balance="none")
+
+    def iterate(self, client: Client) -> None:
+        """Train the local adapter."""
+        weigh(client, self.local_weight)
+        client.step(SPECIALIST, on=client.train)
+
+    @task(Sends.UPDATE)
+    def local_round(self, client: Client, theta: Tensors) -> Tensors:  # type: ignore[override]
+        client.load(theta)
+        steps = self.steps(client)
+        local = round(self.local_share * steps)
+        for _ in range(local):
+            self.iterate(client)
+        weigh(client, 0.0)
+        for _ in range(steps - local):
+            client.step(GENERALIST, on=client.train)
+        weigh(client, self.similarity(client) if local else 0.0)
+        return client.read(GENERALIST) | self.sample_count(client)
+
+    @task(Sends.NOTHING)
+    def finetune(self, client: Client, mean: Tensors) -> Tensors:  # type: ignore[override]
+        client.load(mean)
+        self.local_iterations(client)
+        weigh(client, self.similarity(client))
+        return {}
+
+    def similarity(self, client: Client) -> float:
+        """Return alpha: lambda times the mean cosine of the base's embeddings of validation and of
+        training windows, at least 0.
+        """
+        if ALPHA not in client.state:
+            assert isinstance(client.model, LanguageModel)
+            means = [
+                normalize(torch.cat([*map(client.model.embedding, batches)]), dim=1).mean(dim=0)
+                for batches in (
+                    client.batches(client.train, self.instances),
+                    client.batches(client.valid),
+                )
+            ]
+            client.state[ALPHA] = self.most_weight * (means[0] @ means[1]).clamp(min=0)
+        return float(client.state[ALPHA])
+
+
+def weigh(client: Client, alpha: float) -> None:
+    """Give the local adapter the weight alpha for all tokens, and the global one the rest."""
+    bias = torch.tensor([1 - alpha, alpha]).log().clamp(min=NONE)
+    routers = client.read(ROUTER).items()
+    client.load({name: torch.zeros_like(t) if t.dim() == 2 else bias for name, t in routers})
