@@ -154,6 +154,33 @@ def test_training_that_did_not_help() -> None:
     assert "training did not help" in said
 
 
+@pytest.mark.parametrize(
+    ("base", "alone", "shared", "why"),
+    [
+        (50, (20, 30), (10, 20), "has too little data, and their data are alike"),
+        (50, (10, 20), (20, 30), "too unlike for one model of all, or each has enough"),
+        (50, (10, 32), (20, 20), "1 of 2 clients have too little data alone"),
+        (5, (10, 20), (20, 30), "too little data to train on: the base alone is at 5.00"),
+    ],
+)
+def test_why_sharing_helps_or_not_comes_with_figures(
+    base: float, alone: tuple[float, ...], shared: tuple[float, ...], why: str
+) -> None:
+    rows = [line("pretrained", base, base), line("local", *alone), line("fedavg", *shared)]
+    said = verdict(typed(rows), "fedavg")
+    figures = f"(FedAvg {sum(shared) / 2:.2f}, Local {sum(alone) / 2:.2f})"
+    assert why in said
+    assert figures in said
+    assert ("than their own (c1)" in said) == why.startswith("1 of 2")
+    assert why not in verdict(typed(rows[:2]), "local")
+
+
+def test_a_difference_within_its_deviation_has_no_reason() -> None:
+    seeds = (-2.0, 0.0, 2.0)
+    rows = [line("local", 20, 20, seeds=seeds), line("fedavg", 19, 19, seeds=seeds)]
+    assert "too little" not in verdict(typed(rows), "fedavg")
+
+
 def test_a_bound_is_nobodys_rival() -> None:
     said = verdict(
         typed([line("centralized", 1, 1), line("local", 20, 20), line(OURS, 10, 10)]), OURS

@@ -165,6 +165,15 @@ def test_unlike_clients_do_alike_many_iterations_within_bounds() -> None:
     assert auto.steps_of(Texts([10**9], 10, 5), 100, 4, 10)[0] == 100
 
 
+def test_the_epochs_of_little_text_are_said_as_they_are() -> None:
+    """Five iterations a round of 2 x 512 tokens: 6.4 times 8,000 tokens in ten, 16.0 in 25."""
+    steps, why = auto.steps_of(Texts([8000, 8000], 700, 400), 512, 2, 25, "at most ")
+    assert steps == 5
+    assert why.startswith("the fewest, as there is little text: 6.4 epochs of 8,000 tokens")
+    assert why.endswith("in 10 rounds, at most 16.0 in 25")
+    assert "fewest" not in auto.steps_of(Texts([80_000], 700, 400), 512, 2, 25)[1]
+
+
 def test_large_bases_take_a_batch_in_parts_by_memory(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from coterie.core.metrics import better, sort_key
 from coterie.core.result import MetricInfo, Row
-from coterie.core.result.rows import ALONE, BOUNDS
+from coterie.core.result.rows import ALONE, BOUNDS, NAMED
 from coterie.methods import METHODS
 from coterie.reports.parts import figure, unseen
 
@@ -36,8 +36,44 @@ def verdict(rows: Sequence[Row], own_method: str) -> str:
         )
     rival = others[0]
     mixes = mine.groups or any(row.method == MIXTURE for row in rows)
-    text = f"{_compared(mine, rival, '' if mixes else MIX)} {_certainty(mine, rival)}"
-    return f"{text} {_keystrokes(mine, rival)}".rstrip()
+    compared = _compared(mine, rival, "" if mixes else MIX)
+    parts = (compared, _certainty(mine, rival), _why(known), _keystrokes(mine, rival))
+    return " ".join(part for part in parts if part)
+
+
+def _why(rows: Sequence[Row]) -> str:
+    """Return a sentence on why sharing helps or not, by client: Local's models against FedAvg's
+    one; "" if not both were run, or within the deviation over seeds.
+    """
+    by_method = {row.method: row for row in rows}
+    alone, shared = by_method.get(ALONE), by_method.get("fedavg")
+    if alone is None or shared is None or alone.groups or _tied(alone, shared):
+        return ""
+    metric = alone.metric
+    figures = f"FedAvg {_value(shared.mean, metric)}, Local {_value(alone.mean, metric)}"
+    base = by_method.get(BASE)
+    if base is not None and not any(better(r.mean, base.mean, metric) for r in (alone, shared)):
+        return (
+            f"There is too little data to train on: the base alone is at "
+            f"{_value(base.mean, metric)} ({figures})."
+        )
+    helped = [i for i, x in alone.clients.items() if better(shared.clients[i], x, metric)]
+    if len(helped) == len(alone.clients):
+        return (
+            f"Each client alone has too little data, and their data are alike: one model of all "
+            f"is better than each one's own ({figures})."
+        )
+    if not helped:
+        return (
+            f"The clients' data are too unlike for one model of all, or each has enough: it is "
+            f"better for none of them than its own ({figures})."
+        )
+    names = ", ".join(helped[:NAMED]) + f" and {len(helped) - NAMED} more" * (len(helped) > NAMED)
+    return (
+        f"{len(helped)} of {len(alone.clients)} clients have too little data alone: one model of "
+        f"all is better than their own ({names}). The others' data are too unlike for it, or "
+        f"enough ({figures})."
+    )
 
 
 def _keystrokes(mine: Row, rival: Row) -> str:

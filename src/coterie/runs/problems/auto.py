@@ -92,16 +92,23 @@ def batch_of(texts: Texts, context: int) -> tuple[int, str]:
     return batch, f"{texts.mean:,.0f} tokens a client"
 
 
-def steps_of(texts: Texts, context: int, batch: int, rounds: int) -> tuple[int, str]:
+def steps_of(
+    texts: Texts, context: int, batch: int, rounds: int, most: str = ""
+) -> tuple[int, str]:
     """Return local iterations per round, and why: ten rounds are three epochs of the mean client,
-    within bounds.
+    within bounds. `most` is "at most " where training may end before the last round.
 
     Every client does as many, so that clients stay comparable: those with less text see it more
     often, and `keep: best` ends that when their validation data say so.
     """
-    steps = math.ceil(min(max(EPOCHS * texts.mean / (context * batch), FEWEST), MOST) / ROUNDS)
-    epochs = steps * rounds * context * batch / texts.mean
-    return steps, f"{epochs:.1f} epochs of {texts.mean:,.0f} tokens a client in {rounds} rounds"
+    wanted = EPOCHS * texts.mean / (context * batch)
+    steps = math.ceil(min(max(wanted, FEWEST), MOST) / ROUNDS)
+    epoch = context * batch / texts.mean  # of one iteration
+    few = "" if wanted >= FEWEST else "the fewest, as there is little text: "
+    return steps, (
+        f"{few}{steps * ROUNDS * epoch:.1f} epochs of {texts.mean:,.0f} tokens a client in "
+        f"{ROUNDS} rounds, {most}{steps * rounds * epoch:.1f} in {rounds}"
+    )
 
 
 def rows_that_fit(step: Step, memory: float, checkpointing: bool | None = None) -> int:
@@ -214,7 +221,8 @@ def _choose_by_text(
     value(MICRO_BATCH, micro_batch_of(batch, rows))
     steps = None
     if rounds and not recipe.method.get("local_epochs"):
-        steps = value(STEPS, steps_of(texts, context, batch, rounds))
+        most = "at most " if recipe.limit else ""
+        steps = value(STEPS, steps_of(texts, context, batch, rounds, most))
     if rounds and recipe.keep == "best":
         value(ROWS, rows_of(steps or FEWEST, batch, recipe.evaluate_every))
 
