@@ -111,7 +111,7 @@ def table(found: Mapping[str, Any], entries: Mapping[str, Entry], path: Path) ->
         lines.append(f"| {title} | {values} |")
     settings = "every row tuned" if path.stem.endswith("-tuned") else "fixed settings"
     return [
-        f"### {found['title']}, {settings}",
+        f"**{found['title']}, {settings}**",  # no heading: the contents would list each
         "\n".join(lines),
         f"`coterie reproduce {found['name']}`, {len(found['seeds'])} seeds, in parentheses what "
         f"the paper has; small scale, so that values cannot be compared with the paper's. From "
@@ -131,7 +131,7 @@ def regret(entries: Mapping[str, Entry]) -> list[str]:
     if not lines:
         return []
     return [
-        "### Regret of each client, every row tuned",
+        "**Regret of each client, every row tuned**",
         "Against the row that is best for this client, over unlike federations of the library's "
         "own texts (`python benchmarks/regret.py`).",
         "\n".join(lines),

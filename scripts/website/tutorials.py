@@ -75,7 +75,7 @@ def run(page: str) -> list[str]:
 def shell(code: str) -> str:
     """Return what commands print, without their progress."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "COLUMNS": "120", "NO_COLOR": "1"}
+    environment = os.environ | {"PATH": path, "COLUMNS": "80", "NO_COLOR": "1"}
     done = subprocess.run(
         ["bash", "-e", "-c", code], env=environment, capture_output=True, text=True, check=False
     )
