@@ -387,6 +387,19 @@ def test_a_device_that_starts_again_while_clients_gather_counts_once(grid: Nodes
     assert len(grid.nodes) == 4
 
 
+def test_a_server_says_at_once_how_many_of_its_clients_are_there(grid: Nodes) -> None:
+    said: list[str] = []
+
+    class Said(Callback):
+        def noted(self, notes: Any) -> None:
+            said.extend(notes)
+
+    with pytest.raises(ClientError, match="3 clients connected within 1 s"):
+        DeviceBackend.connect(grid, recipe_of("fedavg"), 5, 1, run.JoinWarnings(Said()))
+    assert said[-1].startswith("3 of 5 clients are connected (c0-0, c0-1, c1-0)")
+    assert len(set(said)) == len(said)  # and not again and again
+
+
 # Replies of others.
 
 

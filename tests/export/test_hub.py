@@ -370,6 +370,49 @@ def test_the_card_has_what_the_hub_reads(run: Path, hub: Hub) -> None:
     assert data.base_model is None  # what comes with coterie is no repository
 
 
+def test_a_model_of_one_expert_is_opened_by_peft_alone(
+    hub: Hub, tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its repository, as a folder beside the base that it names."""
+    from peft import AutoPeftModelForCausalLM
+
+    (texts := tmp_path / "texts" / "ann").mkdir(parents=True)
+    (texts / "notes.txt").write_text("a cat sleeps on the green table. " * 200)
+    run = coterie.run(
+        "folders",
+        out=tmp_path / "run",
+        data={"path": str(texts.parent)},
+        model={"base": str(tiny_base), "context": 16},
+        method={"name": "fedavg", "budget": "rank", "rounds": 1, "local_steps": 2},
+        compare_with=[],
+        threads=1,
+        words=None,
+    )
+    push(run.folder, "ann/one", shared=True)
+    for name, content in hub.repositories["ann/one"].files.items():
+        (tmp_path / "one").mkdir(exist_ok=True)
+        (tmp_path / "one" / name).write_bytes(content)
+    assert "AutoPeftModelForCausalLM" in (tmp_path / "one" / "README.md").read_text()
+    monkeypatch.chdir(tiny_base.parent)
+    theirs = AutoPeftModelForCausalLM.from_pretrained(str(tmp_path / "one"))
+    ours = pull("ann/one", tmp_path / "pulled").folder
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        wanted = coterie.load(ours, base=str(tiny_base))(ids).logits
+        torch.testing.assert_close(theirs(ids).logits, wanted, rtol=1e-4, atol=1e-4)
+        with theirs.disable_adapter():
+            assert not torch.allclose(theirs(ids).logits, wanted, atol=1e-3)
+    assert not list(ours.glob("adapter_model*"))  # of no use to coterie
+
+
+def test_the_card_of_a_model_on_the_embedded_base_says_what_opens_it(run: Path, hub: Hub) -> None:
+    push(run, "ann/ours", shared=True)
+    text = hub.repositories["ann/ours"].files["README.md"].decode()
+    assert "PEFT cannot open this one" in text
+    assert "coterie export --format gguf" in text
+    assert "AutoPeft" not in text
+
+
 def test_a_model_goes_there_and_back_by_its_own_methods(
     run: Path, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -194,6 +194,29 @@ def test_mlflow_has_the_figures_in_its_database(offline: Path, tmp_path: Path) -
     assert {value for (value,) in mlflow_rows(offline, query)} == {"2"}
 
 
+def test_mlflow_has_a_comparison_as_one_run_with_children(offline: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mlflow.tracking")
+    settings = {"method": {"name": "fedavg", "rounds": 1}, "track": ["mlflow"]}
+    for seeds, resume in ((1, False), (2, True)):  # what is added goes under the same run
+        coterie.compare(
+            ["local", "fedavg"],
+            "cobo-digits",
+            seeds=seeds,
+            out=tmp_path / "table",
+            resume=resume,
+            **settings,
+        )
+    runs = dict(mlflow_rows(offline, "select run_uuid, name from runs where status = 'FINISHED'"))
+    query = "select run_uuid, value from tags where key = 'mlflow.parentRunId'"
+    parents = dict(mlflow_rows(offline, query))
+    (table,) = set(parents.values())
+    assert runs[table] == "table"
+    assert sorted(runs[child] for child in parents) == [
+        f"{method}/seed-{seed}" for method in ("fedavg", "local") for seed in (0, 1)
+    ]
+    assert len(runs) == 5
+
+
 @pytest.mark.parametrize("name", list(MODULES))
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

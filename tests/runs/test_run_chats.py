@@ -11,6 +11,7 @@ import coterie
 from coterie.core.errors import DataError, Refused
 from coterie.core.result import WordScores
 from coterie.personal import PersonalModel
+from coterie.runs.problems import loading
 
 SAID = {"ann": ("hello", "the end"), "ben": ("who", "and her")}
 TINY = {"rounds": 2, "local_steps": 2}
@@ -157,6 +158,18 @@ def test_what_is_left_to_the_run_fits_conversations(base: Path, texts: Path) -> 
     recipe, said = resolved(load("folders", options))
     assert recipe.model.context == 64
     assert "documents of about" in said
+
+
+def test_a_base_without_chat_training_is_said_before_training(base: Path, texts: Path) -> None:
+    """That of the package has a template, but has never seen a conversation."""
+
+    def notes(base: str, **data: str) -> str:
+        data |= {"path": str(texts), "content": "chats"}
+        recipe = coterie.Recipe.load("folders", data=data, model={"base": base, "context": 32})
+        return " ".join(loading.load(recipe).federation.notes)
+
+    assert "never trained on conversations" in notes("embedded")
+    assert "never trained on conversations" not in notes(str(base))
 
 
 def test_new_clients_bring_conversations(learned: coterie.Run, tmp_path: Path) -> None:

@@ -213,7 +213,15 @@ def _log(form: LogFormat) -> LogFormat:
     handler.setFormatter(_Json() if form == "json" else logging.Formatter("coterie: %(message)s"))
     log.handlers, log.propagate = [handler], False
     log.setLevel(logging.INFO)
+    # what servers and devices say is what their commands print
+    events, printed = logging.getLogger("coterie.deploy"), logging.StreamHandler(sys.stdout)
+    events.handlers, events.propagate = ([], True) if form == "json" else ([printed], False)
     return form
+
+
+def _event(line: str) -> None:
+    """Log an event of a server or a device."""
+    logging.getLogger("coterie.deploy").info("%s", line)
 
 
 @app.callback()

@@ -1,6 +1,7 @@
 """Commands for a server and devices on separate machines: keys, server, client, submit, deploy."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from coterie.cli.base import (
     Seed,
     Set,
     Trust,
+    _event,
     _folder,
     _load,
     _normal,
@@ -88,6 +90,15 @@ def server(
         int,
         typer.Option(min=1, metavar="MIB", help="Largest message that a device may send, in MiB."),
     ] = 256,
+    health_port: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=65535,
+            help="Port of this machine for GET /health and GET /metrics (Prometheus). Default: "
+            "neither.",
+        ),
+    ] = None,
     home: Home = None,
     trust_remote_code: Trust = False,
     insecure: Insecure = False,
@@ -118,8 +129,9 @@ def server(
                 f"{link.address}{f' --ca {link.ca}' if link.ca else ' --insecure'}"
             )
             print("Ctrl-C stops it.", flush=True)
-            for line in serving.watch():
-                print(line, flush=True)
+            with nullcontext() if health_port is None else superlink.health(serving, health_port):
+                for line in serving.watch():
+                    _event(line)
 
 
 @app.command()
@@ -206,7 +218,7 @@ def client(
                 flush=True,
             )
             for line in supervisor.watch():
-                print(line, flush=True)
+                _event(line)
 
 
 @app.command(hidden=True)
@@ -280,7 +292,7 @@ def submit(
             Link(server, ca),
             home or Path("coterie-server"),
             config,
-            lambda line: print(line, flush=True),
+            _event,
         )
 
 
@@ -321,7 +333,7 @@ def deploy_(
         if (folder / "recipe.yaml").exists():
             raise Refused(f"{folder} already holds a run", "Choose another --out.")
         ids = list(loading.load(loaded).federation.everyone)[:clients]
-        demonstration(loaded, ids, folder, lambda line: print(line, flush=True))
+        demonstration(loaded, ids, folder, _event)
         print(
             f"The server's results are in {folder}: open {folder}/report.html. Each device's "
             f"files are in {folder}/devices/ID."

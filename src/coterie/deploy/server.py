@@ -4,10 +4,13 @@ server, devices and a run all on one machine.
 
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +60,7 @@ class Server:
     nodes: dict[str, tuple[str, str]]  # client and number of the node, by public key
     command: Sequence[str] = ()  # starts the SuperLink
     proxy: Proxy | None = None
+    starts: int = 1  # of the SuperLink
     _refused: dict[str, float] = field(default_factory=dict)  # keys, and until when they are
     _starting: bool = False
     _ends: int = 0  # of the SuperLink, one soon after the other
@@ -140,6 +144,7 @@ class Server:
         if now - self._started < min(AGAIN_S * self._ends, _AGAIN_MOST_S):
             return
         self._started, self._ends, self._starting = now, self._ends + 1, True
+        self.starts += 1
         self.process.stop()  # what it had started itself
         self.process = Program(self.command, self.home, self.home / LOG)
         yield (
@@ -204,6 +209,59 @@ def server(
             ) from None
         superlink._open()
         yield superlink
+
+
+def _metrics(server: Server) -> str:
+    """Return a server's figures in the text format of Prometheus."""
+    figures = {
+        "coterie_superlink_up": ("gauge", int(listening(server.runs.address))),
+        "coterie_superlink_starts_total": ("counter", server.starts),
+        "coterie_registered_devices": ("gauge", len(server.nodes)),
+    }
+    return "".join(f"# TYPE {name} {kind}\n{name} {n}\n" for name, (kind, n) in figures.items())
+
+
+@contextmanager
+def health(server: Server, port: int) -> Iterator[int]:
+    """Answer GET /health (503 while the SuperLink does not listen) and GET /metrics on a port of
+    this machine while the block runs; yield the port. They name no client. Raises Refused if the
+    port is taken.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            status, kind = HTTPStatus.OK, "text/plain; version=0.0.4; charset=utf-8"
+            if self.path == "/metrics":
+                text = _metrics(server)
+            elif self.path == "/health":
+                up, kind = listening(server.runs.address), "application/json"
+                status = HTTPStatus.OK if up else HTTPStatus.SERVICE_UNAVAILABLE
+                text = json.dumps({"status": "ok" if up else "the SuperLink is starting"})
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+                return
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Log nothing: probes come every few seconds."""
+
+    try:
+        listener = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    except OSError:
+        problem = f"port {port} is in use"
+        raise Refused(problem, f"Choose another --health-port.{holder(port)}") from None
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    try:
+        yield int(listener.server_address[1])
+    finally:
+        listener.shutdown()
+        listener.server_close()
 
 
 def _nodes(home: Path) -> dict[str, tuple[str, str]]:

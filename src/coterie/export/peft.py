@@ -60,7 +60,7 @@ class Peft(Format):
             check_text(client)
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
-        model, family = client.model, client.model.backbone.family
+        model = client.model
         if options.part == "generalist":
             index, likeness = _expert(model, options.expert), "the expert in coterie"
             weights = torch.zeros(len(model.adapter.blocks), model.layout.experts)
@@ -72,11 +72,7 @@ class Peft(Format):
             used = [*range(model.layout.experts)]
             kept = "all experts of every MLP with fixed weights, and the attention's updates"
             left_out = _folded_away(model)
-        # if gate and up are one layer, its update holds both
-        whole, ranks = folded(model, weights, used), 2 if family.fused else 1
-        rank = whole.layout.rank * ranks
-        save(folder / WEIGHTS, tensors_of(whole, rank, options.precision), {"format": "pt"})
-        config(model, family, rank).save_pretrained(str(folder))
+        whole, rank = write_adapter(folder, model, weights, used, options.precision)
         missing = [*filter(None, [client.note]), *left_out]
         write_atomically(folder / README, _readme(client, kept, missing).encode())
         if client.chats:
@@ -104,6 +100,21 @@ class Peft(Format):
         if client.chats:
             base.generation_config = GenerationConfig.from_pretrained(str(written.folder))
         yield TorchRuntime(PeftModel.from_pretrained(base, str(written.folder)))
+
+
+def write_adapter(
+    folder: Path, model: PersonalModel, weights: Tensor, used: list[int], precision: str = "f32"
+) -> tuple[LanguageModel, int]:
+    """Write the fold of the `used` experts of a model, with weights (blocks, experts), as a PEFT
+    adapter into a folder; return the fold and the adapter's rank.
+    """
+    family = model.backbone.family
+    # if gate and up are one layer, its update holds both
+    whole, ranks = folded(model, weights, used), 2 if family.fused else 1
+    rank = whole.layout.rank * ranks
+    save(folder / WEIGHTS, tensors_of(whole, rank, precision), {"format": "pt"})
+    config(model, family, rank).save_pretrained(str(folder))
+    return whole, rank
 
 
 def _expert(model: PersonalModel, name: str | None) -> int:

@@ -3,8 +3,11 @@
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from coterie.adapt.new_client import TRAINED
 from coterie.adapt.shared_part import SharedPart, write_shared
@@ -16,14 +19,16 @@ from coterie.core.metrics import PERPLEXITY, direction
 from coterie.core.result import RESULT, MetricInfo, PrivacySpent, Result
 from coterie.core.version import HOME, __version__
 from coterie.data.section import Section
-from coterie.export.peft import portable
+from coterie.export.peft import portable, write_adapter
 from coterie.methods import METHODS
 from coterie.models import artifact, gguf_base
 from coterie.models.architecture import EMBEDDED, tokenizer
 from coterie.models.artifact import ABOUT, CLASSIFIER, CLASSIFIER_WEIGHTS, WEIGHTS
-from coterie.personal import folder_of
+from coterie.personal import folder_of, read_about
+from coterie.personal import load as load_model
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes.recipe import Recipe, resolve
+from coterie.runs.recipes.sections import LanguageSection
 
 CARD = "README.md"
 # what the model is, on whose data it was scored, and what it may reveal of its training data
@@ -42,6 +47,10 @@ _PERSONAL = (
 _TEMPLATE = """
 It was trained on conversations, and answers messages by the chat template of that training, which
 `client.json` holds where it is not the base's own.
+"""
+_BUNDLED = """
+Its base comes with coterie, and has no repository of its own, so that PEFT cannot open this one.
+For other programs, `coterie export --format gguf` (or onnx, web, mixtral) writes the base along.
 """
 
 
@@ -107,12 +116,27 @@ def push(
         folder = Path(beside)
         facts = _shared(run, folder) if shared else _personal(run, client, folder)
         facts = replace(facts, license=license)
+        adapts = _is_adapter(folder)
         with replaced(folder) as new:
-            (new / CARD).write_text(card(facts, repo), encoding="utf-8")
+            (new / CARD).write_text(card(facts, repo, adapts), encoding="utf-8")
+        if adapts:  # for PEFT alone, so that the checksums are without it
+            model: Any = load_model(folder, base=base_of(facts.about))
+            write_adapter(folder, model, torch.ones(len(model.adapter.blocks), 1), [0])
         paths = sorted(path for path in folder.rglob("*") if path.is_file())
         sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
         say(f"{', '.join(sizes)}: {sum(sizes.values()):,} bytes ...")
         return _upload(folder, sizes, repo, public)
+
+
+def _is_adapter(folder: Path) -> bool:
+    """Return whether a model has one expert, which is a PEFT adapter as it is, on a base that other
+    programs find by its name; False without PEFT, which writes its configuration.
+    """
+    if not (folder / WEIGHTS).is_file() or find_spec("peft") is None:
+        return False
+    about = read_about(folder)
+    foreign = about.base == EMBEDDED or gguf_base.names_file(about.base) or about.quantise
+    return about.layout.experts == 1 and not foreign
 
 
 def _shared(run: Path, folder: Path) -> Facts:
@@ -122,8 +146,9 @@ def _shared(run: Path, folder: Path) -> Facts:
     recipe = resolve(run)
     base = portable(getattr(recipe.model, "base", ""))
     part: SharedPart = write_shared(run, folder, base)
+    assert isinstance(recipe.model, LanguageSection)
     return Facts(
-        about=read_json(folder / ABOUT),
+        about=read_json(folder / ABOUT) | {"base": recipe.model.base},
         shared=True,
         base=base,
         clients=part.clients,
@@ -246,8 +271,10 @@ def hub_error(problem: str, error: Exception) -> CoterieError:
     )
 
 
-def card(facts: Facts, repo: str) -> str:
-    """Return the text of README.md, with the front matter that the Hub reads."""
+def card(facts: Facts, repo: str, adapts: bool = False) -> str:
+    """Return the text of README.md, with the front matter that the Hub reads; `adapts` says whether
+    PEFT opens the repository.
+    """
     method, rounds = facts.about["method"], facts.about["round"]
     entry = METHODS[method]
     what, scored, note = _SHARED if facts.shared else _PERSONAL
@@ -262,6 +289,8 @@ def card(facts: Facts, repo: str) -> str:
         "privacy spent": _spent(facts.privacy),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    notes = [_TEMPLATE] * facts.chats + [_elsewhere(facts, repo)] * adapts
+    notes += [_BUNDLED] * (facts.base == EMBEDDED)
     return f"""{_front_matter(facts, name)}
 # {name}
 
@@ -278,9 +307,23 @@ Scores are on test data, {direction(facts.metric)}; {scored}. {note}
 coterie pull {repo} --out {name}
 {_commands(facts, name)}
 ```
-{_TEMPLATE if facts.chats else ""}
+{"".join(notes)}
 The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
 code.
+"""
+
+
+def _elsewhere(facts: Facts, repo: str) -> str:
+    """Return how programs with PEFT open the model."""
+    where = "" if "/" in (facts.base or "") else f", beside a folder `{facts.base}` with its base"
+    return f"""
+With PEFT alone{where}:
+
+```python
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained("{repo}")
+```
 """
 
 

@@ -33,6 +33,7 @@ class TrackedRun:
     group: str  # the name of the folder of all runs that belong together
     config: Mapping[str, Any]  # the recipe, with only the last part of paths on this machine
     known: str | None  # the id that the program gave the run before; None for a new run
+    parent: str = ""  # the id of the run of the group, if it has several methods or seeds
 
 
 class Tracker(ABC):
@@ -40,6 +41,14 @@ class Tracker(ABC):
 
     name: ClassVar[str]  # what --track takes
     remedy: ClassVar[str]  # what to do where the program cannot be reached
+
+    def open_group(self, name: str, known: str | None) -> str:
+        """Begin or continue the run above those of a group; return its id, "" without such."""
+        return ""
+
+    def close_group(self, id: str, complete: bool) -> None:
+        """End the run above those of a group, where `open_group` gave one."""
+        raise NotImplementedError
 
     @abstractmethod
     def open(self, run: TrackedRun) -> str:
@@ -116,16 +125,29 @@ class MLflow(Tracker):
         self._metric, self._param, self._client = Metric, Param, MlflowClient()
         self._id = ""
 
-    def open(self, run: TrackedRun) -> str:
+    def open_group(self, name: str, known: str | None) -> str:
+        return self._begun(name, known, {"coterie.group": name})
+
+    def close_group(self, id: str, complete: bool) -> None:
+        self._client.set_terminated(id, "FINISHED" if complete else "FAILED")
+
+    def _begun(self, name: str, known: str | None, tags: Mapping[str, str]) -> str:
+        """Begin or continue a run of the experiment; return its id."""
+        if known is not None:
+            self._client.update_run(known, status="RUNNING")
+            return known
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         existing = self._client.get_experiment_by_name(project)
         experiment = existing.experiment_id if existing else self._client.create_experiment(project)
-        if run.known is not None:
-            self._id = run.known
-            self._client.update_run(self._id, status="RUNNING")
-            return self._id
+        id: str = self._client.create_run(experiment, tags=tags, run_name=name).info.run_id
+        return id
+
+    def open(self, run: TrackedRun) -> str:
         tags = {"coterie.group": run.group}
-        self._id = self._client.create_run(experiment, tags=tags, run_name=run.name).info.run_id
+        tags |= {"mlflow.parentRunId": run.parent} if run.parent else {}
+        self._id = self._begun(run.name, run.known, tags)
+        if run.known is not None:
+            return self._id
         settings = [
             self._param(key, value[: self._longest]) for key, value in _flat(run.config).items()
         ]
@@ -177,12 +199,14 @@ def tracked(names: Sequence[str], folder: Path) -> Iterator[list[Callback]]:
     """Provide callbacks that report every run within the block to trackers, in a group named like
     the folder. Raises Refused if a tracker is unknown, not installed, or cannot be used.
     """
-    callbacks = [Tracking(_built(name), folder) for name in check(names)]
+    callbacks, complete = [Tracking(_built(name), folder) for name in check(names)], False
     try:
         yield list(callbacks)
+        complete = True
     finally:
         for callback in callbacks:
             callback.close(complete=False)
+            callback.close_group(complete)
 
 
 class Tracking(Callback):
@@ -195,24 +219,26 @@ class Tracking(Callback):
     def __init__(self, tracker: Tracker, folder: Path) -> None:
         self._tracker, self._folder = tracker, folder
         self._open, self._round, self._values = False, 0, dict[str, float]()
+        self._group = ""  # the id of the run above those of the folder
 
     def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.close(complete=False)
-        name, path = self._tracker.name, folder / TRACKED
-        ids = read_json(path) if path.exists() else {}
+        name, group = self._tracker.name, self._folder.resolve().name
         parts = [part for part in folder.relative_to(self._folder).parts if part != "baselines"]
-        run = TrackedRun(
-            "/".join(parts) or str(recipe["method"]["name"]),
-            self._folder.resolve().name,
-            _without_paths(recipe),
-            ids.get(name),
-        )
         try:
-            ids[name] = self._tracker.open(run)
+            if len(parts) > 1 and not self._group:  # a comparison or a search
+                known = _ids(self._folder).get(name)
+                self._group = self._tracker.open_group(group, known)
+                if self._group:
+                    write_json(self._folder / TRACKED, {**_ids(self._folder), name: self._group})
+            title = "/".join(parts) or str(recipe["method"]["name"])
+            known, parent = _ids(folder).get(name), self._group
+            run = TrackedRun(title, group, _without_paths(recipe), known, parent)
+            id = self._tracker.open(run)
         except Exception as error:
             raise Refused(f"--track {name}: {_line(error)}", self._tracker.remedy) from error
         self._open = True
-        write_json(path, ids)
+        write_json(folder / TRACKED, {**_ids(folder), name: id})
 
     def recorded(self, kind: str, round: int, client: str, values: Mapping[str, Any]) -> None:
         if round != self._round:
@@ -242,6 +268,11 @@ class Tracking(Callback):
             self._tried(lambda: self._tracker.close(complete))
         self._open, self._round = False, 0
 
+    def close_group(self, complete: bool) -> None:
+        """End the run above those of the folder, if there is one."""
+        if self._group:
+            self._tried(lambda: self._tracker.close_group(self._group, complete))
+
     def _send(self) -> None:
         """Send the figures of a round."""
         values, self._values = self._values, {}
@@ -260,6 +291,12 @@ class Tracking(Callback):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+
+def _ids(folder: Path) -> dict[str, str]:
+    """Return the ids of a folder's run by tracker; empty if it has none."""
+    path = folder / TRACKED
+    return dict(read_json(path)) if path.exists() else {}
 
 
 def _line(error: Exception) -> str:

@@ -299,8 +299,21 @@ class DeviceBackend:
         """Return the backend of the connected clients once there are enough. Raises ClientError."""
         from coterie.engines.flower.engine import gathered
 
-        engine = flower_engine(recipe, grid, listener)
-        return cls(grid, gathered(engine, lambda members: len(members) >= least, patience))
+        engine, said = flower_engine(recipe, grid, listener), -1
+
+        def enough(members: Sequence[Member]) -> bool:
+            nonlocal said
+            if said < (here := len(members)) < least:
+                named = ", ".join(member.client for member in members) or "none"
+                listener.noted(
+                    "the server",
+                    f"{here} of {least} clients are connected ({named}); the run waits for "
+                    f"{least}, {patience:g} s at most",
+                )
+            said = max(said, here)
+            return here >= least
+
+        return cls(grid, gathered(engine, enough, patience))
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
         return prepare_remote(recipe, self.members)

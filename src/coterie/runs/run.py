@@ -39,12 +39,15 @@ OVER = 1.05  # of the time that one has: a round that would end later is not beg
 
 @dataclass
 class JoinWarnings(Listener):
-    """Warns of each client that is refused while a server waits for clients."""
+    """Says who is there while a server waits for clients, and warns of each that is refused."""
 
     reporter: Callback
 
     def lost(self, client: ClientId, task: str, reason: str) -> None:
         self.reporter.warning(0, client, reason)
+
+    def noted(self, client: ClientId, note: str) -> None:
+        self.reporter.noted([note])
 
 
 def run(

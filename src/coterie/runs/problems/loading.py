@@ -1,7 +1,9 @@
 """Load and check the base and data of a recipe, or on a server their shapes alone."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,7 +17,7 @@ from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
 from coterie.data.section import Section
 from coterie.models import memory, network_tensors, text
-from coterie.models.architecture import configuration, tokenizer
+from coterie.models.architecture import EMBEDDED, configuration, tokenizer
 from coterie.models.backbone import Backbone
 from coterie.models.common import CommonExpert, Normalisation, trained
 from coterie.models.networks import Shape
@@ -35,6 +37,12 @@ from coterie.runs.recipes.sections import (
     CommonSection,
     LanguageSection,
     TextClassifierSection,
+)
+
+UNUSED_TO_CHATS = (
+    "the base was never trained on conversations: it learns the form of these answers, and knows "
+    "little besides them. One that answers is a base trained for chats, say --set "
+    "model.base=HuggingFaceTB/SmolLM2-135M-Instruct."
 )
 
 
@@ -93,9 +101,18 @@ def language(
     """Return language models of clients whose data are read as a section says."""
     if not isinstance(data, ChatFields):
         return Language(section, backbone, federation, control_tokens=data.control_tokens)
+    if data.content == "chats" and unused_to_chats(section.base, backbone.tokenizer):
+        federation = replace(federation, notes=(*federation.notes, UNUSED_TO_CHATS))
     return Language(
         section, backbone, federation, data.chat_template, data.content, data.control_tokens
     )
+
+
+def unused_to_chats(base: str, tokenizer: Any) -> bool:
+    """Return whether a base was never trained on conversations, as far as it can be told: that of
+    the package, and bases without a chat template of their own.
+    """
+    return base == EMBEDDED or not getattr(tokenizer, "chat_template", None)
 
 
 def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
