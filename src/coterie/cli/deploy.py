@@ -338,3 +338,26 @@ def deploy_(
             f"The server's results are in {folder}: open {folder}/report.html. Each device's "
             f"files are in {folder}/devices/ID."
         )
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="app: a Flower app.")],
+    folder: Annotated[Path, typer.Argument(help="A new folder; its name is the app's.")],
+) -> None:
+    """Write the beginning of a Flower app with coterie's two programs: `flwr run FOLDER` runs it,
+    `flwr build` packs it (extra `flower`).
+    """
+    with _stopping("stopped."):
+        from coterie.core.files import make_folder
+        from coterie.deploy.process import app_files
+
+        if kind != "app":
+            raise Refused(f"new {kind}: there is no such beginning", "Say: coterie new app FOLDER")
+        if folder.exists():
+            raise Refused(f"{folder} exists already", "Name a new folder.")
+        for name, text in app_files(folder.resolve().name).items():
+            make_folder((folder / name).parent)
+            (folder / name).write_text(text, encoding="utf-8")
+            print(folder / name)
+        print("Its settings are in pyproject.toml. Server and devices need coterie installed.")

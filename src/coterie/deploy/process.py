@@ -236,6 +236,13 @@ def last_lines(log: Path) -> list[str]:
 NAME = "coterie"  # of the connection in the configuration of Flower's command line
 _COMMAND_S = 120.0  # seconds for a command of Flower's
 APP = Path(__file__).with_name("app.toml")  # the project that Flower is given
+_PUBLISHED = """version = "0.1.0"
+description = "Personal models, trained together by coterie"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41,<1.43"] # and coterie, which server and devices have installed"""
+_FORMAT = """publisher = "me" # your account at flower.ai
+fab-format-version = 1
+flwr-version-target = "1.41.0\""""
 _ERROR = re.compile(r"ERROR +:")
 # what Flower prints between the lines of a run
 _CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")
@@ -244,6 +251,34 @@ _CHATTER = re.compile(r"INFO +:|Using SuperLink|Successfully installed|$")
 def toml(values: Mapping[str, Any]) -> list[str]:
     """Return assignments in TOML: JSON values without escapes for halves of surrogate pairs."""
     return [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+
+
+def app_files(name: str) -> dict[str, str]:
+    """Return the files of a Flower app of this name that can be published (fab-format-version 1):
+    coterie's programs, in a package of the app's own that its bundle holds.
+    """
+    package = re.sub(r"\W", "_", name.lower()).strip("_") or "app"
+    package = package if package.isidentifier() else f"app_{package}"
+    about = APP.read_text(encoding="utf-8")
+    for theirs, own in {
+        'name = "coterie"': f'name = "{package.replace("_", "-")}"',
+        'version = "0.1.0"': _PUBLISHED,
+        'publisher = "coterie"': _FORMAT,
+        '"coterie.deploy.apps:server"': f'"{package}.server_app:app"',
+        '"coterie.deploy.apps:client"': f'"{package}.client_app:app"',
+    }.items():
+        about = about.replace(theirs, own, 1)
+    program = (
+        '"""The program of {0}: coterie\'s."""\n\nfrom coterie.deploy.apps import {1} as app\n'
+    )
+    program += '\n__all__ = ["app"]\n'
+    return {
+        "pyproject.toml": about,
+        "LICENSE": "All rights reserved, until you put the licence of your choice here.\n",
+        f"{package}/__init__.py": f'"""The Flower app {name}."""\n',
+        f"{package}/server_app.py": program.format("the server", "server"),
+        f"{package}/client_app.py": program.format("each device", "client"),
+    }
 
 
 def configure(link: Link, home: Path) -> None:
