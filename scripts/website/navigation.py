@@ -16,6 +16,7 @@ NAVIGATION: list[Entry] = [
             {"Across machines": "tutorials/across-machines.md"},
             {"On a device": "tutorials/on-device.md"},
             {"Privacy": "tutorials/privacy.md"},
+            {"The first hour": "first-hour.md"},
             {"Gallery": "gallery/index.md"},
         ]
     },

@@ -23,7 +23,8 @@ def test_a_new_app_is_packed_with_its_programs(
     assert CliRunner().invoke(app, ["new", "app", str(folder)]).exit_code == 0
     about = tomllib.loads((folder / "pyproject.toml").read_text())
     assert about["project"]["name"] == "app-2-towns"
-    assert validate_config(about)[:2] == (True, [])
+    monkeypatch.syspath_prepend(folder)
+    assert validate_config(about, project_dir=folder)[:2] == (True, [])
     flower = about["tool"]["flwr"]["app"]
     assert flower["fab-format-version"] == 1
     assert flower["config"] == tomllib.loads(APP.read_text())["tool"]["flwr"]["app"]["config"]
@@ -35,7 +36,6 @@ def test_a_new_app_is_packed_with_its_programs(
     with zipfile.ZipFile(bundle) as packed:
         names = set(packed.namelist())
     assert {"pyproject.toml", "LICENSE", "app_2_towns/server_app.py"} <= names
-    monkeypatch.syspath_prepend(folder)
     from importlib import import_module
 
     assert isinstance(import_module("app_2_towns.server_app").app, ServerApp)

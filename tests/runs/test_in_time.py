@@ -146,6 +146,20 @@ def test_no_round_begins_that_would_end_too_late(
     assert set(result.clients) == {"ann", "ben"}
 
 
+def test_a_part_trains_no_further_than_the_whole_whose_time_was_over(
+    texts: Path, tiny_base: Path, tmp_path: Path
+) -> None:
+    """It is scored beside the whole, which would have to mix the same model."""
+    recipe, now = small(texts, tiny_base), time.monotonic()
+    rows = [(recipe.with_method("local"), tmp_path / "local"), (recipe, tmp_path)]
+    local, whole = run.execute_all(rows, run.Callback(), within=tmp_path, until=now)
+    assert local.part_of == "interpolation"
+    assert (local.rounds, whole.rounds) == (1, 1)
+    for i, of in whole.clients.items():
+        assert of.parts is not None
+        assert local.clients[i].test == of.parts["local"].test
+
+
 def test_times_are_read_with_their_unit(texts: Path, tiny_base: Path) -> None:
     given = ("90", "30m", "2h", "45s")
     read = [small(texts, tiny_base, f"time={value}").time for value in given]

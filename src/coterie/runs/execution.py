@@ -117,9 +117,11 @@ class Execution:
             if self.scorer.keeps_best and not state.evaluations and rounds:
                 self.scorer.evaluate()
             self._first, self._rounds_began = state.round, time.monotonic()
+            if "part_of" in state.progress:  # it was trained with the whole, to the same round
+                rounds = state.round
             while state.round < rounds and not self.scorer.turned() and not self._late():
                 self.one_round()
-            if state.round < rounds and "part_of" not in state.progress:  # it has ended, as a part
+            if state.round < rounds:
                 self._end_early()
             if not state.evaluations or state.evaluations[-1].round != state.round:
                 self.scorer.evaluate()
