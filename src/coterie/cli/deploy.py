@@ -1,5 +1,6 @@
 """Commands for a server and devices on separate machines: keys, server, client, submit, deploy."""
 
+import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -354,9 +355,10 @@ def new(
 
         if kind != "app":
             raise Refused(f"new {kind}: there is no such beginning", "Say: coterie new app FOLDER")
-        if folder.exists():
-            raise Refused(f"{folder} exists already", "Name a new folder.")
-        for name, text in app_files(folder.resolve().name).items():
+        if folder.exists() or not re.fullmatch(r"[a-z][a-z0-9-]*", folder.name):
+            problem = "exists already" if folder.exists() else "cannot be the name of a Flower app"
+            raise Refused(f"{folder} {problem}", "Name a new folder by letters, digits and -.")
+        for name, text in app_files(folder.name).items():
             make_folder((folder / name).parent)
             (folder / name).write_text(text, encoding="utf-8")
             print(folder / name)

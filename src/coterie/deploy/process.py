@@ -257,21 +257,15 @@ def app_files(name: str) -> dict[str, str]:
     """Return the files of a Flower app of this name that can be published (fab-format-version 1):
     coterie's programs, in a package of the app's own that its bundle holds.
     """
-    package = re.sub(r"\W", "_", name.lower()).strip("_") or "app"
-    package = package if package.isidentifier() else f"app_{package}"
-    about = APP.read_text(encoding="utf-8")
+    package, about = name.replace("-", "_"), APP.read_text(encoding="utf-8")
     for theirs, own in {
-        'name = "coterie"': f'name = "{package.replace("_", "-")}"',
-        'version = "0.1.0"': _PUBLISHED,
+        'name = "coterie"\nversion = "0.1.0"': f'name = "{name}"\n{_PUBLISHED}',
         'publisher = "coterie"': _FORMAT,
-        '"coterie.deploy.apps:server"': f'"{package}.server_app:app"',
-        '"coterie.deploy.apps:client"': f'"{package}.client_app:app"',
+        "coterie.deploy.apps:server": f"{package}.server_app:app",
+        "coterie.deploy.apps:client": f"{package}.client_app:app",
     }.items():
         about = about.replace(theirs, own, 1)
-    program = (
-        '"""The program of {0}: coterie\'s."""\n\nfrom coterie.deploy.apps import {1} as app\n'
-    )
-    program += '\n__all__ = ["app"]\n'
+    program = '"""The program of {0}."""\n\nfrom coterie.deploy import apps\n\napp = apps.{1}\n'
     return {
         "pyproject.toml": about,
         "LICENSE": "All rights reserved, until you put the licence of your choice here.\n",
