@@ -258,13 +258,13 @@ def app_files(name: str) -> dict[str, str]:
     coterie's programs, in a package of the app's own that its bundle holds.
     """
     package, about = name.replace("-", "_"), APP.read_text(encoding="utf-8")
-    for theirs, own in {
+    for before, after in {
         'name = "coterie"\nversion = "0.1.0"': f'name = "{name}"\n{_PUBLISHED}',
         'publisher = "coterie"': _FORMAT,
         "coterie.deploy.apps:server": f"{package}.server_app:app",
         "coterie.deploy.apps:client": f"{package}.client_app:app",
     }.items():
-        about = about.replace(theirs, own, 1)
+        about = about.replace(before, after, 1)
     program = '"""The program of {0}."""\n\nfrom coterie.deploy import apps\n\napp = apps.{1}\n'
     return {
         "pyproject.toml": about,

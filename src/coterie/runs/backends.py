@@ -299,19 +299,19 @@ class DeviceBackend:
         """Return the backend of the connected clients once there are enough. Raises ClientError."""
         from coterie.engines.flower.engine import gathered
 
-        engine, said = flower_engine(recipe, grid, listener), -1
+        engine, announced = flower_engine(recipe, grid, listener), -1
 
         def enough(members: Sequence[Member]) -> bool:
-            nonlocal said
-            if said < (here := len(members)) < least:
-                named = ", ".join(member.client for member in members) or "none"
+            nonlocal announced
+            if announced < (connected := len(members)) < least:
+                names = ", ".join(member.client for member in members) or "none"
                 listener.noted(
                     "the server",
-                    f"{here} of {least} clients are connected ({named}); the run waits for "
+                    f"{connected} of {least} clients are connected ({names}); the run waits for "
                     f"{least}, {patience:g} s at most",
                 )
-            said = max(said, here)
-            return here >= least
+            announced = max(announced, connected)
+            return connected >= least
 
         return cls(grid, gathered(engine, enough, patience))
 

@@ -101,10 +101,10 @@ def steps_of(
     Every client does as many, so that clients stay comparable: those with less text see it more
     often, and `keep: best` ends that when their validation data say so.
     """
-    wanted = EPOCHS * texts.mean / (context * batch)
-    steps = math.ceil(min(max(wanted, FEWEST), MOST) / ROUNDS)
+    iterations = EPOCHS * texts.mean / (context * batch)
+    steps = math.ceil(min(max(iterations, FEWEST), MOST) / ROUNDS)
     epoch = context * batch / texts.mean  # of one iteration
-    few = "" if wanted >= FEWEST else "the fewest, as there is little text: "
+    few = "" if iterations >= FEWEST else "the fewest, as there is little text: "
     return steps, (
         f"{few}{steps * ROUNDS * epoch:.1f} epochs of {texts.mean:,.0f} tokens a client in "
         f"{ROUNDS} rounds, {most}{steps * rounds * epoch:.1f} in {rounds}"
