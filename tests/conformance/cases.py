@@ -35,7 +35,6 @@ CASES: dict[str, dict[str, object]] = {
     "comigs-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "comigs-auto": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "interpolation": {"rounds": 2, "local_steps": 2, "parts": ["local", "fedavg"]},
-    "comigs-pool": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},
     "pcl": {"rounds": 2, "local_steps": 2},
     "pfedmoe": {"rounds": 2, "local_steps": 2},
     "fdlora": {
@@ -108,13 +107,6 @@ VARIANTS: dict[str, dict[str, object]] = {
         "specialists": 2,
         "balance": "generalist",
     },
-    "comigs, one of a pool": {
-        "name": "comigs-pool",
-        "rounds": 2,
-        "local_steps": 2,
-        "generalists": 1,
-        "load": None,
-    },
     "cobo on the simplex": {
         "name": "cobo",
         "rounds": 2,
@@ -152,11 +144,6 @@ VARIANTS: dict[str, dict[str, object]] = {
         "rounds": 2,
         "local_steps": 2,
         "aggregation": {"rule": "geometric-median"},
-    },
-    "comigs, a pool, clipped": {
-        "name": "comigs-pool",
-        "rounds": 2,
-        "aggregation": {"rule": "clipped-mean"},
     },
     "ddome, by medians": {
         "name": "ddome",
@@ -238,7 +225,7 @@ PICTURES = (
 )
 # Cases whose checks on texts take long: in the default run another form stands for them.
 SLOW_TEXTS = (
-    *("three parts", "generalist-favoured", "comigs, a pool, clipped", "comigs, one of a pool"),
+    *("three parts", "generalist-favoured"),
     # these train whole networks by default, and adapters in the slow tests
     *("fedrep", "lg-fedavg", "fedbabu", "pfedme", "per-fedavg", "fedala", "fedfomo"),
     *("fedavg, by samples", "cobo on the simplex", "cobo, its output drawn"),

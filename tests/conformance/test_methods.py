@@ -36,7 +36,7 @@ def test_many_clients_at_once_are_as_one_by_one(name: str, pictures: World) -> N
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("language", name) for name in ("fedavg", "comigs-1g1s", "comigs-pool")),
+        *(("language", name) for name in ("fedavg", "comigs-1g1s")),
         *(("pictures", name) for name in ("cobo", "cobo on the simplex", "ddome", "ifca")),
     ],
 )

@@ -27,7 +27,6 @@ from coterie.testing.run import require_same_run
 LANGUAGE = (
     "fedavg",
     "comigs-1gxs",
-    "comigs-pool",
     "fdlora",
     "hetlora",
     "ifca",

@@ -59,7 +59,7 @@ def recipe_of(texts: Path, base: Path, method: str, **settings: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize("method", ["comigs-1g1s", "cobo", "comigs-pool"])
+@pytest.mark.parametrize("method", ["comigs-1g1s", "cobo"])
 def test_devices_come_to_what_one_process_comes_to(
     method: str, texts: Path, tiny_base: Path, tmp_path: Path
 ) -> None:

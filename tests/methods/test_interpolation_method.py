@@ -49,11 +49,10 @@ def scored(run: Run, task: str) -> dict[str, Tensors]:
     ("world", "parts"),
     [
         (language(), TEXTS),
-        (language(), ("fedavg", {"name": "comigs-pool", "router_every": 1})),
         (pictures().one_by_one, ("local", "fedavg", "cobo", "scaffold", "ifca")),
         (pictures().one_by_one, ("fedavg", {"name": "ddome", "pool": 3})),
     ],
-    ids=["texts", "texts, a pool", "pictures", "pictures, a pool"],
+    ids=["texts", "pictures", "pictures, a pool"],
 )
 def test_each_part_is_that_method_alone_bit_for_bit(world: Any, parts: tuple[Any, ...]) -> None:
     """The server's state, the clients', and the scores by which each keeps its best round."""

@@ -16,7 +16,6 @@ from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive, tr
 from coterie.core.tensors import Tensors
 from coterie.methods import METHODS
 from coterie.methods.base import Method
-from coterie.methods.comigs_pool import CoMiGSPool
 from coterie.methods.oracle import Oracle
 from coterie.methods.parts import OfParts
 from coterie.methods.section import build_method
@@ -73,11 +72,6 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
         "ensemble": {f"expert/{m}": tensor(m) for m in range(2)},
     }
-    if name == "comigs-pool":
-        chosen = {f"chosen/{i}": torch.arange(2) for i in IDS}
-        return method, w | {f"expert/{m}": tensor(m) for m in range(4)} | {
-            "gate": tensor("gate")
-        } | chosen
     return method, dict(states.get(name, w))
 
 
@@ -177,7 +171,7 @@ def expected(
     return {n: of(columns(replies, n)) for n in names}
 
 
-GROUPED = ("ifca", "oracle", "ddome", "comigs-pool", "fedlease")  # too few clients in a group
+GROUPED = ("ifca", "oracle", "ddome", "fedlease")  # too few clients in a group
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name != "comigs"]
 
 
@@ -332,7 +326,6 @@ def test_of_whom_the_server_needs_only_the_sum() -> None:
     for name in sums - {"interpolation", "fedalt"}:  # parts have their own rules; a fixed mean
         for rule in ({"rule": "median"}, {"weighting": "samples"}):
             assert not build_method({"name": name, "aggregation": rule}).needs_only_mean
-    assert not CoMiGSPool().needs_only_mean
 
 
 @pytest.mark.parametrize(

@@ -333,9 +333,8 @@ def test_another_common_expert_than_the_runs_is_refused(photos: Path, tmp_path: 
         adapt(run, photos)
 
 
-@pytest.mark.parametrize("name", ["comigs", "comigs-pool"])
 def test_a_new_writer_gets_generalists_for_a_folder_of_text(
-    name: str, tiny_base: Path, tmp_path: Path
+    tiny_base: Path, tmp_path: Path
 ) -> None:
     for writer, letters in (("ann", "abc"), ("ben", "xyz"), ("you", "abd")):
         (tmp_path / writer).mkdir()
@@ -347,8 +346,8 @@ def test_a_new_writer_gets_generalists_for_a_folder_of_text(
     clients.mkdir()
     for writer in ("ann", "ben"):
         (tmp_path / writer).rename(clients / writer)
-    method = {"name": name, "rounds": 2, "local_steps": 1, "router_every": 1, "router_steps": 1}
-    changes = [f"method={json.dumps(method | ({'pool': 3} if name == 'comigs-pool' else {}))}"]
+    method = {"name": "comigs", "rounds": 2, "local_steps": 1, "router_every": 1, "router_steps": 1}
+    changes = [f"method={json.dumps(method)}"]
     model = [
         f"model.base={tiny_base}",
         "model.context=16",
@@ -362,14 +361,7 @@ def test_a_new_writer_gets_generalists_for_a_folder_of_text(
     assert model_.next_words("a b")
     assert found.samples > 12
     server = load(max((tmp_path / "run/checkpoints").rglob("server.safetensors")))[0]
-    if name == "comigs-pool":
-        assert len(found.experts) == 2
-        assert found.up == nbytes({"scores": torch.zeros(3)}) or found.up == nbytes(
-            {"scores": torch.zeros(3).double()}
-        )
-        assert sum(found.scores) == pytest.approx(1)
-    else:
-        assert (found.experts, found.scores, found.up, found.down) == ((), (), 0, nbytes(server))
+    assert (found.experts, found.scores, found.up, found.down) == ((), (), 0, nbytes(server))
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match="no text in it"):
         adapt(tmp_path / "run", tmp_path / "none")

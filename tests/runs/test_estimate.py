@@ -35,14 +35,6 @@ def test_a_federation_with_clients_never_seen_is_estimated(name: str) -> None:
     assert found.up > 0
 
 
-def test_a_pool_of_generalists_is_estimated(tiny_base: Path, tmp_path: Path) -> None:
-    _write_texts(tmp_path)
-    small = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
-    small += ["method.name=comigs-pool", "training.batch_size=4", "patience=null"]
-    recipe = load("folders", small)
-    assert estimate(prepare(recipe)).seconds > 0
-
-
 def test_where_steps_are_long_rows_are_counted_and_nothing_is_computed(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

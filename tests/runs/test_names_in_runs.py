@@ -176,7 +176,6 @@ def test_a_run_that_is_stopped_goes_on(
 
 METHODS: dict[str, dict[str, Any]] = {
     "cobo": {"method__pairs": "all", "method__rho": 0.01},
-    "comigs-pool": {"method__pool": 3},
     "pcl": {},
     "fc": {"method__cluster_size": 2},
     "ifca": {"method__centres": 2},
@@ -185,7 +184,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = ("cobo", "comigs-pool", "pcl")
+QUICK = ("cobo", "pcl")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,6 @@ METHODS = {
     "comigs-1g1s": {},
     "comigs-2g": {},
     "comigs-2s": {},
-    "comigs-pool": {"pool": 3, "generalists": 2},
     "comigs-published": {},
     "pfedmoe": {},
     "fedalt": {},
@@ -58,7 +57,6 @@ METHODS = {
 OWN = (
     "comigs-1g1s",
     "comigs-2s",
-    "comigs-pool",
     "comigs-published",
     "pfedmoe",
     "fedalt",
@@ -235,25 +233,13 @@ def test_every_method_that_shares_something_can_be_trained_from(
     assert about.after <= about.before
     assert about.helped, about
     kept = tensors(found)
-    if about.own and name not in ("comigs-pool",):  # there the shared part has another form
+    if about.own:
         shared = {n: t for n, t in server(run).items() if t.is_floating_point()}
         assert all(torch.equal(kept[n], t) for n, t in shared.items())
     model = coterie.load(found.folder)
     assert isinstance(model, PersonalModel)
     assert model.next_words("le", 3)
     assert model.about.method == name
-
-
-def test_a_pools_generalists_are_weighed_by_the_gate_alone_until_a_router_is_trained(
-    tiny_base: Path, tmp_path: Path
-) -> None:
-    run, you = trained(tmp_path, tiny_base, "comigs-pool"), written(tmp_path / "you", "you")
-    found = adapt(run, you)
-    assert isinstance(found.model, PersonalModel)
-    assert found.model.experts == ("G1", "G2")
-    weights = found.model.routing(torch.tensor([[5, 6, 7]]))
-    chosen = torch.tensor([found.scores[m] for m in found.experts])
-    assert torch.allclose(weights, (chosen / chosen.sum()).expand_as(weights), atol=1e-5)
 
 
 def test_where_attention_alone_is_shared_no_specialist_is_shown_before_it_is_trained(

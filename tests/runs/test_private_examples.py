@@ -394,9 +394,7 @@ def test_methods_that_cannot_keep_the_promise_are_refused_before_anything_starts
         prepare(own)
 
 
-def test_a_pool_and_normalised_batches_are_refused(tiny_base: Path) -> None:
-    with pytest.raises(RecipeError, match=r"privacy\.unit: comigs-pool"):
-        prepare(recipe(tiny_base, PRIVATE, "method.name=comigs-pool"))
+def test_normalised_batches_are_refused() -> None:
     with pytest.raises(RecipeError, match="norm is group or none"):
         prepare(
             load(

@@ -110,7 +110,7 @@ def test_perplexity_is_over_the_answers(learned: coterie.Run) -> None:
 
 
 @pytest.mark.parametrize("engine", ["inprocess", "loopback"])
-@pytest.mark.parametrize("method", ["comigs-1g1s", "cobo", "comigs-pool"])
+@pytest.mark.parametrize("method", ["comigs-1g1s", "cobo"])
 def test_engines_and_methods_train_on_conversations(base, texts, tmp_path, method, engine) -> None:
     def scores(engine: str, name: str) -> dict[str, float]:
         run = coterie.run(

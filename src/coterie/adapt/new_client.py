@@ -27,7 +27,6 @@ from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
 from coterie.models.artifact import save_mixture
 from coterie.models.interpolation import PRIOR
-from coterie.models.language import LanguageModel
 from coterie.models.pool import PoolClassifier
 from coterie.models.text import kept
 from coterie.personal import PersonalClassifier, PersonalModel, load
@@ -155,7 +154,7 @@ def _choice(
                 choices.append(_choice(one, its))
         return max(choices)
     model, scores = owner.model, ()
-    if isinstance(model, PoolClassifier | LanguageModel) and model.embed is not None:
+    if isinstance(model, PoolClassifier) and model.embed is not None:
         affinity = model.affinity(owner.embeddings(owner.data.train))
         scores = tuple((affinity / affinity.sum()).tolist())
     return scores, tuple(numbers_of_experts(received))

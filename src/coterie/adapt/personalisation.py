@@ -69,10 +69,9 @@ def shared_part(client: Client, method: Method) -> Snapshot:
     """Return the model that the run gives a client that has not trained, without any untrained
     expert or router.
 
-    The specialists are left out, and the generalists are weighted by the gate that chose them if
-    there is one, otherwise equally; if the method shares only attention LoRAs, the MLPs are those
-    of the base. A router that the method shares was trained, and is kept. `client` must have loaded
-    what it received, with the rest as initialised.
+    The specialists are left out, and the generalists are weighted equally; if the method shares
+    only attention LoRAs, the MLPs are those of the base. A router that the method shares was
+    trained, and is kept. `client` must have loaded what it received, with the rest as initialised.
     """
     assert isinstance(client.model, LanguageModel)
     layout, tensors = client.model.settled()
@@ -83,14 +82,12 @@ def shared_part(client: Client, method: Method) -> Snapshot:
         layout,
         generalists=count,
         specialists=0,
-        routing="learned" if layout.biased else "equal",
+        routing="equal",
         balance="none",
     )
     named = dict(Adapter(client.model.backbone.architecture, alone).named_parameters())  # zeros
     for name, tensor in named.items():
-        if name.endswith("router.bias"):
-            tensor.data.copy_(tensors[name][:count])
-        elif not name.endswith("router.weight") and name in tensors:
+        if name in tensors:
             tensor.data.copy_(tensors[name])
     return Snapshot(alone, {name: tensor.detach() for name, tensor in named.items()})
 

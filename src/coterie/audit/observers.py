@@ -76,7 +76,7 @@ class SharedText(Shared):
         if not layout.generalists or layout.local_b:
             raise Refused(f"audit: {prepared.recipe.method['name']} shares no whole experts", ABLE)
         self.language: LanguageModel = prepared.problem.build(
-            replace(layout, specialists=0, members=0, biased=False, routing="equal", balance="none")
+            replace(layout, specialists=0, biased=False, routing="equal", balance="none")
         )
         super().__init__(prepared, client, self.language)
 

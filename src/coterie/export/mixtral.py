@@ -129,7 +129,7 @@ def relative_of(client: ClientModel, format: str, kinds: Collection[str] = RELAT
         problem = f"{kind} has no relative with experts whose gate is a router (have: {known})"
         raise refused(client, problem, format)
     if any(router.bias is not None for router in model.adapter.routers()):
-        problem = "its routers have biases, from a gate's choice, and gates of such models none"
+        problem = "its routers have biases, and gates of such models none"
         raise refused(client, problem, format)
     for name, plain in RELATIVES[kind].plain.items():
         if getattr(model.config, name, plain) != plain:

@@ -22,7 +22,6 @@ from coterie.core.tensor_names import of_expert
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
 from coterie.methods.templates import Aggregating
-from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout, PoolLayout
 from coterie.models.pool import PoolClassifier
 
@@ -38,7 +37,7 @@ def ask_scores(question: Task, state: State, clients: Sequence[ClientId], size: 
 def own_scores(client: Client, gate: Tensors, data: Split) -> Tensors:
     """Return sum_i softmax g(x_i), (M,) float64, over a client's embedded data."""
     with client.borrowing(gate), torch.no_grad():
-        assert isinstance(client.model, PoolClassifier | LanguageModel)
+        assert isinstance(client.model, PoolClassifier)
         return {SCORES: client.model.affinity(client.embeddings(data)).cpu().double()}
 
 

@@ -21,7 +21,7 @@ from coterie.models.families import BlockShape
 from coterie.models.layout import Layout
 from coterie.models.mixture import LoRA, Mixture, SingleLoRA, project
 from coterie.models.mixture_kernel import FrozenMLP
-from coterie.models.routing import Gate, RepeatedRouter, Router, Routing
+from coterie.models.routing import RepeatedRouter, Router, Routing
 
 
 class AdapterBlock(nn.Module):
@@ -45,8 +45,8 @@ class Adapter(nn.Module):
     until `initial` is loaded.
 
     Names: `blocks.0.attention.q_proj.A` (1, r, in), `blocks.0.mlp.generalist.up.B` (g, out, r),
-    `blocks.0.mlp.specialist.down.A` (s, r, in), `blocks.0.mlp.router.weight` (n, d_model),
-    `gate.first` (64, d_model). Everything is fp32.
+    `blocks.0.mlp.specialist.down.A` (s, r, in), `blocks.0.mlp.router.weight` (n, d_model).
+    Everything is fp32.
     """
 
     def __init__(self, architecture: Architecture, layout: Layout) -> None:
@@ -56,9 +56,6 @@ class Adapter(nn.Module):
         self.blocks = nn.ModuleList(
             AdapterBlock(block, layout.of_block(number, count), targets)
             for number, block in enumerate(architecture.blocks)
-        )
-        self.gate = (
-            Gate(architecture.blocks[0].mlp.width, layout.members) if layout.members else None
         )
         self.eval()
 
@@ -278,8 +275,6 @@ def _routing(router: Router, x: Tensor, copied: Copies) -> Routing:
     weight = copied.get(router.weight, router.weight)
     logits = x.to(precise) @ weight.to(precise).mT
     if router.bias is not None:
-        bias = (
-            copied[router.bias][:, None] if router.bias in copied else router.bias
-        )  # a lent one is not copied
+        bias = copied[router.bias][:, None] if router.bias in copied else router.bias
         logits = logits + bias.to(precise)
     return router.decide(logits.flatten(0, 1))

@@ -141,10 +141,11 @@ def read_about(folder: Path) -> About:
             f"in it as they are.",
         )
     if isinstance(layout := content.get("layout"), dict):
+        layout.pop("members", None)  # 0 in models of earlier versions
         checked(Layout, layout, folder)
     about, weights = checked(About, content, folder), folder / WEIGHTS
     shape, size = about.layout, weights.stat().st_size if weights.is_file() else math.inf
-    if max(shape.experts, shape.members, shape.rank, shape.expert_rank) > size:
+    if max(shape.experts, shape.rank, shape.expert_rank) > size:
         raise CheckpointError(
             f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {shape}", FOREIGN
         )

@@ -1,7 +1,7 @@
 """A client's language model: the shared backbone with the client's adapter."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coterie.core import devices
 from coterie.core.errors import ModelError
-from coterie.core.roles import EXPERT, GATE, Role
+from coterie.core.roles import EXPERT, Role
 from coterie.core.tensors import Tensors
 from coterie.data.chats.splits import ChatBatch
 from coterie.models.adapter import Adapter, CopiedAdapter, copies
@@ -28,13 +28,8 @@ class LanguageModel:
     """A backbone with one client's adapter.
 
     The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are
-    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until bound.
-
-    If they are bound, `numbers`, (K,) int64, are their members in the pool, and `embedded`, (N, e),
-    the embeddings of the client's own text. The router's logit of generalist j gets log(K p_j),
-    with p the gate's `affinity` to that text, renormalised over the K: routers and gate learn by
-    one gradient, and an undecided gate changes nothing. p is the same for all tokens: if it
-    depended on the predicted window, it would tell each token of later ones.
+    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until bound:
+    `numbers`, (K,) int64, are then their members in the pool.
 
     Args:
         backbone: The frozen base, which other models may share.
@@ -48,7 +43,6 @@ class LanguageModel:
             self.adapter.load_state_dict(self.adapter.initial(role, 0), strict=False)
         self.adapter.to(backbone.device)
         self.numbers = torch.full((layout.generalists,), ABSENT)
-        self.embedded: Callable[[], Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -59,20 +53,15 @@ class LanguageModel:
         return {}
 
     initial_buffers = buffers
-    statistics = None
+    statistics = embed = None  # nor a common expert
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
         """See `Adapter.expert_slots`."""
         return self.adapter.expert_slots()
 
     def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
-        """Take over a client's generalists by number, (K,) int64, and how to embed its text."""
-        self.numbers, self.embedded = numbers, embeddings
-
-    @property
-    def embed(self) -> Callable[[TextBatch], Tensor] | None:
-        """The function that embeds windows by mean hidden states, (B, e); None without a gate."""
-        return self.embedding if self.layout.members else None
+        """Take over a client's generalists by number, (K,) int64."""
+        self.numbers = numbers
 
     @torch.no_grad()
     def embedding(self, batch: TextBatch) -> Tensor:
@@ -85,78 +74,30 @@ class LanguageModel:
             ids = self.backbone.checked(batch)[:, : self.backbone.context_limit]
             return self.backbone.hidden(ids).float().mean(dim=1).cpu()
 
-    def affinity(self, embeddings: Tensor) -> Tensor:
-        """Return 1/N sum_i softmax g(x_i), (M,): how much (N, e) embeddings want each member."""
-        assert self.adapter.gate is not None
-        scores: Tensor = self.adapter.gate(embeddings.to(self.device)).softmax(dim=1).mean(dim=0)
-        return scores
-
-    def towards(self) -> Tensors:
-        """Return the gradient of -1/N sum_i log sum_j softmax g(x_i)_j over the bound members j."""
-        assert self.adapter.gate is not None
-        assert self.embedded is not None
-        logits = self.adapter.gate(self.embedded().to(self.device))
-        present = logits[:, self.numbers.to(self.device)]
-        loss = (logits.logsumexp(dim=1) - present.logsumexp(dim=1)).mean()
-        named = self.parameters_by_role()[GATE]
-        return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
-
     def settled(self) -> tuple[Layout, Tensors]:
-        """Return layout and tensors without a pool: the gate's logits become routers' biases; and
-        nothing is frozen or repeated: a frozen sum becomes ranks of the LoRA.
+        """Return layout and tensors as of a model in which nothing is frozen or repeated: a frozen
+        sum becomes ranks of the LoRA.
         """
         if self.layout.repeated:
             return self.adapter.unrepeated(self._held)
         if self.layout.frozen_sum:
             return self.adapter.whole()
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
-        if not self.layout.members:
-            return replace(self.layout, frozen_generalists=False), tensors
-        with torch.no_grad():
-            bias = self._bias()
-        layout = replace(self.layout, members=0, biased=bias is not None)
-        named = dict(Adapter(self.backbone.architecture, layout).named_parameters())
-        return layout, {
-            name: tensors[name] if name in tensors else cast(Tensor, bias).clone() for name in named
-        }
+        return replace(self.layout, frozen_generalists=False), tensors
 
     @property
     def _held(self) -> int:
         """The number of bound members."""
         return int((self.numbers != ABSENT).sum())
 
-    def _bias(self) -> Tensor | None:
-        """Return the gate's part of routers' logits, (n,): log(K p_j), 0 for specialists."""
-        count = self.layout.generalists
-        if not self.layout.members or self._held == count == 1:
-            return None
-        if self.embedded is None or ABSENT in self.numbers:
-            raise ModelError(
-                "the model lacks the generalists that the gate chose",
-                "The server must send them before it trains or predicts.",
-            )
-        scores = self.affinity(self.embedded())[self.numbers.to(self.device)]
-        zeros = scores.new_zeros(self.layout.specialists)
-        return torch.cat([(count * scores / scores.sum()).log(), zeros])
-
-    @contextmanager
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None
-    ) -> Iterator[None]:
-        """Attach the adapter, or one in its place, and give the routers the gate's bias."""
-        bias = self._bias()
-        advised = [] if bias is None else self.adapter.routers()
+    ) -> AbstractContextManager[None]:
+        """Attach the adapter, or one in its place, within the block."""
         for router in self.adapter.routers():
             if isinstance(router, RepeatedRouter):
                 router.others = self._held
-        with self.backbone.using(adapter or self.adapter, record):
-            try:
-                for router in advised:
-                    router.bias = bias
-                yield
-            finally:
-                for router in advised:
-                    router.bias = None
+        return self.backbone.using(adapter or self.adapter, record)
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         return self.adapter.parameters_by_role()

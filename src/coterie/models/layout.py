@@ -27,10 +27,7 @@ class Layout:
     Args:
         generalists: g, shared experts per MLP.
         specialists: s_i, local experts per MLP; g + s_i >= 1.
-        members: M, members of a server's pool, of which a gate chooses g generalists; 0: all
-            clients have the same ones.
-        biased: Whether routers add a constant to their logits: the remnant of a gate in a personal
-            model.
+        biased: Whether routers add constants to logits: of parts whose predictions were mixed.
         rank: r of the attention LoRAs.
         alpha: LoRA scale; an update is gamma B A, see `gamma`.
         use_rslora: Whether gamma is alpha / sqrt(r), or else alpha / r.
@@ -64,7 +61,6 @@ class Layout:
 
     generalists: int = 1
     specialists: int = 1
-    members: int = 0
     biased: bool = False
     rank: int = 8
     alpha: float = 16.0
@@ -90,10 +86,6 @@ class Layout:
             "generalists": (self.generalists >= 0, "at least 0"),
             "specialists": (self.specialists >= 0, "at least 0"),
             "generalists + specialists": (self.generalists + self.specialists >= 1, "at least 1"),
-            "members": (
-                self.members == 0 or 1 <= self.generalists <= self.members,
-                "0, or as many as generalists, of which there is one",
-            ),
             "repeated": (not self.repeated or self.specialists == 1, "false without a specialist"),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
@@ -158,7 +150,7 @@ class Layout:
     @property
     def plain(self) -> bool:
         """Whether no setting of LoRA experts is used, so that any kind of model fits."""
-        special = (self.specialists, self.members, self.frozen_a, self.local_b, self.mlp_rank)
+        special = (self.specialists, self.frozen_a, self.local_b, self.mlp_rank)
         return not self.routed and not any(special)
 
     @property

@@ -127,7 +127,7 @@ class Mixture(nn.Module):
         self.layout, self.gamma = layout, layout.gamma(layout.expert_rank)
         self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
         self.hidden = shape.linears[0].outputs  # f
-        shared = Role.EXPERT if layout.members or layout.repeated else Role.GENERALIST
+        shared = Role.EXPERT if layout.repeated else Role.GENERALIST
         shared = Role.BACKBONE if layout.frozen_generalists else shared
         for name, role, count in (
             ("generalist", shared, layout.generalists),

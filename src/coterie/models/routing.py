@@ -65,13 +65,13 @@ def top_k_weights(
 
 class Router(nn.Module):
     """One linear layer d_model -> n on the MLP's own input; logits and softmax at least in fp32.
-    Unless it is `biased`, its user may set `bias`, (n,).
+    If it is `biased`, logits have a constant `bias`, (n,).
     """
 
     def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(experts, width))
-        self.bias: Tensor | None = nn.Parameter(torch.zeros(experts)) if biased else None
+        self.bias = nn.Parameter(torch.zeros(experts)) if biased else None
         self.roles = {"weight": Role.ROUTER, "bias": Role.ROUTER}
         self.active = active
 
@@ -117,22 +117,6 @@ def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int
     ends = torch.unique_consecutive(key, return_counts=True)[1].cumsum(0)
     sets = selected[order[ends - 1]].sort(dim=-1).values.tolist()
     return order, list(zip(sets, [0, *ends[:-1].tolist()], ends.tolist(), strict=True))
-
-
-class Gate(nn.Module):
-    """The gate: a two-layer perceptron that scores each member of a pool for embedded text."""
-
-    def __init__(self, width: int, members: int) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.zeros(64, width))
-        self.bias = nn.Parameter(torch.zeros(64))
-        self.last = nn.Parameter(torch.zeros(members, 64))
-        self.roles = dict.fromkeys(("first", "bias", "last"), Role.GATE)
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """Return (N, M) logits of (N, e) embeddings."""
-        hidden = nn.functional.linear(embeddings, self.first, self.bias).relu()
-        return nn.functional.linear(hidden, self.last)
 
 
 def balance_loss(coefficients: Sequence[float], load: Tensor, probabilities: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def mixed_parameters(mixture: PersonalMixture, experts: Sequence[Tensor]) -> Per
     layouts = [model.layout for model in mixture.parts.values()]
     count, rank = sum(each.experts for each in layouts), sum(each.rank for each in layouts)
     wide, alpha = max(each.expert_rank for each in layouts), math.sqrt(rank)  # attention's gamma: 1
-    layout = Layout(count, 0, 0, True, rank, alpha, mlp_rank=wide, top_k=count, balance="none")
+    layout = Layout(count, 0, True, rank, alpha, mlp_rank=wide, top_k=count, balance="none")
     model = LanguageModel(mixture.backbone, layout)
     parts = [adapter.updates() for adapter in mixture.adapters]
     for path, lora in model.adapter.loras().items():

@@ -64,7 +64,7 @@ def learning_rates(recipe: Recipe) -> dict[str, tuple[float, ...]]:
     method = recipe.build_method()
     layout = method.layout(0, Layout())
     rates = {EXPERTS: recipe.training.experts.lr}
-    if layout.routed or layout.members or GATE in method.shared:
+    if layout.routed or GATE in method.shared:
         rates[ROUTERS] = recipe.training.routers.lr
     return {key: around(lr) for key, lr in rates.items()}
 
