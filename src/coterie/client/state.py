@@ -63,9 +63,7 @@ class BoundClient:
             _point(buffers, self.state["buffers"])
         if slots := self.model.expert_slots():
             self.state.setdefault(EXPERT_IDS, torch.full((len(slots),), ABSENT))
-            self.model.bind_experts(
-                self.state[EXPERT_IDS], lambda: self.embeddings(self.data.train)
-            )
+            self.model.bind_experts(self.state[EXPERT_IDS])
 
     def _bind(self, role: Role, named: Mapping[str, nn.Parameter]) -> None:
         """Make the model's parameters of one role views of this client's flat tensor."""

@@ -1,6 +1,6 @@
 """A client's classifier: a network that is trained and shared as a whole."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
@@ -90,7 +90,7 @@ class Classifier:
         """Return []: a single network has no experts of a pool."""
         return []
 
-    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor) -> None:
         """Do nothing: there are no places for experts."""
 
     def loras(self) -> dict[str, LoRA]:

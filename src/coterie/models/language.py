@@ -1,6 +1,6 @@
 """A client's language model: the shared backbone with the client's adapter."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -59,7 +59,7 @@ class LanguageModel:
         """See `Adapter.expert_slots`."""
         return self.adapter.expert_slots()
 
-    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor) -> None:
         """Take over a client's generalists by number, (K,) int64."""
         self.numbers = numbers
 

@@ -95,7 +95,7 @@ class PoolClassifier:
         """Return the parameters and statistics in each place, which are sent with its expert."""
         return self._expert_slots
 
-    def bind_experts(self, numbers: Tensor, embeddings: Callable[[], Tensor]) -> None:
+    def bind_experts(self, numbers: Tensor) -> None:
         """Take over the numbers of a client's experts, (K,) int64."""
         self.numbers = numbers
 
