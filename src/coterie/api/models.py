@@ -1,7 +1,7 @@
 """The commands that use a run's personal models, as functions with the command line's words."""
 
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,7 +121,9 @@ def adapt(
     path = Path(data).resolve()
     id = client or (path.name if path.is_dir() else path.stem)
     folder = folder or Path(run) / "clients" / encoded(id)
-    with _replacing(folder, ABOUT if id not in _trained(Path(run)) else ""):
+    # nothing replaces the models of clients that have trained
+    trained = Result.read(Path(run)).clients if (Path(run) / RESULT).is_file() else ()
+    with _replacing(folder, ABOUT if id not in trained else ""):
         return new_client.adapt(Path(run), Path(data), client, folder, training=training)
 
 
@@ -219,11 +221,6 @@ def pull(
     """
     with _replacing(Path(out), pushes.CARD):
         return pulls.pull(repo, Path(out), revision=revision, most_bytes=int(most_gb * 2**30))
-
-
-def _trained(run: Path) -> Collection[ClientId]:
-    """Return the clients that have trained in a run, whose models nothing replaces."""
-    return Result.read(run).clients if (run / RESULT).is_file() else ()
 
 
 @contextmanager

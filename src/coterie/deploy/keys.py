@@ -63,7 +63,9 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
         raise Refused(
             f"cannot write keys to {folder}: {error.strerror}", "Choose another folder."
         ) from None
-    if missing := sorted(set(hosts) - set(_hosts(folder / CERTIFICATE))):
+    extensions = x509.load_pem_x509_certificate(read_bytes(folder / CERTIFICATE)).extensions
+    known = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    if missing := sorted(set(hosts) - {str(name.value) for name in known}):
         raise Refused(
             f"{folder / CERTIFICATE} already exists, and is not for {', '.join(missing)}",
             "Choose another folder, or delete its certificates: devices then need the new ca.crt.",
@@ -204,12 +206,6 @@ def _name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         return x509.DNSName(host)
-
-
-def _hosts(path: Path) -> list[str]:
-    extensions = x509.load_pem_x509_certificate(read_bytes(path)).extensions
-    hosts = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    return [str(name.value) for name in hosts]
 
 
 def _make_pair(path: Path, public: Path) -> None:

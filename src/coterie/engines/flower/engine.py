@@ -192,7 +192,9 @@ class Flower(Engine):
             bodies,
             size,
         )
-        self._search([i for i in clients if nodes[i] in total.spoilt])
+        if spoilt := [i for i in clients if nodes[i] in total.spoilt]:
+            self._suspects.learn(spoilt)
+        self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
         held = [i for i in clients if nodes[i] in total.replies]
         for i in clients:
             if i in held:
@@ -213,12 +215,6 @@ class Flower(Engine):
             self.listener.lost(i, ask.name, str(self._suspects))
         self._suspects.turn += 1
         return [i for i in here if i not in left_out]
-
-    def _search(self, spoilt: Collection[ClientId]) -> None:
-        """Record the clients in a spoilt sum, and whether half of them can be left out."""
-        if spoilt:
-            self._suspects.learn(spoilt)
-        self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
 
     def _begin(self, round: int) -> None:
         """Record a masked exchange in the journal before any is asked. Raises SaveError."""
