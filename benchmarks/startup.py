@@ -24,7 +24,7 @@ import os, sys
 from coterie.cli import train
 from coterie.cli.base import main
 
-load = train._load
+load = train.common._load
 
 def loaded(*given):
     recipe = load(*given)
@@ -32,7 +32,7 @@ def loaded(*given):
     Client.step_on = lambda *given, **more: os._exit(3)
     return recipe
 
-train._load = loaded
+train.common._load = loaded
 sys.argv = ["coterie", *sys.argv[1:]]
 main()
 """

@@ -15,10 +15,9 @@ from coterie.core.files import load as load_tensors
 from coterie.core.files import save
 from coterie.export import onnx
 from coterie.export.gguf_files import Tokens
-from coterie.models.artifact import ABOUT, WEIGHTS
+from coterie.models.artifact import ABOUT, WEIGHTS, AboutClassifier
 from coterie.models.layout import MOST_ALPHA, Layout
 from coterie.models.quantised import QuantisedLinear
-from coterie.personal.classifier import AboutClassifier
 from coterie.personal.running_batch import Continuation, RunningBatch
 from coterie.personal.sampling import Sampling
 from coterie.runs.recipes import recipe as recipes

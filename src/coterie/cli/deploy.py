@@ -8,21 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import (
-    Base,
-    Changed,
-    Clients,
-    Out,
-    Seed,
-    Set,
-    Trust,
-    _event,
-    _folder,
-    _load,
-    _normal,
-    _stopping,
-    app,
-)
+from coterie.cli import base as common
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
@@ -41,7 +27,7 @@ Insecure = Annotated[
 Home = Annotated[Path | None, typer.Option("--home", help="Folder for state, logs and results.")]
 
 
-@app.command()
+@common.app.command()
 def keys(
     folder: Annotated[
         Path,
@@ -53,10 +39,10 @@ def keys(
             help="Host name or IP address under which devices reach the server. Repeatable."
         ),
     ] = None,
-    client: Clients = None,
+    client: common.Clients = None,
 ) -> None:
     """Make a certificate for a server and a key for each client's device (extra `flower`)."""
-    with _stopping("stopped."):
+    with common._stopping("stopped."):
         from coterie.deploy import keys as key_files
         from coterie.deploy.keys import unknown
 
@@ -72,7 +58,7 @@ def keys(
                 print(f"  {printable(id)}: {path}")
 
 
-@app.command()
+@common.app.command()
 def server(
     keys: Annotated[Path | None, typer.Option(help="Folder that `coterie keys` created.")] = None,
     host: Annotated[
@@ -101,13 +87,13 @@ def server(
         ),
     ] = None,
     home: Home = None,
-    trust_remote_code: Trust = False,
+    trust_remote_code: common.Trust = False,
     insecure: Insecure = False,
 ) -> None:
     """Start a server that devices connect to (Flower's SuperLink; extra `flower`). `coterie submit`
     gives it runs.
     """
-    with _stopping("stopped."):
+    with common._stopping("stopped."):
         from coterie.deploy import server as superlink
 
         if (keys is None) != insecure:
@@ -132,10 +118,10 @@ def server(
             print("Ctrl-C stops it.", flush=True)
             with nullcontext() if health_port is None else superlink.health(serving, health_port):
                 for line in serving.watch():
-                    _event(line)
+                    common._event(line)
 
 
-@app.command()
+@common.app.command()
 def client(
     server: Server,
     id: Annotated[
@@ -143,7 +129,7 @@ def client(
         typer.Option(
             "--client",
             metavar="ID",
-            callback=_normal,
+            callback=common._normal,
             help="Client that this device is. Default: the only client in --data.",
         ),
     ] = None,
@@ -151,7 +137,7 @@ def client(
         Path | None,
         typer.Option(help="This client's data. Replaces data.path or data.root of the recipe."),
     ] = None,
-    base: Base = None,
+    base: common.Base = None,
     ca: Authority = None,
     key: Annotated[
         Path | None, typer.Option(help="This device's private key (clients/ID of `coterie keys`).")
@@ -175,13 +161,13 @@ def client(
             "older copy. Epsilon over all runs is then no longer a bound.",
         ),
     ] = False,
-    trust_remote_code: Trust = False,
+    trust_remote_code: common.Trust = False,
     insecure: Insecure = False,
 ) -> None:
     """Make this machine a client's device (Flower's SuperNode; extra `flower`). A second process
     keeps the base model loaded.
     """
-    with _stopping("stopped. The client's state is kept."):
+    with common._stopping("stopped. The client's state is kept."):
         from coterie.deploy import apps, supernode
         from coterie.deploy.keys import Link
         from coterie.runs.folder.lock import check_apart
@@ -219,13 +205,13 @@ def client(
                 flush=True,
             )
             for line in supervisor.watch():
-                _event(line)
+                common._event(line)
 
 
-@app.command(hidden=True)
+@common.app.command(hidden=True)
 def resident(configuration: str) -> None:
     """Keep the base model loaded for a device. `coterie client` starts this process."""
-    with _stopping("stopped."):
+    with common._stopping("stopped."):
         import json
 
         from coterie.deploy import apps
@@ -236,19 +222,19 @@ def resident(configuration: str) -> None:
         resident_process.serve(device.home, device.answer, lambda: print("ready", flush=True))
 
 
-@app.command()
+@common.app.command()
 def submit(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe or a YAML file.")],
     server: Server,
-    set_: Set = None,
-    seed: Seed = None,
+    set_: common.Set = None,
+    seed: common.Seed = None,
     out: Annotated[
         str, typer.Option(help="Folder for the run on the server's machine. Default: a new one.")
     ] = "",
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in --out from its last checkpoint.")
     ] = False,
-    resume_changed: Changed = False,
+    resume_changed: common.Changed = False,
     clients: Annotated[
         int, typer.Option(min=1, help="Number of connected clients to wait for before starting.")
     ] = 2,
@@ -265,7 +251,7 @@ def submit(
     insecure: Insecure = False,
 ) -> None:
     """Start a run on a server and show its progress (extra `flower`). `flwr run` does the same."""
-    with _stopping("disconnected. The run continues on the server."):
+    with common._stopping("disconnected. The run continues on the server."):
         from coterie.deploy.keys import Link
         from coterie.deploy.process import submit as submit_run
         from coterie.reports import trackers
@@ -279,8 +265,8 @@ def submit(
                 "--resume needs the run's folder",
                 "Give --out, the run's folder on the server's machine.",
             )
-        loaded = _load(recipe, set_, seed)
-        folder = out or str(_folder(loaded.name, False))
+        loaded = common._load(recipe, set_, seed)
+        folder = out or str(common._folder(loaded.name, False))
         config = {
             "recipe": loaded.model_dump_json(),
             "out": folder,
@@ -293,11 +279,11 @@ def submit(
             Link(server, ca),
             home or Path("coterie-server"),
             config,
-            _event,
+            common._event,
         )
 
 
-@app.command("deploy")
+@common.app.command("deploy")
 def deploy_(
     demo: Annotated[
         bool,
@@ -312,15 +298,15 @@ def deploy_(
             min=1, help="Number of devices. Default: one for each client of the recipe's data."
         ),
     ] = None,
-    set_: Set = None,
-    seed: Seed = None,
-    out: Out = None,
-    trust_remote_code: Trust = False,
+    set_: common.Set = None,
+    seed: common.Seed = None,
+    out: common.Out = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Try a deployment on this machine: a real server, real devices and a run. Everything is
     stopped at the end (extra `flower`).
     """
-    with _stopping("stopped. Nothing is left running."):
+    with common._stopping("stopped. Nothing is left running."):
         if not demo:
             raise Refused(
                 "deploy needs --demo",
@@ -329,19 +315,19 @@ def deploy_(
         from coterie.deploy.server import demo as demonstration
         from coterie.runs.problems import loading
 
-        loaded = _load(recipe, set_, seed)
-        folder = out or _folder(f"deploy-{loaded.name}", False)
+        loaded = common._load(recipe, set_, seed)
+        folder = out or common._folder(f"deploy-{loaded.name}", False)
         if (folder / "recipe.yaml").exists():
             raise Refused(f"{folder} already holds a run", "Choose another --out.")
         ids = list(loading.load(loaded).federation.everyone)[:clients]
-        demonstration(loaded, ids, folder, _event)
+        demonstration(loaded, ids, folder, common._event)
         print(
             f"The server's results are in {folder}: open {folder}/report.html. Each device's "
             f"files are in {folder}/devices/ID."
         )
 
 
-@app.command()
+@common.app.command()
 def new(
     kind: Annotated[str, typer.Argument(help="app: a Flower app.")],
     folder: Annotated[Path, typer.Argument(help="A new folder; its name is the app's.")],
@@ -349,7 +335,7 @@ def new(
     """Write the beginning of a Flower app with coterie's two programs: `flwr run FOLDER` runs it,
     `flwr build` packs it (extra `flower`).
     """
-    with _stopping("stopped."):
+    with common._stopping("stopped."):
         from coterie.core.files import make_folder
         from coterie.deploy.process import app_files
 

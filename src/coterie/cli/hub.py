@@ -9,20 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from coterie.cli.base import (
-    Base,
-    Chat,
-    Client,
-    Clients,
-    Follow,
-    Reset,
-    Run,
-    Trust,
-    _personal,
-    _say,
-    _stopping,
-    app,
-)
+from coterie.cli import base as common
 from coterie.core.errors import Refused
 from coterie.core.extras import require
 from coterie.core.printing import printable
@@ -31,11 +18,11 @@ from coterie.core.printing import printable
 TOKEN = "COTERIE_TOKEN"
 
 
-@app.command()
+@common.app.command()
 def serve(
     context_of_command: typer.Context,
-    run: Run,
-    client: Clients = None,
+    run: common.Run,
+    client: common.Clients = None,
     port: Annotated[
         int,
         typer.Option(
@@ -95,16 +82,16 @@ def serve(
             help="With --api: log each request's method, path, status and seconds, never a text.",
         ),
     ] = False,
-    chat: Chat = False,
-    follow: Follow = False,
-    reset_weights: Reset = False,
-    base: Base = None,
-    trust_remote_code: Trust = False,
+    chat: common.Chat = False,
+    follow: common.Follow = False,
+    reset_weights: common.Reset = False,
+    base: common.Base = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Serve a local web page: each client's next-word suggestions, with --chat a chat with them, or
     the answers of classifiers; or with --api an interface for programs (extra `serve`).
     """
-    with _stopping("stopped."):
+    with common._stopping("stopped."):
         given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
         given |= {"access_log": True} if access_log else {}
         if api and chat:
@@ -126,7 +113,7 @@ def serve(
         require("the page", "serve")
         from coterie.personal.ui import keyboard, page
 
-        models, classifiers = _personal(run, client, base, follow, reset_weights)
+        models, classifiers = common._personal(run, client, base, follow, reset_weights)
         if chat and not models:
             raise Refused(f"{run} holds classifiers, which do not chat", "Leave --chat out.")
         examples = keyboard.own_examples(run, list(models), chat) if models else ()
@@ -141,7 +128,7 @@ def _serve_api(which: Any, port: int, given: dict[str, Any]) -> None:
     from coterie.personal.api import server
 
     settings = server.Settings(port, **given)
-    models, classifiers = _personal(*which)
+    models, classifiers = common._personal(*which)
     if classifiers:
         raise Refused(
             f"{which[0]} holds classifiers, which continue no text",
@@ -168,13 +155,13 @@ def _formats(incomplete: str) -> list[str]:
     return [name for name in FORMATS if name.startswith(incomplete)]
 
 
-@app.command()
+@common.app.command()
 def export(
-    run: Run,
+    run: common.Run,
     out: Annotated[
         Path | None, typer.Option(help="A new folder. Default: one in exports/.")
     ] = None,
-    client: Client = None,
+    client: common.Client = None,
     everyone: Annotated[
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
@@ -226,11 +213,11 @@ def export(
             help="The client's own text, a folder or a file, if the run's folder does not name it."
         ),
     ] = None,
-    base: Base = None,
-    trust_remote_code: Trust = False,
+    base: common.Base = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Write a client's model for other programs, run what was written, and print how it does."""
-    with _stopping("stopped. Nothing is kept."):
+    with common._stopping("stopped. Nothing is kept."):
         from coterie.core.names import encoded
         from coterie.export import Source
         from coterie.export import export as written
@@ -246,7 +233,7 @@ def export(
             expert=expert,
             base_precision=base_precision,
             chat=chat,
-            say=_say,
+            say=common._say,
         )
         for model in exported:
             print(f"{printable(model.client)}: {model.size}, in {model.folder}")
@@ -257,13 +244,13 @@ def export(
         print(f"{out}/export.json says what is in the files, and how they were checked.")
 
 
-@app.command()
+@common.app.command()
 def push(
-    run: Run,
+    run: common.Run,
     repo: Annotated[
         str, typer.Option(metavar="NAME", help="Repository of the Hub: name or owner/name.")
     ],
-    client: Client = None,
+    client: common.Client = None,
     shared: Annotated[
         bool, typer.Option("--shared", help="The part that all clients of the run share.")
     ] = False,
@@ -284,7 +271,7 @@ def push(
     ] = None,
 ) -> None:
     """Publish the shared part of a run, or one client's personal model, on the Hugging Face Hub."""
-    with _stopping("stopped. Perhaps the repository was made; see it on the Hub."):
+    with common._stopping("stopped. Perhaps the repository was made; see it on the Hub."):
         from coterie.export import push as hub_push
 
         pushed = hub_push.push(
@@ -295,13 +282,13 @@ def push(
             publish_personal=publish_personal,
             public=public,
             license=license,
-            say=_say,
+            say=common._say,
         )
         seen = "private" if pushed.private else "public"
         print(f"{len(pushed.files)} files are in {printable(pushed.url)} ({seen}).")
 
 
-@app.command()
+@common.app.command()
 def pull(
     repo: Annotated[
         str, typer.Argument(help="Repository of the Hub: owner/name.", show_default=False)
@@ -315,7 +302,7 @@ def pull(
     ] = 2.0,
 ) -> None:
     """Fetch a model that `coterie push` published, and verify it. It is data and runs no code."""
-    with _stopping("stopped. Nothing is kept."):
+    with common._stopping("stopped. Nothing is kept."):
         from coterie.export import pull as hub_pull
 
         pulled = hub_pull.pull(repo, out, revision=revision, most_bytes=int(most_gb * 2**30))

@@ -5,21 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from coterie.cli.base import (
-    RESUMABLE,
-    Changed,
-    Out,
-    Resume,
-    Seed,
-    Set,
-    Track,
-    Trust,
-    _folder,
-    _line,
-    _load,
-    _stopping,
-    app,
-)
+from coterie.cli import base as common
 from coterie.cli.completion import _methods, _recipes
 from coterie.core.errors import Refused
 from coterie.core.extras import available
@@ -67,7 +53,7 @@ Trials = Annotated[
 ]
 
 
-@app.command()
+@common.app.command()
 def run(
     recipe: Annotated[
         str,
@@ -77,12 +63,12 @@ def run(
             "client, or a table that names clients.",
         ),
     ],
-    set_: Set = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = False,
-    resume_changed: Changed = False,
-    track: Track = None,
+    set_: common.Set = None,
+    seed: common.Seed = None,
+    out: common.Out = None,
+    resume: common.Resume = False,
+    resume_changed: common.Changed = False,
+    track: common.Track = None,
     time: Annotated[
         str | None,
         typer.Option(
@@ -99,13 +85,13 @@ def run(
             help="Train nothing; estimate clients, tokens, parameters, bytes, time and memory.",
         ),
     ] = False,
-    trust_remote_code: Trust = False,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Run a recipe: train and evaluate a personal model for every client."""
-    with _stopping("stopped." if dry_run else RESUMABLE):
+    with common._stopping("stopped." if dry_run else common.RESUMABLE):
         # before the heavy imports, so that mistakes show at once
         given = [*(set_ or ()), *((f"time={time}",) if time else ())]
-        loaded = _load(recipe, given, seed)
+        loaded = common._load(recipe, given, seed)
         if dry_run:
             _dry_run(loaded)
             return
@@ -116,7 +102,7 @@ def run(
         with uncollected():
             from coterie import api
 
-        folder = out or _folder(loaded.name, resume or resume_changed)
+        folder = out or common._folder(loaded.name, resume or resume_changed)
         console = Console()
         done = api.run(
             loaded,
@@ -158,7 +144,7 @@ def _dry_run(recipe: "Recipe") -> None:
     print("Estimates from a few steps on this machine.\nNothing was written.")
 
 
-@app.command()
+@common.app.command()
 def compare(
     methods: Methods = None,
     recipe: Of = None,
@@ -183,20 +169,20 @@ def compare(
     ] = False,
     field: Fields = None,
     trials: Trials = None,
-    set_: Set = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = False,
-    resume_changed: Changed = False,
-    track: Track = None,
-    trust_remote_code: Trust = False,
+    set_: common.Set = None,
+    seed: common.Seed = None,
+    out: common.Out = None,
+    resume: common.Resume = False,
+    resume_changed: common.Changed = False,
+    track: common.Track = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Compare methods on the same data, base and budget: mean and standard deviation over seeds."""
-    with _stopping():
+    with common._stopping():
         if rivals and methods and recipe is None:
             *methods, recipe = methods  # more rows, then the recipe
         names, recipe = _methods_and_recipe(methods or [], recipe, "compare", rivals)
-        loaded = _load(recipe, set_, seed)
+        loaded = common._load(recipe, set_, seed)
         from rich.console import Console
 
         from coterie import api
@@ -222,7 +208,7 @@ def compare(
         print(f"Everything is in {folder}; open {folder}/report.html.")
 
 
-@app.command()
+@common.app.command()
 def tune(
     methods: Methods = None,
     recipe: Of = None,
@@ -231,20 +217,20 @@ def tune(
     seeds: Annotated[
         int, typer.Option(min=1, help="Runs of each setting, with consecutive seeds.")
     ] = 1,
-    set_: Set = None,
-    seed: Seed = None,
-    out: Out = None,
-    resume: Resume = False,
-    resume_changed: Changed = False,
-    track: Track = None,
-    trust_remote_code: Trust = False,
+    set_: common.Set = None,
+    seed: common.Seed = None,
+    out: common.Out = None,
+    resume: common.Resume = False,
+    resume_changed: common.Changed = False,
+    track: common.Track = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Choose settings on validation data: learning rates, rounds and any field, with the same
     effort for every method. For instance: coterie tune cobo local --recipe cobo-digits
     """
-    with _stopping():
+    with common._stopping():
         names, source = _methods_and_recipe(methods or [], recipe, "tune")
-        loaded = _load(source, set_, seed)
+        loaded = common._load(source, set_, seed)
         from rich.console import Console
 
         from coterie import api
@@ -268,7 +254,7 @@ def tune(
         console.print()
         console.print(reports.terminal(tuned))
         for note in (*reports.READING, tuned.effort, *tuned.notes):
-            _line(console, f"- {note}")
+            common._line(console, f"- {note}")
         first = next(row for row in tuned.rows if row.valid is not None)
         kept = chosen_run(tuned, first.method)
         print(
@@ -322,10 +308,10 @@ def _show(
     for table in beside:
         console.print(table)
     for note in comparability(rows, own_method) if notes is None else notes:
-        _line(console, f"- {note}")
-    _line(console, f"\n{printable(title)}", style="bold")
+        common._line(console, f"- {note}")
+    common._line(console, f"\n{printable(title)}", style="bold")
     console.print(scores)
     which = direction(rows[0].metric).capitalize()
     console.print(f"{which}, best in bold. {reading(rows[0])}", highlight=False)
     if sentence := verdict(rows, own_method):
-        _line(console, f"\n{sentence}")
+        common._line(console, f"\n{sentence}")

@@ -7,22 +7,7 @@ from typing import Annotated
 
 import typer
 
-from coterie.cli.base import (
-    Base,
-    Chat,
-    Client,
-    Clients,
-    Follow,
-    Reset,
-    Run,
-    Trust,
-    _line,
-    _normal,
-    _personal,
-    _say,
-    _stopping,
-    app,
-)
+from coterie.cli import base as common
 from coterie.core.errors import Refused
 from coterie.core.printing import printable
 
@@ -52,7 +37,7 @@ def _text(words: str | None, text: str | None) -> str:
         ) from None
 
 
-@app.command()
+@common.app.command()
 def adapt(
     run: Annotated[
         Path, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
@@ -75,7 +60,7 @@ def adapt(
         str | None,
         typer.Option(
             metavar="ID",
-            callback=_normal,
+            callback=common._normal,
             help="Id of the client. Default with --data, of a new one: from there.",
         ),
     ] = None,
@@ -100,12 +85,12 @@ def adapt(
             "client of the run does.",
         ),
     ] = None,
-    trust_remote_code: Trust = False,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Make a personal model for a new client, or refit a client's to new text. Its data need no
     labels and never leave it.
     """
-    with _stopping("stopped. Nothing is kept."):
+    with common._stopping("stopped. Nothing is kept."):
         from coterie.adapt import fresh as refits
         from coterie.adapt import new_client, personalisation
         from coterie.personal import PersonalClassifier
@@ -117,7 +102,7 @@ def adapt(
                     "neither --data nor --no-train",
                     "For a new client give --data alone.",
                 )
-            refitted = refits.refit(run, client, fresh, out, iterations=iterations, say=_say)
+            refitted = refits.refit(run, client, fresh, out, iterations=iterations, say=common._say)
             print(*refits.sentences(printable(client), refitted), sep="\n")
             return
         if data is None:
@@ -127,7 +112,7 @@ def adapt(
         if iterations is not None and not train:
             raise Refused("--no-train does no --iterations", "Leave out one of them.")
         trains = train and new_client.recipe_of(run).model.kind == "language"
-        training = new_client.Training(iterations, _say) if trains else None
+        training = new_client.Training(iterations, common._say) if trains else None
         adapted = new_client.adapt(run, data, client, out, training=training)
         about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)
         if about.round < adapted.rounds:
@@ -167,12 +152,12 @@ def adapt(
         )
 
 
-@app.command()
+@common.app.command()
 def audit(
     run: Annotated[
         Path, typer.Argument(help="Folder of a run, finished or not.", show_default=False)
     ],
-    client: Clients = None,
+    client: common.Clients = None,
     windows: Annotated[
         int, typer.Option(min=2, help="Training windows per client, and as many test windows.")
     ] = 100,
@@ -198,7 +183,7 @@ def audit(
     section `audit`, e.g. `coterie run quickstart --set 'audit={}'`. In other runs, membership and
     rare words are measured. Nothing leaves this machine.
     """
-    with _stopping("stopped. Nothing is written."):
+    with common._stopping("stopped. Nothing is written."):
         # before the heavy imports, so that mistakes show at once
         from coterie.audit import Settings
         from coterie.audit import audit as auditing
@@ -210,7 +195,7 @@ def audit(
         from coterie.reports import audit as audit_report
 
         console = Console()
-        _line(
+        common._line(
             console, f"\n{audit_report.about(report)}: what the shared part reveals", style="bold"
         )
         for table in audit_report.terminal(report):
@@ -218,34 +203,34 @@ def audit(
             console.print(table)
         console.print()
         for sentence in audit_report.sentences(report):
-            _line(console, f"- {sentence}")
-        _line(
+            common._line(console, f"- {sentence}")
+        common._line(
             console,
             f"Intervals are 95 % confidence intervals. All figures are in {run}/audit.json, a "
             f"chart in {run}/report.html.",
         )
 
 
-@app.command()
+@common.app.command()
 def predict(
-    run: Run,
+    run: common.Run,
     words: Words = None,
     text: Text = None,
     data: Annotated[
         Path | None, typer.Option(help="For classifiers: a file or folder of images or texts.")
     ] = None,
-    client: Clients = None,
+    client: common.Clients = None,
     top: Annotated[int, typer.Option(min=1, max=20, help="Number of words.")] = 3,
-    chat: Chat = False,
-    follow: Follow = False,
-    reset_weights: Reset = False,
-    base: Base = None,
-    trust_remote_code: Trust = False,
+    chat: common.Chat = False,
+    follow: common.Follow = False,
+    reset_weights: common.Reset = False,
+    base: common.Base = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Show the predictions of each client's model side by side: the next words of a text, or the
     classes of images or texts.
     """
-    with _stopping():
+    with common._stopping():
         from rich.console import Console
 
         from coterie.data.chats.messages import user
@@ -258,7 +243,7 @@ def predict(
                 "predict needs either a text or --data",
                 "Use --data for images or files of texts, and leave the text out.",
             )
-        models, classifiers = _personal(run, client, base, follow, reset_weights)
+        models, classifiers = common._personal(run, client, base, follow, reset_weights)
         shape = next((one.shape for one in classifiers.values()), None)
         if data is None and (models or isinstance(shape, TextShape)):
             text = _text(words, text)
@@ -289,13 +274,13 @@ def predict(
         )
 
 
-@app.command()
+@common.app.command()
 def generate(
-    run: Run,
+    run: common.Run,
     words: Words = None,
     text: Text = None,
-    client: Client = None,
-    chat: Chat = False,
+    client: common.Client = None,
+    chat: common.Chat = False,
     tokens: Annotated[
         int, typer.Option("--tokens", "--max-new-tokens", min=1, help="Most tokens to generate.")
     ] = 40,
@@ -303,19 +288,19 @@ def generate(
         float, typer.Option(min=0, help="Sampling temperature. 0: always the most likely token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    follow: Follow = False,
-    reset_weights: Reset = False,
-    base: Base = None,
-    trust_remote_code: Trust = False,
+    follow: common.Follow = False,
+    reset_weights: common.Reset = False,
+    base: common.Base = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Continue a text with one client's model, or answer a message."""
-    with _stopping():
+    with common._stopping():
         import torch
 
         from coterie.personal import folder_of
 
         folder = folder_of(run, client)
-        models, _ = _personal(folder, None, base, follow, reset_weights)
+        models, _ = common._personal(folder, None, base, follow, reset_weights)
         if not models:
             problem = f"{folder} holds a classifier, not a language model"
             raise Refused(problem, "See `coterie predict --data`.")
@@ -331,25 +316,25 @@ def generate(
         print(printable(speak(text, max_new_tokens=tokens, **chosen), lines=True))
 
 
-@app.command()
+@common.app.command()
 def evaluate(
-    run: Run,
+    run: common.Run,
     data: Annotated[
         Path,
         typer.Option(help="A text, conversations, or JSON lines of questions: a file or a folder."),
     ],
-    client: Clients = None,
+    client: common.Clients = None,
     words: Annotated[
         int, typer.Option(min=0, help="Words of a text on which suggestions are scored.")
     ] = 100,
     json_: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
-    base: Base = None,
-    trust_remote_code: Trust = False,
+    base: common.Base = None,
+    trust_remote_code: common.Trust = False,
 ) -> None:
     """Score clients' models on any text (perplexity, words foreseen, keystrokes saved), or on a
     task: choices by likelihood, answers by exact match.
     """
-    with _stopping():
+    with common._stopping():
         from coterie import personal
         from coterie.reports.tables import evaluated
 

@@ -13,16 +13,7 @@ from torch import nn
 from coterie.core.errors import ModelError
 from coterie.core.foreign import json_of, opened, read_bytes, refusing
 from coterie.core.importing import uncollected
-from coterie.models import gguf_base
-from coterie.models.families import (
-    FAMILIES,
-    REMEDY,
-    BlockShape,
-    LinearShape,
-    check_parts,
-    family_of,
-    shape_of,
-)
+from coterie.models import families, gguf_base
 from coterie.models.layout import Layout
 
 EMBEDDED = "embedded"  # the name of the small base model that comes with the package
@@ -43,12 +34,12 @@ class Architecture:
     """The layers that an adapter attaches to, with their sizes."""
 
     family: str  # name of one of `FAMILIES`
-    blocks: tuple[BlockShape, ...]  # from input to output
+    blocks: tuple[families.BlockShape, ...]  # from input to output
     d_model: int  # width of the residual stream
     vocabulary: int  # number of token ids
 
     @property
-    def linears(self) -> list[LinearShape]:
+    def linears(self) -> list[families.LinearShape]:
         """The linear layers of all blocks."""
         return [layer for block in self.blocks for layer in (*block.attention, *block.mlp.linears)]
 
@@ -56,7 +47,7 @@ class Architecture:
         """Return the layers of a block that have updates, those of an MLP by our names. Raises
         ModelError for a target that there is not, or experts without any.
         """
-        family = next(family for family in FAMILIES if family.name == self.family)
+        family = next(family for family in families.FAMILIES if family.name == self.family)
         paths = family.paths
         for name in layout.target_modules or ():
             if not any(replace(layout, target_modules=(name,)).targets(x) for x in paths.values()):
@@ -77,8 +68,8 @@ class Architecture:
     @classmethod
     def of(cls, model: nn.Module) -> "Architecture":
         """Return the architecture of a causal LM. Raises ModelError if it lacks layers."""
-        family = family_of(model)
-        blocks = shape_of(family, model)
+        family = families.family_of(model)
+        blocks = families.shape_of(family, model)
         config: Any = model.config
         return cls(family.name, blocks, blocks[0].mlp.width, int(config.vocab_size))
 
@@ -98,7 +89,7 @@ def outline(base: str | Path) -> nn.Module:
             raise ModelError(
                 f"base {str(base)!r} is a {config.model_type} model, and transformers has no "
                 f"causal language model of that kind",
-                REMEDY,
+                families.REMEDY,
             )
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trusted())
@@ -136,7 +127,7 @@ def _foreign_code(source: str) -> list[str]:
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     settings, _ = PreTrainedConfig.get_config_dict(source)
-    check_parts(settings, source)
+    families.check_parts(settings, source)
     named = settings.get("auto_map")
     if not isinstance(named, dict) or settings.get("model_type") in CONFIG_MAPPING:
         return []

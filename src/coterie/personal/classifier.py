@@ -15,18 +15,7 @@ from coterie.core.names import encoded
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import MOST_OF_ONE, Named, prefixed, under
 from coterie.data.examples import Examples
-from coterie.models.artifact import (
-    CLASSIFIER_WEIGHTS,
-    COMMON,
-    FOREIGN,
-    AboutClassifier,
-    AboutMixture,
-    fill,
-    own_tensors,
-    read_classifier,
-    read_mixture,
-    verify,
-)
+from coterie.models import artifact
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.models.interpolation import interpolate
@@ -64,7 +53,7 @@ class PersonalClassifier:
         about: The origin of the model: client, method, recipe and rounds.
     """
 
-    def __init__(self, model: Classifier | PoolClassifier, about: AboutClassifier) -> None:
+    def __init__(self, model: Classifier | PoolClassifier, about: artifact.AboutClassifier) -> None:
         self.model, self.about = model, about
 
     def __repr__(self) -> str:
@@ -166,17 +155,19 @@ class PersonalClassifier:
             ModelError: The base of a text classifier cannot be loaded.
             Refused: A base is given for an image classifier.
         """
-        verify(folder)
-        about = read_classifier(folder)
+        artifact.verify(folder)
+        about = artifact.read_classifier(folder)
         about = about if base is None else about.at(base)
-        source = folder / CLASSIFIER_WEIGHTS
+        source = folder / artifact.CLASSIFIER_WEIGHTS
         tensors, _ = load_tensors(source, MOST_OF_ONE)
         model = _built(about, tensors, str(source), device)
         common = (
-            prefixed(COMMON, under(COMMON, tensors)) if about.pool and about.pool.common else {}
+            prefixed(artifact.COMMON, under(artifact.COMMON, tensors))
+            if about.pool and about.pool.common
+            else {}
         )
-        fill(
-            own_tensors(model),
+        artifact.fill(
+            artifact.own_tensors(model),
             {name: tensor for name, tensor in tensors.items() if name not in common},
             str(source),
         )
@@ -186,7 +177,9 @@ class PersonalClassifier:
 class ClassifierMixture(PersonalClassifier):
     """A client's classifiers, by method, whose predictions are mixed: p = sum_k w_k p_k."""
 
-    def __init__(self, parts: Mapping[str, PersonalClassifier], about: AboutMixture) -> None:
+    def __init__(
+        self, parts: Mapping[str, PersonalClassifier], about: artifact.AboutMixture
+    ) -> None:
         self.parts, first = dict(parts), next(iter(parts.values()))
         whole = replace(first.about, pool=None, method=about.method, round=about.round)
         super().__init__(first.model, whole)
@@ -202,8 +195,8 @@ class ClassifierMixture(PersonalClassifier):
         cls, folder: Path, base: str | None = None, device: str = "cpu"
     ) -> "ClassifierMixture":
         """Return the mixture in a client's folder, see `PersonalClassifier.load`."""
-        verify(folder)
-        about = read_mixture(folder)
+        artifact.verify(folder)
+        about = artifact.read_mixture(folder)
         parts = {
             name: PersonalClassifier.load(folder / encoded(name), base, device)
             for name in about.weights
@@ -211,13 +204,14 @@ class ClassifierMixture(PersonalClassifier):
         inputs = {(part.about.names, part.about.mean, part.about.std) for part in parts.values()}
         if len(inputs) > 1:
             raise CheckpointError(
-                f"{folder}: its parts differ in the names of classes, or in mean and std", FOREIGN
+                f"{folder}: its parts differ in the names of classes, or in mean and std",
+                artifact.FOREIGN,
             )
         return cls(parts, about)
 
 
 def _built(
-    about: AboutClassifier, tensors: Named, source: str, device: str
+    about: artifact.AboutClassifier, tensors: Named, source: str, device: str
 ) -> Classifier | PoolClassifier:
     """Return a model of the saved layout; only the common expert has values. Raises ModelError."""
     if about.pool is None:
@@ -229,8 +223,8 @@ def _built(
         )
     common = None
     if about.pool.common is not None:
-        check(about.pool.common, under(COMMON, tensors), f"{source}, {COMMON}")
-        pool, values = about.pool, under(COMMON, tensors)
+        check(about.pool.common, under(artifact.COMMON, tensors), f"{source}, {artifact.COMMON}")
+        pool, values = about.pool, under(artifact.COMMON, tensors)
         common = CommonExpert(
             about.pool.common, values, device, pool.data, pool.own, pool.embedding
         )

@@ -17,17 +17,8 @@ from coterie.core.tensors import MOST_OF_ONE
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import of_user, user
 from coterie.data.text_encoding import TextEncoder
+from coterie.models import artifact
 from coterie.models.adapter import Adapter
-from coterie.models.artifact import (
-    WEIGHTS,
-    About,
-    check_size,
-    expert_names,
-    fill,
-    read_about,
-    save,
-    verify,
-)
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.slots import Attachable
@@ -60,7 +51,7 @@ class PersonalModel:
         about: The origin of the model: client, method, recipe and rounds.
     """
 
-    def __init__(self, language: LanguageModel, about: About) -> None:
+    def __init__(self, language: LanguageModel, about: artifact.About) -> None:
         self.language, self.about = language, about
         self.backbone, self.layout = language.backbone, language.layout
         self.adapter = language.adapter.requires_grad_(False)
@@ -136,7 +127,7 @@ class PersonalModel:
         """Write the adapter and `client.json`, which names the base, to a folder that
         `coterie.load` reads. Raises SaveError.
         """
-        save(Path(folder), self.about, dict(self.adapter.named_parameters()))
+        artifact.save(Path(folder), self.about, dict(self.adapter.named_parameters()))
 
     @staticmethod
     def from_pretrained(
@@ -169,7 +160,7 @@ class PersonalModel:
     @property
     def experts(self) -> tuple[str, ...]:
         """The names of the experts in the order of `routing`, see `expert_names`."""
-        return expert_names(self.layout)
+        return artifact.expert_names(self.layout)
 
     @property
     def adapters(self) -> list[Adapter]:
@@ -351,9 +342,9 @@ class PersonalModel:
         device: str = "cpu",
     ) -> "PersonalModel":
         """Return the personal model in a client's folder; see `personal.load`."""
-        verify(folder)
-        about = read_about(folder)
-        tensors, _ = load_tensors(folder / WEIGHTS, MOST_OF_ONE)
+        artifact.verify(folder)
+        about = artifact.read_about(folder)
+        tensors, _ = load_tensors(folder / artifact.WEIGHTS, MOST_OF_ONE)
         backbone = backbone or Backbone.load(
             base or about.base, dtype=dtype, device=device, quantised=about.quantise
         )
@@ -365,7 +356,9 @@ class PersonalModel:
                 "Restore the tokenizer's files in the base's folder, name the folder of the base "
                 "as it was (--base), or train again.",
             )
-        check_size(backbone.architecture, about, tensors, str(folder / WEIGHTS))
+        artifact.check_size(backbone.architecture, about, tensors, str(folder / artifact.WEIGHTS))
         language = LanguageModel(backbone, about.layout)
-        fill(dict(language.adapter.named_parameters()), tensors, str(folder / WEIGHTS))
+        artifact.fill(
+            dict(language.adapter.named_parameters()), tensors, str(folder / artifact.WEIGHTS)
+        )
         return cls(language, about)

@@ -12,19 +12,8 @@ from pydantic import TypeAdapter
 
 from coterie.aggregation.privacy import Privacy
 from coterie.client.outbound import Outbound
+from coterie.core import protocol
 from coterie.core.errors import Refused
-from coterie.core.protocol import (
-    PARTS,
-    Ask,
-    ClientId,
-    Replies,
-    Sends,
-    Task,
-    declared,
-    drive,
-    find_task,
-    trains,
-)
 from coterie.core.tensors import Named, Tensors, under
 from coterie.engines import ENGINES
 from coterie.methods import METHODS, Method
@@ -33,10 +22,10 @@ from coterie.testing import run, training
 from coterie.testing.run import Check, NotApplicable, Run, World, clause, require
 
 # With what was sent, as it was before a client may have used its memory.
-Exchanges = list[tuple[Ask, Replies, dict[ClientId, Tensors]]]
+Exchanges = list[tuple[protocol.Ask, protocol.Replies, dict[protocol.ClientId, Tensors]]]
 T = TypeVar("T")
 # Task, client, what was sent, what a device that protects nothing sends back.
-Spoken = tuple[str, ClientId, Tensors, Tensors]
+Spoken = tuple[str, protocol.ClientId, Tensors, Tensors]
 NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
 SECURE = Outbound(0, secret=True, secure=True)
 FEW = 64  # numbers: too few to contain a model
@@ -46,18 +35,18 @@ def exchanges(method: Method, world: World, rounds: int | None = None) -> Exchan
     """Return all tasks and replies of a run, and of an adaptation and before scores after it."""
     run, recorded = Run(method, world), Exchanges()
 
-    def answer(ask: Ask, phase: int) -> Replies:
+    def answer(ask: protocol.Ask, phase: int) -> protocol.Replies:
         before = _copied(ask)
         recorded.append((ask, run.answer(ask, phase), before))
         return recorded[-1][1]
 
     run.rounds(method.rounds if rounds is None else rounds, answer)
-    drive(method.adapt(run.server, run.clients), answer)
-    drive(method.before_scores(run.models()), answer)
+    protocol.drive(method.adapt(run.server, run.clients), answer)
+    protocol.drive(method.before_scores(run.models()), answer)
     return recorded
 
 
-def _copied(ask: Ask) -> dict[ClientId, Tensors]:
+def _copied(ask: protocol.Ask) -> dict[protocol.ClientId, Tensors]:
     return {i: {name: t.clone() for name, t in sent.items()} for i, sent in ask.to.items()}
 
 
@@ -78,9 +67,9 @@ def spoken(method: Method, world: World) -> list[Spoken]:
     for function in tasks:
         synced = function.__name__ == "score_test" and not method.stateless
         models = method.download(run.server, run.clients) if synced else run.models()
-        ask = Ask(function, {i: models[i] for i in run.clients})
+        ask = protocol.Ask(function, {i: models[i] for i in run.clients})
         sent = _copied(ask)
-        replies = run.engine.answer(Ask(function, sent), method.rounds, -1)
+        replies = run.engine.answer(protocol.Ask(function, sent), method.rounds, -1)
         spoken += [(function.__name__, i, sent[i], dict(replies[i])) for i in replies]
     return spoken
 
@@ -102,12 +91,14 @@ def training_tasks_say_so(method: Method, world: World) -> None:
     compare these.
     """
     for ask, replies, before in _once(exchanges, method, world):
-        if PARTS not in ask.name:
+        if protocol.PARTS not in ask.name:
             for i, reply in replies.items():
                 _require_declared(ask.task, ask.smaller, before[i], reply, world)
             continue
-        parts = zip(method.methods.items(), ask.name.split(PARTS), strict=True)
-        for name, function in [(name, find_task(of, its)) for (name, of), its in parts if its]:
+        parts = zip(method.methods.items(), ask.name.split(protocol.PARTS), strict=True)
+        for name, function in [
+            (name, protocol.find_task(of, its)) for (name, of), its in parts if its
+        ]:
             for i, reply in replies.items():
                 if sent := under(name, before[i]):  # or the part asks nothing of this client
                     its = under(name, reply)
@@ -115,15 +106,15 @@ def training_tasks_say_so(method: Method, world: World) -> None:
 
 
 def _require_declared(
-    function: Task, smaller: bool, sent: Named, reply: Named, world: World
+    function: protocol.Task, smaller: bool, sent: Named, reply: Named, world: World
 ) -> None:
     """Require that a task says whether it sends back what a client was sent, changed."""
     numbers = {name for name, t in reply.items() if t.is_floating_point()}
     same = (numbers & sent.keys()) - world.federation.clients.keys()
-    says = f"task {function.__name__} is declared to send {declared(function).value}"
+    says = f"task {function.__name__} is declared to send {protocol.declared(function).value}"
     comes = "a model that came goes back" if same else "no model that came goes back"
-    require(trains(function) == bool(same), f"{says}, but {comes}")
-    if trains(function):
+    require(protocol.trains(function) == bool(same), f"{says}, but {comes}")
+    if protocol.trains(function):
         foreign = sorted(n for n in numbers - same if not n.startswith("change/"))
         require(not foreign, f"{says}, but {foreign[:5]} did not come to the client")
         moved = any(not torch.equal(reply[name], sent[name]) for name in same)
@@ -141,7 +132,7 @@ def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
     out: list[Tensors | None] = []
     for phase in (0, -1, -2):
         try:
-            out.append(door(find_task(method, name), client, sent, dict(reply), 0, phase))
+            out.append(door(protocol.find_task(method, name), client, sent, dict(reply), 0, phase))
         except Refused:
             out.append(None)
     alike = all((one is None) == (out[0] is None) for one in out)
@@ -165,7 +156,7 @@ def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
         require(
             few(untouched), f"in the reply to {name} a model could hide in {sorted(untouched)[:5]}"
         )
-        if declared(find_task(method, name)) is Sends.UPDATE:
+        if protocol.declared(protocol.find_task(method, name)) is protocol.Sends.UPDATE:
             trained = {key for key in numbers if key in out and out[key].numel()}
             bare = sorted(key for key in trained if torch.equal(out[key], reply[key]))
             require(not bare, f"{bare[:5]} of the update of {name} leave without noise")
