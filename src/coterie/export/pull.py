@@ -14,7 +14,7 @@ from coterie.core.checksums import SUMS, check_sums, read_sums, replaced
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
 from coterie.core.files import load, make_folder
 from coterie.core.tensors import all_finite
-from coterie.export.push import CARD, base_of, hub_error
+from coterie.export.push import CARD, base_of, hub_errors
 from coterie.methods import METHODS
 from coterie.models.artifact import (
     ABOUT,
@@ -65,41 +65,36 @@ def pull(
     or none; a file of tensors has at most `most_bytes`.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     if out.exists():
         raise Refused(f"{out} exists already", "Give --out a new folder.")
     api = HfApi(library_name="coterie")
     make_folder(out.parent)
-    try:
+    with hub_errors(repo, "the Hub does not give"):
         info = api.model_info(repo, revision=revision, files_metadata=True)
         if not info.sha:
             raise Refused(f"{repo} has no commit", "Push a model to it first.")
         siblings: Any = info.siblings or []
         sizes = _checked_listing(repo, siblings, most_bytes)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
-            new = Path(beside) / "model"
-            new.mkdir()
-            for name, size in sizes.items():
-                (new / name).parent.mkdir(exist_ok=True)
-                api.hf_hub_download(repo, name, revision=info.sha, local_dir=Path(beside) / "hub")
-                fetched = Path(beside) / "hub" / name
-                if fetched.is_symlink() or not fetched.is_file() or fetched.stat().st_size != size:
-                    raise CheckpointError(f"{repo}: {name} is not what the repository lists")
-                os.rename(fetched, new / name)
-            large = [file for file in siblings if file.lfs and file.rfilename in sizes]
-            _verify(repo, new, {file.rfilename: file.lfs.sha256 for file in large})
-            os.rename(new, out)
-    except HFValidationError as error:
-        raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
-    except HfHubHTTPError as error:
-        raise hub_error(f"the Hub does not give {repo}", error) from error
-    except CoterieError:
-        raise
-    except OSError as error:
-        if error.filename is not None and str(out.parent) in str(error.filename):
+        try:
+            with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as beside:
+                new = Path(beside) / "model"
+                new.mkdir()
+                for name, size in sizes.items():
+                    (new / name).parent.mkdir(exist_ok=True)
+                    hub = Path(beside) / "hub"
+                    api.hf_hub_download(repo, name, revision=info.sha, local_dir=hub)
+                    file = hub / name
+                    if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
+                        raise CheckpointError(f"{repo}: {name} is not what the repository lists")
+                    os.rename(file, new / name)
+                large = [file for file in siblings if file.lfs and file.rfilename in sizes]
+                _verify(repo, new, {file.rfilename: file.lfs.sha256 for file in large})
+                os.rename(new, out)
+        except OSError as error:
+            if error.filename is None or str(out.parent) not in str(error.filename):
+                raise
             raise SaveError(f"cannot write {out}: {error.strerror}", "Free some space.") from error
-        raise hub_error(f"the Hub does not give {repo}", error) from error
     about = read_about_json(model_folders(out)[0]) | read_about_json(out)
     return Pulled(out, str(about["client"]), base_of(about), str(about["method"]), info.sha)
 
@@ -107,16 +102,11 @@ def pull(
 def from_pretrained(repo: Path | str, revision: str | None, **settings: Any) -> PersonalModel:
     """Load a language model from a folder or a repository, see `PersonalModel.from_pretrained`."""
     from huggingface_hub import HfApi, cached_assets_path
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     folder = Path(repo)
     if not folder.is_dir():
-        try:
+        with hub_errors(str(repo), "the Hub does not give"):
             info = HfApi(library_name="coterie").model_info(str(repo), revision=revision)
-        except HFValidationError as error:
-            raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
-        except (HfHubHTTPError, OSError) as error:
-            raise hub_error(f"the Hub does not give {repo}", error) from error
         folder = Path(cached_assets_path("coterie", info.id, info.sha or "")) / "model"
         if not folder.exists():
             pull(str(repo), folder, revision=info.sha)

@@ -1,7 +1,8 @@
 """Publication on the Hub: a client's personal model, or the shared part of a run."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -241,10 +242,9 @@ def _with_portable_bases(value: Any) -> Any:
 def _upload(folder: Path, sizes: Mapping[str, int], repo: str, public: bool) -> Pushed:
     """Upload files of a folder as one commit. Raises Refused and CoterieError."""
     from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     api = HfApi(library_name="coterie")
-    try:
+    with hub_errors(repo, "the Hub does not take"):
         created = api.create_repo(repo, private=not public, exist_ok=True)
         private = bool(api.model_info(created.repo_id).private)
         if not private and not public:
@@ -254,21 +254,25 @@ def _upload(folder: Path, sizes: Mapping[str, int], repo: str, public: bool) -> 
             )
         operations = [CommitOperationAdd(name, folder / name) for name in sizes]
         api.create_commit(created.repo_id, operations, commit_message="A model of coterie")
-    except HFValidationError as error:
-        raise Refused(f"--repo {repo}: {error}", "Names are like me/my-model.") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise hub_error(f"the Hub does not take {repo}", error) from error
     return Pushed(str(created), sizes, private)
 
 
-def hub_error(problem: str, error: Exception) -> CoterieError:
-    """Return an error of the network or the Hub as an error of coterie."""
-    reason = " ".join(str(error).split())[:300]
-    return CoterieError(
-        f"{problem}: {reason}",
-        "Check the name and the network, and that this machine is logged in with a token that may "
-        "do that: hf auth login.",
-    )
+@contextmanager
+def hub_errors(repo: str, problem: str) -> Iterator[None]:
+    """Turn an error of the network or the Hub within the block into one of coterie."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        yield
+    except HFValidationError as error:
+        raise Refused(f"{repo}: {error}", "Names are like me/my-model.") from None
+    except (HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CoterieError(
+            f"{problem} {repo}: {reason}",
+            "Check the name and the network, and that this machine is logged in with a token that "
+            "may do that: hf auth login.",
+        ) from error
 
 
 def card(facts: Facts, repo: str, adapts: bool = False) -> str:
