@@ -78,8 +78,7 @@ app = typer.Typer(
 LogFormat = Literal["text", "json"]
 TRUST = "COTERIE_TRUST_REMOTE_CODE"  # see coterie.models.architecture
 _NARROWEST = 20  # columns of a terminal in which anything can be shown
-# seconds that stopping may take
-STOPPING_S = 15.0
+STOPPING_S = 15.0  # seconds that stopping may take
 RESUMABLE = (
     "stopped. Everything up to the last checkpoint is kept. To continue, repeat the "
     "command with --resume."

@@ -17,10 +17,8 @@ from coterie.core.extras import EXTRAS, missing
 from coterie.core.printing import printable
 from coterie.core.version import __version__
 
-# GiB that the quickstart needs at most
-LEAST_MEMORY = 1.0
-# GiB for runs and the cache
-LEAST_DISK = 1.0
+LEAST_MEMORY = 1.0  # GiB that the quickstart needs at most
+LEAST_DISK = 1.0  # GiB for runs and the cache
 CORE = ("torch", "transformers", "safetensors", "tokenizers", "huggingface-hub", "numpy")
 
 

@@ -21,8 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from coterie.core.strangers import Strangers
 
 Keys = Mapping[bytes, ec.EllipticCurvePublicKey]  # by their PEM, as devices show them
-# Devices behind one address, if there are no keys to tell them apart.
-_OF_AN_ADDRESS = 16
+_OF_AN_ADDRESS = 16  # Devices behind one address, if there are no keys to tell them apart.
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,14 @@ from coterie.data.chats import ChatBatch
 from coterie.data.splits import Split
 from coterie.export.format import QUESTION, ClientModel, Format, Options, Runtime, Written, rows_of
 
-# windows in a batch
-ROWS = 16
+ROWS = 16  # windows in a batch
 # The largest difference of logits that rounding explains, relative to the largest logit. Quantised
 # weights have no such limit.
 LIMITS = {"f32": 1e-3, "f16": 3e-2}
-# precisions of a base that do not quantise its weights
-EXACT = ("", "f32")
+EXACT = ("", "f32")  # precisions of a base that do not quantise its weights
 # Smaller log-probabilities are raised to this before they are compared: fp32 ends there.
 LEAST = -80.0
-# the most tokens of an answer
-MOST = 32
+MOST = 32  # the most tokens of an answer
 
 
 @dataclass(frozen=True)

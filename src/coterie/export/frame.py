@@ -149,8 +149,7 @@ def _apart(split: Split) -> Split:
 _ALL = (Peft(), Mixtral(), Gguf(), Onnx(), Web())
 FORMATS: dict[str, Format] = {format.name: format for format in _ALL}
 SUMMARY, VERSION = "export.json", 1
-# their versions are written to export.json
-LIBRARIES = ("torch", "transformers", "safetensors")
+LIBRARIES = ("torch", "transformers", "safetensors")  # their versions are written to export.json
 
 
 @dataclass(frozen=True)

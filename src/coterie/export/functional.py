@@ -21,11 +21,9 @@ from coterie.models.families import BlockShape
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.personal import PersonalModel
 
-# the name of k among a client's tensors
-ACTIVE = "active"
+ACTIVE = "active"  # the name of k among a client's tensors
 KEPT = "logits_to_keep"
-# int64 inputs
-INTEGERS = ("input_ids", KEPT, ACTIVE)
+INTEGERS = ("input_ids", KEPT, ACTIVE)  # int64 inputs
 T = TypeVar("T")
 
 
@@ -195,8 +193,7 @@ class Functional(nn.Module):
         return output.logits, [*_entries(cache.layers)], mean[:, logits_to_keep]
 
 
-# the dimensions of one tensor: a name for any size, or a fixed size
-Axes = list[str | int]
+Axes = list[str | int]  # the dimensions of one tensor: a name for any size, or a fixed size
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from coterie.export.layers import FAMILY, base_tensors, gate_of, head_width, upd
 from coterie.models.adapter import AdapterBlock
 from coterie.personal import PersonalModel
 
-# the end of a text, a turn and a message: llama.cpp stops at each
-ENDS = ("eos", "eot", "eom")
-# llama.cpp's kinds of tokens
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+ENDS = ("eos", "eot", "eom")  # the end of a text, a turn and a message: llama.cpp stops at each
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|"
@@ -173,8 +171,7 @@ ARCHITECTURES = {
     "qwen3": ("qwen3", "qwen3moe"),
 }
 DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16}
-# adjacent weights of a row that share one scale, in Q8_0 and Q4_0
-BLOCK = 32
+BLOCK = 32  # adjacent weights of a row that share one scale, in Q8_0 and Q4_0
 
 
 def layer_names(kind: str, experts: int) -> Mapping[str, str]:

@@ -23,8 +23,7 @@ from coterie.personal.inference.packing import experts_of
 from coterie.personal.mixture import PersonalMixture, mixed_parameters
 
 FAMILY = next(family for family in FAMILIES if family.name == "Llama-like")
-# windows in a batch
-ROWS = 16
+ROWS = 16  # windows in a batch
 
 
 def base_tensors(model: PersonalModel) -> dict[str, Tensor]:

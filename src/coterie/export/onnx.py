@@ -38,8 +38,7 @@ PRECISIONS = ("f32", "f16", "int8")
 BASE_PRECISIONS = ("f32", "int8", "w8", "w4")
 ENDING, SCALE = ".safetensors", ".scale"
 _BITS = {"w8": 8, "w4": 4}
-# adjacent weights of a row that share one scale
-_BLOCK = 32
+_BLOCK = 32  # adjacent weights of a row that share one scale
 
 
 def own_file(client: ClientModel) -> str:

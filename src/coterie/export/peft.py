@@ -31,8 +31,7 @@ from coterie.models.families import Family, is_transposed
 from coterie.models.language import LanguageModel
 from coterie.personal import PersonalModel
 
-# PEFT's prefix of every module of the base
-PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # PEFT's prefix of every module of the base
 DTYPES = {"f32": torch.float32, "f16": torch.float16}
 WEIGHTS, CONFIG, README = "adapter_model.safetensors", "adapter_config.json", "README.md"
 

@@ -34,10 +34,8 @@ from coterie.runs.recipes.recipe import resolve
 
 TENSORS = (WEIGHTS, CLASSIFIER_WEIGHTS, SHARED)
 TEXTS = (ABOUT, RECIPE, CARD, SUMS)
-# the most bytes of a file of text
-MOST_TEXT = 2**20
-# the most bytes of a file of tensors, unless the user allows more
-MOST_TENSORS = 2 * 2**30
+MOST_TEXT = 2**20  # the most bytes of a file of text
+MOST_TENSORS = 2 * 2**30  # the most bytes of a file of tensors, unless the user allows more
 # endings of files that could run code when they are loaded
 _CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz", ".so")
 

@@ -25,17 +25,13 @@ from coterie.personal.text_inference import LONGEST, NO_LETTERS, UNFINISHED, Wor
 from coterie.personal.ui import keyboard
 from coterie.personal.word_search import BEAM, PUNCTUATION, RARE, SPACES
 
-# The most tokens of context: every text of the search has a cache of its own.
-CONTEXT = 256
-# control tokens in a sample
-TYPED = 8
+CONTEXT = 256  # The most tokens of context: every text of the search has a cache of its own.
+TYPED = 8  # control tokens in a sample
 INDEX, SETTINGS = "index.html", "page.json"
 WASM = "ort-wasm-simd-threaded.wasm"
-# the function that templates call for the date
-TODAY = "strftime_now"
+TODAY = "strftime_now"  # the function that templates call for the date
 DATED = "The chat template writes a date, which in the page stays that of this export."
-# a message that no template contains, to find the texts around it
-_PLACE = "7b1e90message4c25d"
+_PLACE = "7b1e90message4c25d"  # a message that no template contains, to find the texts around it
 # the template must write each of these unchanged
 _MESSAGES = (
     "How are you?",

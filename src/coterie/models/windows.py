@@ -14,10 +14,8 @@ from coterie.data.chats.splits import ChatBatch
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
 
-# values; on a CPU about what its second cache holds
-LOGITS_AT_ONCE, ON_ACCELERATORS = 2**21, 2**27
-# but at least, of many tokens: narrower products are slower
-WORDS_AT_ONCE = 256
+LOGITS_AT_ONCE, ON_ACCELERATORS = 2**21, 2**27  # values; on a CPU about what its second cache holds
+WORDS_AT_ONCE = 256  # but at least, of many tokens: narrower products are slower
 
 
 class _HeadLoss(torch.autograd.Function):

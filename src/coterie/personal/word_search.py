@@ -10,8 +10,7 @@ BEAM = 16  # beginnings that are extended at once, at least
 RARE = 1e-3
 # the space of byte-level and of SentencePiece vocabularies, then newline, tab, carriage return
 SPACES = "Ġ▁Ċĉč"
-# "'" is part of words
-PUNCTUATION = frozenset(string.punctuation) - {"'"}
+PUNCTUATION = frozenset(string.punctuation) - {"'"}  # "'" is part of words
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from coterie.engines.messages import Member, Reply, Request, parsed
 
 SLACK = 4096  # bytes that a reply may have beside the values of its tensors
 _LATE_S = 60.0  # seconds that Flower keeps a message beyond its deadline
-# seconds between looks for replies: right after one came, and at most
-QUICK_S, SLOW_S = 0.02, 0.5
+QUICK_S, SLOW_S = 0.02, 0.5  # seconds between looks for replies: right after one came, and at most
 
 
 @dataclass(frozen=True)

@@ -219,8 +219,7 @@ class _Joined:
         return output
 
 
-# called like a `SingleLoRA`
-Attended = Callable[[Tensor, nn.Module], Tensor]
+Attended = Callable[[Tensor, nn.Module], Tensor]  # called like a `SingleLoRA`
 
 
 def attended(
