@@ -206,7 +206,7 @@ def test_a_supervisor_starts_again_what_has_ended_and_says_why_once(
         "supernode",
         lambda node: ["sh", "-c", "echo '[code: 2004] Failed to activate SuperNode.'"],
     )
-    monkeypatch.setattr(server, "AGAIN_S", 0.05)
+    monkeypatch.setattr(processes, "AGAIN_S", 0.05)
     monkeypatch.setattr(supernode, "AGAIN_S", 0.05)
     said: list[str] = []
 
@@ -260,7 +260,6 @@ def test_a_server_knows_the_devices_whose_keys_are_there(
 
     used: dict[str, str] = {}
     monkeypatch.setattr(processes, "flwr", flower)
-    monkeypatch.setattr(server, "flwr", flower)
     keys.make(tmp_path, [], ["ann", "ben"])
     link, process = Link("127.0.0.1:9", None), cast("processes.Program", None)
     first = server.Server(link, link, tmp_path, tmp_path, process, {})

@@ -20,24 +20,9 @@ from coterie.core.errors import ClientError, Refused
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.deploy import keys as key_files
+from coterie.deploy import process as programs
 from coterie.deploy.connection import Limits
 from coterie.deploy.keys import LAST_PORT, Link, free_port, listening, there
-from coterie.deploy.process import (
-    AGAIN_S,
-    NAME,
-    TELL_AGAIN_S,
-    Program,
-    check_unused,
-    configure,
-    flwr,
-    holder,
-    local_program,
-    posted,
-    register,
-    submit,
-    wait_for,
-    watched,
-)
 from coterie.deploy.proxy import Proxy, open_proxy
 from coterie.deploy.resident import private
 from coterie.deploy.supernode import Node, device
@@ -56,7 +41,7 @@ class Server:
     runs: Link  # for submitting runs, from this machine only
     keys: Path | None  # the folder of keys
     home: Path  # the folder of its database, logs and runs
-    process: Program  # the SuperLink
+    process: programs.Program  # the SuperLink
     nodes: dict[str, tuple[str, str]]  # client and number of the node, by public key
     command: Sequence[str] = ()  # starts the SuperLink
     proxy: Proxy | None = None
@@ -89,9 +74,9 @@ class Server:
     def _register(self, key: str, path: Path) -> str:
         client = key_files.owner(path)
         try:
-            self.nodes[key] = (client, register(path, self.home))
+            self.nodes[key] = (client, programs.register(path, self.home))
         except ClientError as error:
-            self._refused[key] = time.monotonic() + TELL_AGAIN_S
+            self._refused[key] = time.monotonic() + programs.TELL_AGAIN_S
             return f"{path} was refused. {error.problem}"
         self._write()
         return f"The device of {client} is registered."
@@ -99,7 +84,7 @@ class Server:
     def _unregister(self, key: str) -> str:
         client, node = self.nodes[key]
         try:
-            flwr(["supernode", "unregister", node, NAME], self.home)
+            programs.flwr(["supernode", "unregister", node, programs.NAME], self.home)
         except ClientError as error:
             return f"The device of {client} could not be removed. {error.problem}"
         del self.nodes[key]
@@ -124,7 +109,7 @@ class Server:
 
     def watch(self) -> Iterator[str]:
         """Look again and again, and restart the SuperLink whenever it ends; yield messages."""
-        return watched(self.check, _LOOK_S, "The server keeps running")
+        return programs.watched(self.check, _LOOK_S, "The server keeps running")
 
     def check(self) -> Iterator[str]:
         """Check everything once, and yield messages."""
@@ -141,12 +126,12 @@ class Server:
         now = time.monotonic()
         if now - self._started > 2 * _AGAIN_MOST_S:
             self._ends = 0
-        if now - self._started < min(AGAIN_S * self._ends, _AGAIN_MOST_S):
+        if now - self._started < min(programs.AGAIN_S * self._ends, _AGAIN_MOST_S):
             return
         self._started, self._ends, self._starting = now, self._ends + 1, True
         self.starts += 1
         self.process.stop()  # what it had started itself
-        self.process = Program(self.command, self.home, self.home / LOG)
+        self.process = programs.Program(self.command, self.home, self.home / LOG)
         yield (
             f"The SuperLink ended and is started again; {self.home / LOG} says why. A run that "
             f"was in progress has ended: submit it again, with --resume and its --out."
@@ -186,21 +171,25 @@ def server(
             "Give different values to --port and --runs-port.",
         )
     private(home)
-    check_unused(home)
+    programs.check_unused(home)
     for link, number, option in ((devices, port, "--port"), (runs, runs_port, "--runs-port")):
         if listening(link.address):
-            raise Refused(f"port {number} is in use", f"Choose another {option}.{holder(number)}")
+            raise Refused(
+                f"port {number} is in use", f"Choose another {option}.{programs.holder(number)}"
+            )
     command, log = _superlink(tls, home, runs_port), home / LOG
-    superlink = Server(devices, runs, keys, home, Program(command, home, log), {}, command)
+    superlink = Server(devices, runs, keys, home, programs.Program(command, home, log), {}, command)
     with ExitStack() as stack:
         stack.callback(superlink.stop)
         superlink.nodes = {} if keys is None else _nodes(home)
-        wait_for(lambda: listening(runs.address), superlink.process, log)
-        configure(runs, home)
+        programs.wait_for(lambda: listening(runs.address), superlink.process, log)
+        programs.configure(runs, home)
         try:
             behind, limits = ("127.0.0.1", runs_port), Limits(body=largest)
             superlink.proxy = stack.enter_context(
-                open_proxy((host, port), behind, certificate, key, ca, limits, posted(home))
+                open_proxy(
+                    (host, port), behind, certificate, key, ca, limits, programs.posted(home)
+                )
             )
         except OSError as error:
             raise Refused(
@@ -255,7 +244,7 @@ def health(server: Server, port: int) -> Iterator[int]:
         listener = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     except OSError:
         problem = f"port {port} is in use"
-        raise Refused(problem, f"Choose another --health-port.{holder(port)}") from None
+        raise Refused(problem, f"Choose another --health-port.{programs.holder(port)}") from None
     threading.Thread(target=listener.serve_forever, daemon=True).start()
     try:
         yield int(listener.server_address[1])
@@ -290,7 +279,7 @@ def _superlink(tls: Sequence[Path | None], home: Path, port: int) -> list[str]:
     if None not in tls:
         options |= zip(("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile"), tls, strict=True)
     switch = "--insecure" if None in tls else "--enable-supernode-auth"
-    return [*local_program("flower-superlink"), *map(str, chain(*options.items())), switch]
+    return [*programs.local_program("flower-superlink"), *map(str, chain(*options.items())), switch]
 
 
 if TYPE_CHECKING:
@@ -332,7 +321,7 @@ def demo(
             f"{', each with a process that keeps the base model loaded' * resident}."
         )
         config = {"recipe": recipe.model_dump_json(), "out": str(folder), "clients": len(clients)}
-        submit(superlink.runs, folder / "server", config, say)
+        programs.submit(superlink.runs, folder / "server", config, say)
     say("Everything has stopped.")
 
 
