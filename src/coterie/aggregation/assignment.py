@@ -19,17 +19,12 @@ def first_largest(scores: Tensor, count: int) -> list[int]:
 
 
 def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
-    """As `largest`, with the largest total score such that no member has too many clients.
+    """As `largest`, of (N, M) scores of N clients, with the largest total score such that no member
+    has more clients than `load` times its fair share N K / M; None: unlimited.
 
     At the beginning scores are similar, and everybody would get the same few members for good.
     Where members are scarce, small differences between clients decide, and similar clients get the
     same ones, as tokens do in BASE layers (Lewis et al. 2021).
-
-    Args:
-        scores: (N, M), of N clients.
-        count: K.
-        load: The most clients of a member, as a multiple of its fair share N K / M, at least 1;
-            None: unlimited.
     """
     if load is None:
         return largest(scores, count)

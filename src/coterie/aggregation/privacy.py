@@ -163,22 +163,15 @@ def local(reply: Named, sent: Named, privacy: Privacy, source: Source) -> Tensor
 def central(
     replies: Replies, to: Mapping[ClientId, Named], privacy: Privacy, clip: float, source: Source
 ) -> tuple[dict[ClientId, Tensors], float]:
-    """Return replies whose uniform mean is differentially private, in their order, and C of the
-    next exchange: all replies have moved by the noisy mean of the clipped updates.
+    """Return replies to what clients had received, `to`, whose uniform mean is differentially
+    private, in their order, and C of the next exchange: all have moved by the noisy mean of the
+    clipped updates.
 
     The sum of the n clipped updates, integers on a grid, gets N(0, (z C)^2), and so the mean N(0,
     (z C / n)^2), however many clients have replied. No rounding of a later sum can reveal a single
-    update, as none is used. Without noise each reply is only clipped.
-
-    Args:
-        replies: What the clients sent back, all of the same form.
-        to: What each had received.
-        privacy: z, and how C adapts.
-        clip: C of this exchange.
-        source: Draws the noise; its key must be the server's secret.
-
-    Raises:
-        TensorError: As `clipped`; or the updates are not of one form, or a value is not a number.
+    update, as none is used. Without noise each reply is only clipped. The source's key must be the
+    server's secret. Raises TensorError as `clipped`, or if updates are not of one form, or a value
+    is not a number.
     """
     deviation = privacy.update_noise * clip
     if deviation and replies:

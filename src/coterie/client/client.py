@@ -227,13 +227,10 @@ class Client(BoundClient):
             return _flat(gradients).float()
 
     def gradients_at(self, points: Tensors, purpose: str) -> Tensors:
-        """Return the gradients of the client's loss at several models, (d,) fp32 each, by name.
-
-        Args:
-            points: (d,) each, by the ids of the clients whose models they are, or are halfway to.
-                The one under the client's own id becomes its model; its batch is one that trains
-                it, and updates its running statistics.
-            purpose: The other batches are those of `independent_stream(purpose)`.
+        """Return the gradients of the client's loss at several models, (d,) fp32 each, by the ids
+        of the clients whose models they are, or are halfway to. The one under the client's own id
+        becomes its model; its batch is one that trains it, and updates its running statistics. The
+        other batches are those of `independent_stream(purpose)`.
         """
         others, gradients_of = self.independent_stream(purpose), Tensors()
         for name, values in sorted(points.items()):

@@ -136,16 +136,10 @@ class BoundClient:
         return self.training.micro_batch or min(self.training.batch_size, 32)
 
     def load(self, tensors: Named) -> None:
-        """Take over tensors from the server, by name.
-
-        Args:
-            tensors: By their own names; all values of a role, (d,), under the role's name; or all
-                values of a pool's expert, (d,), as `expert/<number>`, which fill slots in the order
-                of the numbers.
-
-        Raises:
-            TensorError: The client's model has no such name, shape or dtype, or a value is not
-                finite.
+        """Take over tensors from the server: by their own names; all values of a role, (d,), under
+        the role's name; or all values of a pool's expert, (d,), as `expert/<number>`, which fill
+        slots in the order of the numbers. Raises TensorError if the client's model has no such
+        name, shape or dtype, or a value is not finite.
         """
         tensors = self._named(tensors)
         current = {name: t for name, t in self._values(*OWNED).items() if name in tensors}

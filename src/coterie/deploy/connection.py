@@ -115,13 +115,9 @@ _ASK_S = 3.0
 
 
 class Upstream:
-    """A client of the SuperLink at `url`, which forwards the requests of devices.
-
-    Args:
-        tls: TLS settings; None: no TLS.
-        idle: Seconds without a byte until a request is given up.
-        wait: Seconds for which a request for messages is held.
-        posted: A file that is touched once messages are there; None: no request is held.
+    """A client of the SuperLink at `url`, by TLS if given, which forwards the requests of devices,
+    and gives one up after `idle` seconds without a byte. One for messages is held for `wait`
+    seconds, if there is a file, `posted`, that is touched once messages are there.
     """
 
     def __init__(

@@ -154,20 +154,11 @@ def open_proxy(
     limits: Limits | None = None,
     posted: Path | None = None,
 ) -> Iterator[Proxy]:
-    """Open the proxy while the block runs, with the server's certificate, its key and the
-    authority's certificate, or without encryption and keys. It knows no device's key at first.
-
-    Args:
-        address: The address to listen on.
-        behind: The address on which the SuperLink listens.
-        certificate: Of the server; None: no encryption and no keys.
-        key: The private key of the certificate.
-        ca: The certificate of the authority that made it.
-        limits: The limits of connections; default: those of `Limits`.
-        posted: A file that is touched once messages are there; None: no request is held.
-
-    Raises:
-        OSError: The address cannot be listened on.
+    """Open the proxy at an address while the block runs, before the one at which the SuperLink
+    listens, with the server's certificate, its key and the authority's certificate, or without
+    encryption and keys. It knows no device's key at first. Requests for messages are held only with
+    `posted`, a file that is touched once these are there. Raises OSError if the address cannot be
+    listened on.
     """
     outer = inner = None
     if certificate is not None:

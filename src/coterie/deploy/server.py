@@ -142,21 +142,12 @@ class Server:
 def server(
     keys: Path | None, home: Path, host: str, port: int, runs_port: int, largest: int = LARGEST
 ) -> Iterator[Server]:
-    """Run a SuperLink, with the devices registered whose keys are known. It listens to this
-    machine; devices connect by `open_proxy`.
-
-    Args:
-        keys: The folder that `keys.make` made; None: neither encryption nor keys.
-        home: The folder for its database, logs and runs.
-        host: The address that devices connect to; 0.0.0.0 for all addresses of this machine.
-        port: The port that devices connect to.
-        runs_port: The port for submitting runs, on this machine.
-        largest: Bytes that a device may send at once. Flower cuts tensors into parts of 5 MiB, but
-            for those of secure aggregation.
-
-    Raises:
-        Refused: Keys are missing, a port is taken, or `home` cannot be used.
-        ClientError: It did not start.
+    """Run a SuperLink with files in `home`, with the devices registered whose keys are known by the
+    folder that `keys.make` made; None: neither encryption nor keys. It listens to this machine, for
+    runs at `runs_port`; devices connect by `open_proxy` to `host` (0.0.0.0 for all addresses) and
+    `port`, and may send `largest` bytes at once: Flower cuts tensors into parts of 5 MiB, but for
+    those of secure aggregation. Raises Refused if keys are missing, a port is taken, or `home`
+    cannot be used, ClientError if it did not start.
     """
     tls = [keys and keys / name for name in (key_files.CERTIFICATE, key_files.KEY, key_files.CA)]
     remedy = "Make the keys first: coterie keys DIR --host HOST --client ID ..."

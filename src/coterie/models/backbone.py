@@ -75,15 +75,10 @@ def cache_name(model: nn.Module) -> str:
 class Backbone:
     """A frozen causal LM with a slot for an adapter at every attention linear and MLP.
 
-    Args:
-        model: A Hugging Face causal LM; it is frozen, put into eval mode and given slots, in place.
-        source: Where its tokenizer comes from: a folder or a Hub id.
-        quantised: Bits of its blocks' weights, see `models.quantised`; None: unchanged.
-        plain: Whether quantised weights are kept as plain ones of the same values.
-        device: Where they are quantised; None: where they are.
-
-    Raises:
-        ModelError: It lacks layers that an adapter attaches to.
+    A Hugging Face model is frozen, put into eval mode and given slots, in place. Its tokenizer
+    comes from `source`, a folder or a Hub id. `quantised` are the bits of its blocks' weights, see
+    `models.quantised`, on a device; with `plain` they are kept as plain ones of the same values.
+    Raises ModelError if it lacks layers that an adapter attaches to.
     """
 
     def __init__(
@@ -132,20 +127,11 @@ class Backbone:
         quantised: str | None = None,
         plain: bool = False,
     ) -> "Backbone":
-        """Load a base.
-
-        Args:
-            base: A Hub id, a local folder, or "embedded" (the small model in the package).
-            dtype: Of weights and computation. bf16 is slow on CPUs without native support; on CPUs
-                attention is then in fp32.
-            device: The device to load it to.
-            quantised: "int8", "int4" or "nf4" for its blocks, whose weights are then read in their
-                stored precision; None: `dtype`.
-            plain: See `Backbone`.
-
-        Raises:
-            ModelError: The base is missing, incomplete, damaged or unsupported, or there is no such
-                device.
+        """Load a base, a Hub id, a local folder, or "embedded" (the small model in the package), to
+        a device, in a dtype for weights and computation. bf16 is slow on CPUs without native
+        support; on CPUs attention is then in fp32. Blocks are quantised to "int8", "int4" or "nf4",
+        their weights read in their stored precision; for `plain` see `Backbone`. Raises ModelError
+        if the base is missing, incomplete, damaged or unsupported, or there is no such device.
         """
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging

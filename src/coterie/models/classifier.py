@@ -27,18 +27,13 @@ from coterie.models.predictions import Prediction, score_of
 
 
 class Classifier:
-    """A network, all of it a GENERALIST's but for a local part. Batch normalisation uses the
-    batch's statistics in training, the running ones in scoring.
+    """A network on a device ("meta": shapes without values), all of it a GENERALIST's but for a
+    local part, a SPECIALIST's, see `Layout`. Batch normalisation uses the batch's statistics in
+    training, the running ones in scoring, which are shared with `statistics`, as values of the
+    GENERALIST.
 
-    Args:
-        shape: The shape of the network.
-        device: The device of its tensors; on "meta" it has shapes but no values.
-        start: Initial parameters and running statistics by name, for any seed; None: drawn.
-        statistics: Whether running statistics are shared, too, as values of the GENERALIST.
-        local_part: The part whose tensors are a SPECIALIST's, see `Layout`.
-
-    Raises:
-        ModelError: `start` is of another network, or the network has no such part.
+    It begins with the parameters and running statistics of `start`, for any seed, or drawn ones.
+    Raises ModelError if they are of another network, or the network has no such part.
     """
 
     def __init__(

@@ -71,19 +71,12 @@ class Pretraining(BaseModel):
 
 
 class CommonExpert:
-    """A trained, frozen network that uses its running statistics and has no gradients.
+    """A trained, frozen network that uses its running statistics and has no gradients. Other
+    networks may start from its `tensors`, parameters and running statistics by name.
 
-    Args:
-        shape: The shape of the network.
-        tensors: Parameters and running statistics by name, from which other networks may start.
-        device: The device to compute on.
-        data: How the given batches are normalised; None: not at all.
-        expected: How the network wants them; None: as they are. Networks that start from `tensors`
-            get them as they are in any case.
-        embedding: How embeddings are normalised; None: not at all.
-
-    Raises:
-        ModelError: The tensors are of another network, or a normalisation has other channels.
+    Batches come normalised as `data` says and are given to the network as it expected them in
+    training; networks that start from `tensors` get them as they are. Embeddings are normalised by
+    `embedding`. Raises ModelError for tensors of another network, or other channels.
     """
 
     def __init__(

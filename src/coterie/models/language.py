@@ -161,27 +161,17 @@ class LanguageModel:
     def gradient(
         self, batch: TextBatch, wrt: Sequence[nn.Parameter], micro_batch: int | None = None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the gradient of the whole batch's objective with respect to `wrt`.
+        """Return the gradient of the whole batch's objective with respect to `wrt`, parameters of
+        the adapter, in its order, fp32; and detached statistics: the scalars "loss" (the
+        cross-entropy) and "balance", and, with a router, "router" (blocks, n), the mean routing
+        weight.
 
-        The objective is the mean next-token cross-entropy + lambda * load balancing. It does not
-        depend on the size of micro-batches: f, which is not linear in the batch, is computed for
-        the whole batch first if its gradient needs it. No `.grad` is touched, and nothing waits for
-        the device, except for group sizes when k < n.
-
-        Args:
-            batch: (B, C + 1) int64, or conversations: then the cross-entropy is a mean over the
-                counted tokens, and load balancing over all.
-            wrt: Parameters of this model's adapter.
-            micro_batch: Rows per forward pass; all at once by default.
-
-        Returns:
-            The gradients in the order of `wrt`, fp32, and detached statistics: the scalars "loss"
-            (the
-            cross-entropy) and "balance", and, with a router, "router" (blocks, n), the mean routing
-            weight.
-
-        Raises:
-            ModelError: `wrt` is empty or has a foreign parameter, or the batch has another form.
+        The objective is the mean next-token cross-entropy of (B, C + 1) int64, or of the counted
+        tokens of conversations, + lambda * load balancing over all tokens. It does not depend on
+        the size of micro-batches, the rows of a forward pass: f, which is not linear in the batch,
+        is computed for the whole batch first if its gradient needs it. No `.grad` is touched, and
+        nothing waits for the device, except for group sizes when k < n. Raises ModelError if `wrt`
+        is empty or has a foreign parameter, or the batch has another form.
         """
         windows = Windows.of(self.backbone, batch)
         parts = windows.split(micro_batch or len(windows))

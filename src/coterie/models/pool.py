@@ -24,19 +24,12 @@ _T = TypeVar("_T", bound=Tensor)
 
 
 class PoolClassifier:
-    """K networks of one architecture, or more, and a gate: a two-layer perceptron from a common
-    expert's embeddings to M logits.
+    """K networks of one architecture, or more, and a gate, a two-layer perceptron with `gate_width`
+    hidden units from a common expert's embeddings to M logits; without a common expert the mixture
+    needs no gate. Every expert begins with `start`, or with random values.
 
     `numbers`, (slots,) int64, has the experts in the places, ascending, then `ABSENT` if there are
     fewer.
-
-    Args:
-        shape: The shape of every expert.
-        layout: The size of the pool, and how experts are combined.
-        common: The frozen embedder; None if the mixture needs no gate.
-        start: Initial values of every expert; None for random ones.
-        gate_width: Hidden units of the gate.
-        device: The device of its tensors.
     """
 
     def __init__(

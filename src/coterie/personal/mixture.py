@@ -124,13 +124,10 @@ class PersonalMixture(PersonalModel):
 def mixed_parameters(mixture: PersonalMixture, experts: Sequence[Tensor]) -> PersonalModel:
     """Return one model that has the parameters of all parts, mixed, and takes one pass.
 
-    Its experts are those of all parts, and each token uses all, by constants c: an MLP is sum_j c_j
-    MLP_j(x). A layer of the attention is W + sum_k w_k gamma_k B_k A_k, with the parts' weights w.
-
-    Args:
-        mixture: The parts, and w.
-        experts: c of each part's experts by block, (blocks, n_k), over all parts 1 in all. A part's
-            router is left out: give the means of its weights.
+    Its experts are those of all parts, and each token uses all, by constants c, (blocks, n_k) of
+    each part, over all parts 1 in all: an MLP is sum_j c_j MLP_j(x). A layer of the attention is W
+    + sum_k w_k gamma_k B_k A_k, with the parts' weights w. A part's router is left out: give the
+    means of its weights.
     """
     layouts = [model.layout for model in mixture.parts.values()]
     count, rank = sum(each.experts for each in layouts), sum(each.rank for each in layouts)
