@@ -8,6 +8,8 @@ computes here what it computes there.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -17,7 +19,6 @@ from coterie.export.layers import gate_of
 from coterie.models.adapter import AdapterBlock
 from coterie.models.architecture import Architecture
 from coterie.models.backbone import Backbone
-from coterie.models.families import BlockShape
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.personal import PersonalModel
 
@@ -48,16 +49,10 @@ def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
     return tensors | {ACTIVE: torch.tensor([model.layout.active])}
 
 
-class _Attention:
-    """The update of one attention layer, called as a `SingleLoRA` is."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], path: str) -> None:
-        self.A, self.B = tensors[f"{path}.A"], tensors[f"{path}.B"]
-
-    def __call__(self, x: Tensor, base: nn.Module) -> Tensor:
-        """(B, C, in) -> (B, C, out)."""
-        y: Tensor = base(x) + x @ self.A.mT @ self.B
-        return y
+def _attended(A: Tensor, B: Tensor, x: Tensor, base: nn.Module) -> Tensor:
+    """Return (B, C, in) -> (B, C, out) with a layer's update, called as a `SingleLoRA` is."""
+    y: Tensor = base(x) + x @ A.mT @ B
+    return y
 
 
 class _Experts:
@@ -104,24 +99,19 @@ class _Experts:
         return y
 
 
-class _Block:
-    def __init__(self, tensors: Mapping[str, Tensor], path: str, shape: BlockShape) -> None:
-        self.attention = {
-            linear.name: _Attention(tensors, f"{path}.attention.{linear.name}")
-            for linear in shape.attention
+def _client(architecture: Architecture, tensors: Mapping[str, Tensor]) -> Any:
+    """Return what stands for the adapter while the base is traced."""
+    blocks = []
+    for i, shape in enumerate(architecture.blocks):
+        names = {one.name: f"blocks.{i}.attention.{one.name}" for one in shape.attention}
+        attention = {
+            name: partial(_attended, tensors[f"{path}.A"], tensors[f"{path}.B"])
+            for name, path in names.items()
         }
         first = [linear.name for linear in shape.mlp.linears if linear.name != "down"]
-        self.mlp = _Experts(tensors, f"{path}.mlp", first)
-
-
-class _Client:
-    """The adapter while the base is traced."""
-
-    def __init__(self, architecture: Architecture, tensors: Mapping[str, Tensor]) -> None:
-        self.architecture = architecture
-        self.blocks = [
-            _Block(tensors, f"blocks.{i}", shape) for i, shape in enumerate(architecture.blocks)
-        ]
+        mlp = _Experts(tensors, f"blocks.{i}.mlp", first)
+        blocks.append(SimpleNamespace(attention=attention, mlp=mlp))
+    return SimpleNamespace(architecture=architecture, blocks=blocks)
 
 
 @dataclass(frozen=True)
@@ -180,7 +170,7 @@ class Functional(nn.Module):
 
         cache = DynamicCache(ddp_cache_data=past)
         weights: Any = []
-        with self.backbone.using(_Client(self.backbone.architecture, client), weights):
+        with self.backbone.using(_client(self.backbone.architecture, client), weights):
             output = self.base(
                 input_ids,
                 use_cache=True,
