@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from coterie.aggregation.assignment import assign_experts
+from coterie.aggregation.clustering import assign_experts
 
 
 def rows(m: int) -> st.SearchStrategy[Tensor]:

@@ -134,7 +134,6 @@ def default_home() -> Path:
     return (Path(data) if data else Path.home() / ".local/share") / "coterie"
 
 
-# Flower starts these programs, so no command line of coterie has called this.
-wait_briefly()
+wait_briefly()  # Flower starts these programs, so no command line of coterie has called this.
 client = client_app(answer)
 server = server_app(serve)

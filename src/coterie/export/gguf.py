@@ -196,8 +196,7 @@ class LlamaServer(Runtime):
             self.complete([self.plain])
             yield
         finally:
-            # without a reference the server stops
-            self.server = None
+            self.server = None  # without a reference the server stops
 
     def _get(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
         """Send a request by llama.cpp's own protocol; return the answer."""

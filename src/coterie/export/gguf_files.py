@@ -102,8 +102,7 @@ class Tokens:
 def end_tokens(serving: Serving) -> dict[str, int]:
     """Return the tokens that end a text by llama.cpp's names. Raises Refused for too many."""
     end = serving.tokenizer.eos_token_id
-    # the end of a text first
-    stops = sorted(serving.stops, key=lambda stop: stop != end)
+    stops = sorted(serving.stops, key=lambda stop: stop != end)  # the end of a text first
     if len(stops) > len(ENDS):
         raise Refused(
             f"llama.cpp has names for {len(ENDS)} tokens that end an answer, and the base has "
@@ -255,8 +254,7 @@ def write_client(path: Path, model: PersonalModel, precision: str) -> None:
     writer.add_type("adapter")
     writer.add_name(model.about.client)
     writer.add_string("adapter.type", "lora")
-    # B already has the scale
-    writer.add_float32("adapter.lora.alpha", 0.0)
+    writer.add_float32("adapter.lora.alpha", 0.0)  # B already has the scale
     layers = layer_names(kind, experts)
     dtype = DTYPES.get(precision, np.float16)
     for i, block in enumerate(cast(Iterable[AdapterBlock], model.adapter.blocks)):

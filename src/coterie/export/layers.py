@@ -82,8 +82,7 @@ def mean_weights(client: ClientModel) -> Tensor:
     assert client.valid is not None
     total, tokens = torch.zeros(blocks, experts, dtype=torch.float64), 0
     for rows in map(rows_of, client.valid.scoring(ROWS)):
-        # inputs that have a next token
-        present = rows.positions[:, 1:] > 0
+        present = rows.positions[:, 1:] > 0  # inputs that have a next token
         weights = model.routing(rows.ids[:, :-1]).cpu().double()  # (blocks, B, C, n)
         total += weights[:, present].sum(dim=1)
         tokens += int(present.sum())

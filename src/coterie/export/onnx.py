@@ -51,8 +51,7 @@ class OnnxRuntime(Runtime):
 
     def __init__(self, base: Path, interface: Interface, client: Mapping[str, Tensor]) -> None:
         self.base, self.interface = base, interface
-        # tokens at which the program's users end a text
-        self.stops: tuple[int, ...] = ()
+        self.stops: tuple[int, ...] = ()  # tokens at which the program's users end a text
         self.client = {name: client[name] for name in interface.client}
 
     @cached_property
@@ -62,8 +61,7 @@ class OnnxRuntime(Runtime):
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
-        # errors only
-        options.log_severity_level = 3
+        options.log_severity_level = 3  # errors only
         return onnxruntime.InferenceSession(self.base, options, providers=["CPUExecutionProvider"])
 
     def step(self, ids: Tensor, kept: Tensor, past: Sequence[Tensor]) -> list[Tensor]:

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from coterie.aggregation.assignment import first_largest
+from coterie.aggregation.clustering import first_largest
 from coterie.aggregation.means import uniform_mean
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client

@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from coterie.aggregation.assignment import assign_experts, first_largest
+from coterie.aggregation.clustering import assign_experts, first_largest
 from coterie.aggregation.means import Mean
 from coterie.aggregation.robust import Rule
 from coterie.client.blueprint import Blueprint

@@ -103,8 +103,7 @@ class Backbone:
         self.cache_name = cache_name(model)
         self._source, self._attached = source, Attached()
         self._in_use = threading.RLock()
-        # of each block, from the input to the output
-        self.attentions: list[nn.Module] = []
+        self.attentions: list[nn.Module] = []  # of each block, from the input to the output
         self.mlps: list[FrozenMLP] = []
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
             attention = block.get_submodule(family.attention)

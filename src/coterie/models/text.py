@@ -312,8 +312,7 @@ def of_federation(federation: Federation, shape: TextShape, device: str = "cpu")
 
     Raises ModelError and SaveError as `kept`.
     """
-    # clients share arrays
-    arrays: dict[int, Features] = {}
+    arrays: dict[int, Features] = {}  # clients share arrays
     normal = Normalisation((0.0,) * shape.width, (1.0,) * shape.width)._asdict()
 
     def encoded(split: Split) -> ExampleSplit:

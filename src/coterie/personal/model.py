@@ -137,8 +137,7 @@ class PersonalModel:
         `push_to_hub` wrote it; what is fetched is verified, see `coterie.pull`, and kept in the
         Hub's cache. `settings` are those of `coterie.load`. Raises CoterieError.
         """
-        # the room that knows the Hub is above this one
-        hub = import_module("coterie.export.pull")
+        hub = import_module("coterie.export.pull")  # the room that knows the Hub is above this one
         model: PersonalModel = hub.from_pretrained(repo, revision, **settings)
         return model
 

@@ -101,8 +101,7 @@ class LanguagePage(Api):
             "kind": "chat" if chat else "words",
             "follows": any(model.following for model in models.values()),
         }
-        # untrained, it answers at length
-        self._settings["clients"][-1]["chosen"] = not chat
+        self._settings["clients"][-1]["chosen"] = not chat  # untrained, it answers at length
 
     def routes(self) -> list[BaseRoute]:
         words = Route("/words", self.words, methods=["POST"])
