@@ -27,7 +27,7 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from filelock import FileLock
@@ -85,8 +85,7 @@ class Source:
 
     def read(self, n: int) -> bytes:
         """Return the next n bytes."""
-        drawn: bytes = self._stream.update(bytes(n))
-        return drawn
+        return cast(bytes, self._stream.update(bytes(n)))
 
     def integers(self, n: int) -> np.ndarray:
         """(n,) uint64: the next integers, uniform from 0 to 2^64 - 1."""
@@ -228,8 +227,7 @@ def protected(update: np.ndarray, norm: float, deviation: float, source: Source)
     """
     step = grid(norm, deviation)
     noise = source.gaussian(update.size, deviation / step)
-    noisy: np.ndarray = (on_grid(update, norm, step) + noise) * step
-    return noisy
+    return cast(np.ndarray, (on_grid(update, norm, step) + noise) * step)
 
 
 def grid(norm: float, deviation: float) -> float:
@@ -255,8 +253,7 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
     # the norm's relative error, and that of the product, are below the difference
     most = norm * (1 - (update.size + 16) * 2.0**-52)
     bounded = bounded * ((1.0 if size <= most else most / size) / step)
-    steps: np.ndarray = np.trunc(bounded).astype(np.int64)
-    return steps
+    return cast(np.ndarray, np.trunc(bounded).astype(np.int64))
 
 
 def kept_key(path: Path) -> bytes:

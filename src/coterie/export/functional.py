@@ -51,8 +51,7 @@ def client_tensors(model: PersonalModel) -> dict[str, Tensor]:
 
 def _attended(A: Tensor, B: Tensor, x: Tensor, base: nn.Module) -> Tensor:
     """Return (B, C, in) -> (B, C, out) with a layer's update, called as a `SingleLoRA` is."""
-    y: Tensor = base(x) + x @ A.mT @ B
-    return y
+    return cast(Tensor, base(x) + x @ A.mT @ B)
 
 
 class _Experts:
@@ -95,8 +94,7 @@ class _Experts:
             record.append(weights[..., 0].mT)
         h = (h * second[0] if second else h) * weights
         mixed = base.down(h.sum(dim=0).view_as(wide[0]))
-        y: Tensor = mixed + self._update(h, "down").sum(dim=0).view_as(x)
-        return y
+        return cast(Tensor, mixed + self._update(h, "down").sum(dim=0).view_as(x))
 
 
 def _client(architecture: Architecture, tensors: Mapping[str, Tensor]) -> Any:

@@ -267,8 +267,7 @@ class LlamaServer(Runtime):
         `written` by a chat template control tokens count as tokens.
         """
         request = {"content": text, "add_special": begins, "parse_special": written}
-        ids: list[int] = self._get("/tokenize", request)["tokens"]
-        return ids
+        return cast(list[int], self._get("/tokenize", request)["tokens"])
 
     def chat_ids(self, folder: Path, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         prompt = self._get("/apply-template", {"messages": [*messages]})["prompt"]

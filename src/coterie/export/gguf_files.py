@@ -355,5 +355,4 @@ def _interleaved(values: Values, layer: str, model: PersonalModel) -> Values:
 
 
 def _values(tensor: Tensor) -> Values:
-    values: Values = tensor.detach().float().cpu().contiguous().numpy()
-    return values
+    return tensor.detach().float().cpu().contiguous().numpy()

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -225,8 +225,7 @@ def _size(run: Path, client: str) -> str | None:
 def base_of(about: Mapping[str, Any]) -> str | None:
     """Return the base in a client.json, for any kind of model."""
     network = about.get("encoder") or about.get("network", {})
-    base: str | None = about.get("base") or network.get("base")
-    return base
+    return cast(str | None, about.get("base") or network.get("base"))
 
 
 def _with_portable_bases(value: Any) -> Any:

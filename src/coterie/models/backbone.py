@@ -262,14 +262,12 @@ class Backbone:
         `check_packing`. None: each row is one text.
         """
         placed = {} if positions is None else {"position_ids": positions}
-        states: Tensor = self.model.base_model(ids, use_cache=False, **placed).last_hidden_state
-        return states
+        return cast(Tensor, self.model.base_model(ids, use_cache=False, **placed).last_hidden_state)
 
     def logits(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return (B, C, V) logits of (B, C) token ids, see `hidden`."""
         placed = {} if positions is None else {"position_ids": positions}
-        logits: Tensor = self.model(ids, use_cache=False, **placed).logits
-        return logits
+        return cast(Tensor, self.model(ids, use_cache=False, **placed).logits)
 
     def check_packing(self) -> None:
         """Refuse a base in which texts of one row would see each other. Raises ModelError.

@@ -1,6 +1,6 @@
 """The networks of `models.generalising`: a plain one, and modules trained alongside it."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,7 @@ class Extended(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """(B, e) -> (B, classes)."""
-        head: nn.Linear = self.outer if hasattr(self, "outer") else self.base.head
-        return head
+        return cast(nn.Linear, self.outer if hasattr(self, "outer") else self.base.head)
 
     @property
     def beside(self) -> nn.ModuleDict:
@@ -46,13 +45,11 @@ class Extended(nn.Module):
 
     def features(self, x: Tensor) -> Tensor:
         """Return (B, e) features of inputs."""
-        features: Tensor = self.base.features(x)
-        return features
+        return cast(Tensor, self.base.features(x))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, classes) logits of inputs."""
-        logits: Tensor = self.head(self.features(x))
-        return logits
+        return cast(Tensor, self.head(self.features(x)))
 
 
 class Reference(nn.Module):
@@ -100,8 +97,7 @@ class Stochastic(Extended):
         return self.mean(features), softplus(self.spread(features))
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.mean(self.features(x)))
-        return logits
+        return cast(Tensor, self.head(self.mean(self.features(x))))
 
 
 class Adversarial(Extended):
@@ -133,8 +129,7 @@ class Adversarial(Extended):
         """Return (B, e) features of the classes of (B,) labels, generated from uniform noise."""
         # drawn on the CPU, whose generator gives the same numbers whatever the device
         noise = torch.rand(len(y), self.noise).to(y.device)
-        drawn: Tensor = self.generator(torch.cat([noise, self._coded(y)], dim=1))
-        return drawn
+        return cast(Tensor, self.generator(torch.cat([noise, self._coded(y)], dim=1)))
 
     def judge(self, features: Tensor, y: Tensor) -> Tensor:
         """Return (B, 1) in [0, 1]: how generated (B, e) features of labels look."""

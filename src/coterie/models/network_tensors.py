@@ -228,8 +228,7 @@ class Stacked:
             return self.network.stacked(list(stacks.values()), x)
 
         def at(point: Tensors, batch: Tensor) -> Tensor:
-            logits: Tensor = torch.func.functional_call(self.network, point, (batch,))
-            return logits
+            return cast(Tensor, torch.func.functional_call(self.network, point, (batch,)))
 
         return torch.vmap(at)(stacks | buffers, x)
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -245,8 +245,7 @@ class PoolClassifier:
     def _logits(self, embeddings: Tensor) -> Tensor:
         """Return the gate's (B, M) logits of (B, e) embeddings."""
         assert self.gate is not None
-        logits: Tensor = self.gate.network(embeddings.to(self.device))
-        return logits
+        return cast(Tensor, self.gate.network(embeddings.to(self.device)))
 
     def _weights(self, batch: Examples) -> Tensor:
         """Return the log-weight of each of the client's experts for each example, (B, k)."""

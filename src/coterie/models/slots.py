@@ -146,8 +146,7 @@ class _InTheBlock(nn.Module):
         self.up, self.activation, self.down = up, activation, down
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.activation(self.up(x)))
-        return y
+        return cast(Tensor, self.down(self.activation(self.up(x))))
 
 
 def slotted(block: nn.Module, family: Family, attached: Attached, index: int) -> FrozenMLP:

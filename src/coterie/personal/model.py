@@ -138,8 +138,7 @@ class PersonalModel:
         Hub's cache. `settings` are those of `coterie.load`. Raises CoterieError.
         """
         hub = import_module("coterie.export.pull")  # the room that knows the Hub is above this one
-        model: PersonalModel = hub.from_pretrained(repo, revision, **settings)
-        return model
+        return cast(PersonalModel, hub.from_pretrained(repo, revision, **settings))
 
     def push_to_hub(
         self, repo: str, *, publish_personal: bool = False, private: bool = True
@@ -153,8 +152,7 @@ class PersonalModel:
             self.save_pretrained(folder)
             agreed = {"publish_personal": publish_personal, "public": not private}
             pushed = hub.push(Path(folder), repo, client=self.about.client, **agreed)
-        address: str = pushed.url
-        return address
+        return cast(str, pushed.url)
 
     @property
     def experts(self) -> tuple[str, ...]:

@@ -306,8 +306,7 @@ def build(method: Method | type[Method] | str, settings: Mapping[str, Any]) -> M
         entry = METHODS.get(method)
         small = {} if entry is None else _small(entry.method, entry.fixed)
         return build_method({"name": method, **small, **settings})
-    built: Method = TypeAdapter(method).validate_python({**_small(method, {}), **settings})
-    return built
+    return TypeAdapter(method).validate_python({**_small(method, {}), **settings})
 
 
 def _small(method: type[Method], fixed: Mapping[str, Any]) -> dict[str, Any]:

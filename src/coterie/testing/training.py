@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -354,8 +354,7 @@ class _Simulated(Device):
     of: Any = None
 
     def _prepared(self, request: Request) -> Prepared:
-        prepared: Prepared = replace(self.of, site=replace(self.of.site))
-        return prepared
+        return cast(Prepared, replace(self.of, site=replace(self.of.site)))
 
 
 @clause("a run on devices, each with its own state, equals that of one process to the bit")

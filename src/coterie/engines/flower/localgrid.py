@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from flwr.app import Context, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -38,8 +38,7 @@ class LocalNode:
     def reply(self, arrived: Message) -> Message | None:
         """Return the reply to a message; None: it never arrives."""
         context = Context(1, arrived.metadata.dst_node_id, dict(self.config), RecordDict(), {})
-        answer: Message | None = client_app(self.handle)(arrived, context)
-        return answer
+        return cast(Message | None, client_app(self.handle)(arrived, context))
 
 
 @dataclass(eq=False)

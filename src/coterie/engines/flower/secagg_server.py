@@ -176,8 +176,7 @@ class _Exchange:
         if (total > len(active) * levels(self.cohort.clients)).any():
             self.result.spoilt = sorted(active)
             raise TensorError("the sum is out of range: a client did not follow the protocol")
-        mean: np.ndarray = total * (step(self.cohort.clients) / len(active)) - RANGE
-        return mean
+        return cast(np.ndarray, total * (step(self.cohort.clients) / len(active)) - RANGE)
 
     def _mask(self, seed: bytes) -> np.ndarray:
         """Return an update's mask, (d,) int64; the stream's first value is for the weight."""

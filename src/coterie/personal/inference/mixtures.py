@@ -149,8 +149,7 @@ class Mixtures:
         if count == 1 if models > 1 and x.device.type == "cpu" else count <= FEW and models == 1:
             return self._few(tokens, base, record).view_as(x)
         if self.original is not None and not self._sorts(count):
-            output: Tensor = self.original(x, base, record)
-            return output
+            return cast(Tensor, self.original(x, base, record))
         return self._many(tokens, base, record).view_as(x)
 
     def _sorts(self, count: int) -> bool:
