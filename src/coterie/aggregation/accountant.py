@@ -85,7 +85,8 @@ class Ledger:
 
 @dataclass
 class Accountant:
-    """The privacy that a run has spent.
+    """The privacy that a run has spent. Raises Refused if a library that counts or draws noise is
+    not installed, or there is no delta.
 
     Central: one guarantee for every client, against whoever sees all models that the server sends.
     If all clients are asked in every exchange, it is a composition of Gaussian mechanisms, exactly,
@@ -95,9 +96,6 @@ class Accountant:
 
     Local: the guarantee of a client against everybody, for neighbours by replacement, over all
     counted exchanges. For a client that took part in fewer, keep an Accountant of its own.
-
-    Raises:
-        Refused: A library that counts or draws noise is not installed, or there is no delta.
     """
 
     privacy: Privacy  # the recipe's section

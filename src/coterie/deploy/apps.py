@@ -58,16 +58,13 @@ def device(node: Mapping[str, Any]) -> "Device":
 
 
 def serve(grid: "Grid", config: Mapping[str, Any]) -> None:
-    """Run a recipe on the devices of Flower's grid.
+    """Run a recipe on the devices of Flower's grid. Raises Refused, before any device is asked, if
+    the recipe, the folder or a tracker is invalid; CoterieError if the run failed.
 
     `config` has `recipe`, a name, a path on this machine, or a complete recipe as JSON; `set`,
     KEY=VALUE texts with ; between them; `seed`, -1 for the recipe's; `out`, a folder on this
     machine; `resume` and `changed`, see `run`; `clients`, the number to wait for, at most
     `patience` seconds; `track`, trackers of this machine with ; between them.
-
-    Raises:
-        Refused: The recipe, the folder or a tracker is invalid; no device was asked.
-        CoterieError: The run failed.
     """
     from rich.console import Console
 

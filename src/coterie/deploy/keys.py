@@ -42,13 +42,10 @@ _MOST = 1 << 14  # bytes of a file with a public key; a true one has a few hundr
 def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
     """Create the files missing from a folder: a certificate authority `ca.crt` and `ca.key`, the
     server's certificate `server.crt` and `server.key` for `hosts`, and a key pair for each client.
+    Raises Refused if an id is invalid, or the folder is for other hosts, or not writable.
 
     Only `ca.crt` and a client's private key go to its device. Then the private key is not needed
     here: a client with a public key has its pair. `ca.key` and `server.key` never leave the server.
-
-    Raises:
-        Refused: An id is invalid, or the folder has a certificate for other hosts, or is not
-            writable.
     """
     for client in clients:
         _check(client)

@@ -328,11 +328,8 @@ def register(key: Path, home: Path) -> str:
 def submit(link: Link, home: Path, config: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Have a server run a recipe on its devices, with keys of `[tool.flwr.app.config]`, and wait
     for its end. `say` is called with each line of the run's output, `home` is the folder of
-    Flower's files.
-
-    Raises:
-        Refused: The server is not there.
-        ClientError: Flower refused the run, it failed, or the connection to the server was lost.
+    Flower's files. Raises Refused if the server is not there, ClientError if Flower refused the
+    run, it failed, or the connection to the server was lost.
     """
     link.check()
     if not link.answers("control"):

@@ -202,12 +202,8 @@ class LanguageModel:
         self, batch: TextBatch, wrt: Sequence[nn.Parameter]
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return each row's gradient, exactly `gradient` of a batch of this row alone, but without
-        dropout. Raises ModelError as `gradient`.
-
-        Returns:
-            The gradients in the order of `wrt`, (B, ...) fp32 each, and statistics as of
-            `gradient`, means
-            over rows.
+        dropout, (B, ...) fp32 each in the order of `wrt`; and its statistics, means over rows.
+        Raises ModelError as `gradient`.
         """
         windows = Windows.of(self.backbone, batch)
         check_trained(self.adapter.parameters(), wrt)

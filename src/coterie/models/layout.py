@@ -225,9 +225,7 @@ class CommonLayout(NetworkLayout):
 @dataclass(frozen=True)
 class PoolLayout(NetworkLayout):
     """The size of a pool, the number of experts at a client, and how their outputs are combined.
-
-    Raises:
-        ModelError: A value is out of its range.
+    Raises ModelError for a value out of its range.
     """
 
     pool: int = 5  # M, experts at the server

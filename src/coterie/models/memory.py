@@ -91,10 +91,7 @@ class Step:
 
     def checkpointing(self, rows: int, memory: float, given: bool | None = None) -> bool:
         """Return whether blocks are computed again in the backward pass: as given, or where so many
-        windows at a time do not fit into memory otherwise.
-
-        Raises:
-            ModelError: Not one window fits into memory, in bytes.
+        windows at a time do not fit into memory otherwise. Raises ModelError if not even one fits.
         """
         if self._bound(rows) < memory:
             return bool(given)

@@ -120,10 +120,8 @@ class Shape(Protocol):
 
 @dataclass(frozen=True)
 class NetworkShape:
-    """All that determines a network of images without data.
-
-    Raises:
-        ModelError: A size is not positive, or there is no such network or normalisation.
+    """All that determines a network of images without data. Raises ModelError if a size is not
+    positive, or there is no such network or normalisation.
     """
 
     # the architecture

@@ -72,11 +72,9 @@ def as_samples(given: Any, shape: Shape) -> Samples:
 def read(paths: Sequence[Path], shape: Shape) -> Samples:
     """Read the samples of files, and of folders with their subfolders; names that begin with a dot
     are skipped. Files are PNG or JPEG images of the network's input size, in colour or grey; or
-    texts, one in each .txt file, and one in each line of a .jsonl file as its "text".
-
-    Raises:
-        DataError: There are no files, a file of another kind, an unreadable image or one of another
-            size, or an empty text; the message names all such files.
+    texts, one in each .txt file, and one in each line of a .jsonl file as its "text". Raises
+    DataError, which names all such files: there are none, or files of another kind, unreadable
+    images or ones of another size, or empty texts.
     """
     texts = isinstance(shape, TextShape)
     samples: list[tuple[str, Any]] = []

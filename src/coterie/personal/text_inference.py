@@ -309,11 +309,8 @@ class TextInference:
     @inference()
     def generate(self, adapter: Attachable, settings: Mapping[str, Any]) -> Tensor:
         """Continue (B, C) ids, one of the settings, by transformers' `generate`; return (B, ...)
-        ids.
-
-        Raises:
-            ModelError: The text would grow longer than the base's context, or has a token that the
-                base lacks; the temperature is out of range; or scores are not finite.
+        ids. Raises ModelError for a text that would grow longer than the base's context, or has a
+        token that the base lacks, a temperature out of range, or scores that are not finite.
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))

@@ -86,13 +86,9 @@ def served(
     models: Mapping[str, PersonalModel], settings: Settings, report: Callable[[str], None]
 ) -> Iterator[str]:
     """Serve the models of clients, on one backbone, while the block runs; yield the API's address.
-
-    `report` is called with one line about each internal error of the server.
-
-    Raises:
-        Refused: The port is taken, the host is not an address of this machine, or the context is
-            longer than the base's.
-        ModelError: The base has no tokenizer.
+    `report` is called with one line about each internal error of the server. Raises Refused if the
+    port is taken, the host is not an address of this machine, or the context is longer than the
+    base's; ModelError if the base has no tokenizer.
     """
     together = ManyModels(models)
     with listening(settings.host, settings.port) as listener:
