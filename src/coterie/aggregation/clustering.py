@@ -93,9 +93,7 @@ def cluster(distances: Tensor, most: int) -> Tensor:
 
 
 def silhouette(distances: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean silhouette (Rousseeuw 1987) of clients' labels, 0, 1, ..., (n,); that of a
-    client alone in its cluster is 0.
-    """
+    """Return the mean silhouette (Rousseeuw 1987) of labels (n,), 0, 1, ...; 0 of one alone."""
     member = torch.nn.functional.one_hot(labels).double()
     sums, sizes = distances.clone().fill_diagonal_(0) @ member, member.sum(dim=0)
     inside = (sums * member).sum(dim=1) / (sizes[labels] - 1).clamp(min=1)

@@ -188,9 +188,7 @@ class _Probability:
 
 
 def _tail(k: int, deviation: float, bits: int) -> int:
-    """2^bits Phi(-x) for x = (k + 1/2) / deviation >= 0, with an error below 1, by the series of
-    Phi(x) - 1/2, whose terms are positive.
-    """
+    """2^bits Phi(-x), x = (k + 1/2) / deviation >= 0, error below 1, by Phi(x) - 1/2's series."""
     # 30 digits more than asked, for a few thousand roundings
     with localcontext(Context(prec=bits * 31 // 100 + 30)) as context:
         x: Decimal = (Decimal(k) + Decimal("0.5")) / Decimal(deviation)

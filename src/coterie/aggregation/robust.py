@@ -288,9 +288,7 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
 
 
 def _neighbourhoods(products: Tensor, count: int) -> Tensor:
-    """Return each vector's sum of squared distances to its `count` nearest others, (n,), from inner
-    products, (n, n); zero if `count` is negative.
-    """
+    """Return (n,) sums of squared distances to the `count` nearest, by inner products (n, n)."""
     norms = products.diagonal()
     distances = (norms[:, None] + norms - 2 * products).clamp(min=0).fill_diagonal_(math.inf)
     return distances.sort(dim=1).values[:, : max(count, 0)].sum(dim=1)

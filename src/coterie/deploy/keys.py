@@ -301,9 +301,7 @@ def there(path: Path, what: str, remedy: str) -> None:
 
 
 def unknown(address: str) -> str:
-    """Return a sentence if the host of `host:port`, or a host alone, has no address as seen from
-    this machine; "" if it has one.
-    """
+    """Return a sentence if a host, or that of `host:port`, has no address seen from here, or ""."""
     host = address.rpartition(":")[0] or address
     try:
         socket.getaddrinfo(host, None)

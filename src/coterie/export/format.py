@@ -289,9 +289,7 @@ class Format(ABC):
         """Load the files of one client by the program that they are for."""
 
     def interface(self, client: ClientModel) -> dict[str, Any]:
-        """Return the inputs and the outputs of the exported model, for export.json; by default
-        those of a causal language model of transformers.
-        """
+        """Return the exported model's inputs and outputs, by default those of a causal LM."""
         vocabulary = client.model.backbone.architecture.vocabulary
         return {
             "inputs": {"input_ids": {"dtype": "int64", "shape": ["batch", "tokens"]}},

@@ -321,9 +321,7 @@ def _add(writer: Any, name: str, values: Values, precision: str) -> None:
 
 
 def _within(name: str, values: Values, precision: str) -> Values:
-    """Return values if they are within the range of a precision; the values or scales of all but
-    f32 are of half precision. Raises ExportError.
-    """
+    """Return values, if in the range of a precision (scales are fp16). Raises ExportError."""
     most = np.finfo(DTYPES.get(precision, np.float16)).max
     # negated, so that NaN is refused too
     if not (np.abs(values).max(initial=0) <= most):

@@ -75,9 +75,7 @@ class LanguageModel:
             return self.backbone.hidden(ids).float().mean(dim=1).cpu()
 
     def settled(self) -> tuple[Layout, Tensors]:
-        """Return layout and tensors as of a model in which nothing is frozen or repeated: a frozen
-        sum becomes ranks of the LoRA.
-        """
+        """Return layout and tensors with nothing frozen or repeated: sums become ranks."""
         if self.layout.repeated:
             return self.adapter.unrepeated(self._held)
         if self.layout.frozen_sum:

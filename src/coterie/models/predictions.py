@@ -32,9 +32,7 @@ def score_of(predictions: Iterable[Prediction], sums: int = 0) -> Tensor:
 
 
 def joined(by_part: Sequence[Sequence[Prediction]]) -> Prediction:
-    """Return several models' predictions of the same data: log-probabilities (P, n, classes) in
-    float64 and what is right, (n,), on the CPU.
-    """
+    """Return models' predictions of the same data, (P, n, classes) float64, and the right, (n,)."""
     log_probs = [torch.cat([p for p, _ in batches]).cpu().double() for batches in by_part]
     return torch.stack(log_probs), torch.cat([right for _, right in by_part[0]]).cpu()
 

@@ -114,9 +114,7 @@ def tokens_in(batch: TextBatch) -> int:
 
 
 def shortened(batch: TextBatch, tokens: int) -> TextBatch:
-    """Return whole rows of a batch with about so many inputs, or the start of its first row: to
-    measure how long a part of it takes.
-    """
+    """Return rows of a batch with about so many inputs, or the start of one, to time it."""
     rows = max(tokens * len(batch) // max(tokens_in(batch), 1), 1)
     if isinstance(batch, Tensor):
         return batch[:rows, : tokens + 1]

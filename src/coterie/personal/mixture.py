@@ -29,9 +29,7 @@ from coterie.personal.model import PersonalModel
 
 
 class PersonalMixture(PersonalModel):
-    """A client's language models, by method, on one base, whose predictions are mixed: p = sum_k
-    w_k p_k.
-    """
+    """A client's language models, by method, on one base, predictions mixed: p = sum_k w_k p_k."""
 
     def __init__(self, parts: Mapping[str, PersonalModel], about: AboutMixture) -> None:
         self.parts, first = dict(parts), next(iter(parts.values()))

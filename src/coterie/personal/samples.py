@@ -95,9 +95,7 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
-    """Return texts as samples of token ids, cut off at the network's length. Raises DataError if a
-    text is empty, or there are no texts.
-    """
+    """Return texts as token ids, cut at the network's length. Raises DataError for empty texts."""
     names = names or [f"text {k}" for k in range(1, len(texts) + 1)]
     ids = _encoder(shape.base).whole([text[:LONGEST] for text in texts], shape.length)
     if empty := [

@@ -248,9 +248,7 @@ class Participants:
         return sources
 
     def _leave_out_liars(self, complaints: Mapping[int, Sequence[int]]) -> None:
-        """Leave out who disagrees with several others: with one liar, honest clients disagree only
-        with it.
-        """
+        """Leave out who disagrees with several: honest clients disagree only with liars."""
         pairs = {
             frozenset((node, other))
             for node in complaints

@@ -26,9 +26,7 @@ def padded(values: Sequence[Tensor]) -> Tensor:
 
 
 def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the joint weight and bias of several plain layers, whose own weights become views of
-    it; None for other layers.
-    """
+    """Return the joint weight and bias of plain layers, now views of it; None for other layers."""
     if len(layers) < 2 or any(type(layer) is not nn.Linear for layer in layers):
         return None
     linears = cast(Sequence[nn.Linear], layers)

@@ -293,9 +293,7 @@ _OF_ROWS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "tok
 
 
 class Mixed:
-    """The adapters of the parts of several groups of rows, one after another, with (groups, P)
-    weights.
-    """
+    """The adapters of the parts of several groups of rows, in turn, with (groups, P) weights."""
 
     def __init__(self, stacks: Stacks, weights: Tensor) -> None:
         self.stacks, self.weights, self.groups = stacks, weights, len(weights)
