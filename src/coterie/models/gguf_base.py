@@ -82,26 +82,23 @@ def _converted(path: Path, stamp: tuple[int, int]) -> str:
 
 def _read(path: Path) -> Callable[[Path], None]:
     """Return what writes the folder of a file. Raises ModelError."""
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-        PreTrainedConfig,
-    )
-    from transformers.utils import is_gguf_available
+    import transformers
 
-    if not is_gguf_available():
+    if not transformers.utils.is_gguf_available():
         raise ModelError(f"{path.name} needs the package gguf", extra("device"))
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     try:
         with quietly():
-            settings, _ = PreTrainedConfig.get_config_dict(path.parent, **where)
+            settings, _ = transformers.PreTrainedConfig.get_config_dict(path.parent, **where)
             check_parts(settings, str(path))
-            tokenizer = AutoTokenizer.from_pretrained(path.parent, trust_remote_code=False, **where)
-            config = AutoConfig.from_pretrained(path.parent, trust_remote_code=False, **where)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                path.parent, trust_remote_code=False, **where
+            )
+            config = transformers.AutoConfig.from_pretrained(
+                path.parent, trust_remote_code=False, **where
+            )
             _scale_positions(path, config)
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 path.parent,
                 config=config,
                 dtype=torch.float32,
@@ -128,7 +125,7 @@ def _read(path: Path) -> Callable[[Path], None]:
         del model.config.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-    generation = GenerationConfig.from_model_config(model.config)
+    generation = transformers.GenerationConfig.from_model_config(model.config)
 
     def write(folder: Path) -> None:
         tokenizer.save_pretrained(folder)

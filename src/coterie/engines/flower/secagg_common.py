@@ -24,14 +24,7 @@ from flwr.common.secure_aggregation.secaggplus_utils import (
     share_keys_plaintext_separate,
 )
 from flwr.server.workflow.secure_aggregation.secaggplus_workflow import SecAggPlusWorkflow
-from flwr.supercore.primitives.asymmetric import (
-    bytes_to_private_key,
-    bytes_to_public_key,
-    generate_key_pairs,
-    public_key_to_bytes,
-    sign_message,
-    verify_signature,
-)
+from flwr.supercore.primitives import asymmetric
 
 from coterie.aggregation.noise import Source
 from coterie.aggregation.secure import (
@@ -70,17 +63,19 @@ CIPHERTEXT = len(encrypt(b"A" * 43 + b"=", bytes(DIGEST + _ADDRESSES + 2 * SHARE
 def signatures(private_keys: list[bytes], about: str, node: int) -> list[bytes]:
     """Return proofs that a node has its private keys: signatures of the exchange and the node."""
     text = f"{about} {node}".encode()
-    return [sign_message(bytes_to_private_key(key), text) for key in private_keys]
+    return [
+        asymmetric.sign_message(asymmetric.bytes_to_private_key(key), text) for key in private_keys
+    ]
 
 
 def proves(public: bytes, signature: bytes, about: str, node: int) -> bool:
     """Return whether a node has the private key of this P-384 public key, see `signatures`."""
     try:
-        key = bytes_to_public_key(public)
+        key = asymmetric.bytes_to_public_key(public)
         return (
             isinstance(key.curve, ec.SECP384R1)
-            and public_key_to_bytes(key) == public
-            and verify_signature(key, f"{about} {node}".encode(), signature)
+            and asymmetric.public_key_to_bytes(key) == public
+            and asymmetric.verify_signature(key, f"{about} {node}".encode(), signature)
         )
     except (ValueError, AttributeError, UnsupportedAlgorithm):
         return False
@@ -132,10 +127,11 @@ def share_key(
     private: bytes, threshold: int, clients: int, cohort: bytes, node: int
 ) -> tuple[list[Share], SharingProof, bytes]:
     """Share a private key; the last value is `Proofs.point`."""
-    blind, public = generate_key_pairs()
-    point = public_key_to_bytes(public)
+    blind, public = asymmetric.generate_key_pairs()
+    point = asymmetric.public_key_to_bytes(public)
     secret, start = (
-        key.private_numbers().private_value for key in (bytes_to_private_key(private), blind)
+        key.private_numbers().private_value
+        for key in (asymmetric.bytes_to_private_key(private), blind)
     )
     return *share_secret(secret, start, threshold, clients, _context(cohort, node, point)), point
 
@@ -150,7 +146,7 @@ def _context(cohort: bytes, node: int, point: bytes = b"") -> bytes:
 
 
 def _point(public: bytes) -> ECC.EccPoint:
-    numbers = bytes_to_public_key(public).public_numbers()
+    numbers = asymmetric.bytes_to_public_key(public).public_numbers()
     return ECC.EccPoint(numbers.x, numbers.y, "p384")
 
 
