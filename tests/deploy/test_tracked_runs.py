@@ -17,7 +17,7 @@ from terminals import terminals, written
 from coterie.core.errors import Refused
 from coterie.deploy import apps
 from coterie.deploy.keys import free_port
-from coterie.engines.flower.localgrid import LocalGrid, LocalNode
+from coterie.engines.flower.apps import LocalGrid, LocalNode
 from coterie.reports.trackers import TRACKED, TRACKERS
 
 KEPT = {"wandb": "wandb", "mlflow": "mlflow.db"}

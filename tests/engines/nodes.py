@@ -16,7 +16,7 @@ from coterie.core.callback import Callback
 from coterie.core.result import Json
 from coterie.deploy import apps
 from coterie.engines import Listener
-from coterie.engines.flower.localgrid import Handle, LocalGrid, LocalNode, delivered
+from coterie.engines.flower.apps import Handle, LocalGrid, LocalNode, delivered
 from coterie.engines.messages import Reply, Request
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device
 from coterie.runs.execution import Execution

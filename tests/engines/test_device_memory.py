@@ -488,7 +488,7 @@ def test_a_simulation_that_died_before_its_first_checkpoint_starts_again(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "coterie.engines.flower.simulation.simulated",
+        "coterie.engines.flower.apps.simulated",
         lambda clients, threads, handle, accelerators: simulated_nodes(clients),
     )
     whole = as_json(run.run(recipe, tmp_path / "whole"))[-1]

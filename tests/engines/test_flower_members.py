@@ -24,11 +24,11 @@ from nodes import (
 
 from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, RecipeError, Refused
+from coterie.engines.flower import apps as simulation
 from coterie.engines.flower import engine as flower
 from coterie.engines.flower import nodes as flower_nodes
-from coterie.engines.flower import simulation
+from coterie.engines.flower.apps import simulated
 from coterie.engines.flower.engine import gathered
-from coterie.engines.flower.simulation import simulated
 from coterie.engines.messages import Member, Reply
 from coterie.runs import run
 from coterie.runs.backends import DeviceBackend, flower_engine

@@ -124,7 +124,7 @@ def assert_same_run(here: Path, there: Path, differing: tuple[str, ...] = ()) ->
 def simulated(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run under a simulation whose nodes are in this process."""
     monkeypatch.setattr(
-        "coterie.engines.flower.simulation.simulated",
+        "coterie.engines.flower.apps.simulated",
         lambda clients, threads, handle, accelerators: simulated_nodes(clients),
     )
     run.run(recipe, folder, backend=LocalBackend("flower"))

@@ -23,8 +23,8 @@ import torch
 
 from coterie.core.callback import Callback
 from coterie.core.files import load as load_tensors
+from coterie.engines.flower import apps as simulation
 from coterie.engines.flower import engine as flower
-from coterie.engines.flower import simulation
 from coterie.runs import backends, run
 from coterie.runs.backends import LocalBackend
 from coterie.runs.recipes.recipe import load
@@ -140,7 +140,7 @@ WHERE = """
 import sys, time
 from flwr.app import Message
 from coterie.engines.flower.apps import packed, unpacked
-from coterie.engines.flower.simulation import simulated
+from coterie.engines.flower.apps import simulated
 from coterie.engines.messages import Request
 
 def where(node, text, body):

@@ -83,8 +83,8 @@ class LocalBackend:
             most = half_of_memory(prepared.problem.device) if memory is None else memory * 2**30
             states = States(folder, most)
             return kind(prepared.site, prepared.method, listener, states, prepared.at_once)
+        from coterie.engines.flower.apps import simulated
         from coterie.engines.flower.engine import gathered
-        from coterie.engines.flower.simulation import simulated
 
         clients, threads = len(prepared.site.data), computing_threads(prepared)
         recipe, place = prepared.recipe, prepared.problem.device.type

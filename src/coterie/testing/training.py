@@ -362,8 +362,8 @@ def devices_are_alike(method: Method, world: World) -> None:
     """Check a run with partial participation over Flower's messages, without Flower's runtime."""
     if find_spec("flwr") is None:
         raise NotApplicable(f"Flower is not installed: {extra('flower')}")
+    from coterie.engines.flower.apps import LocalGrid, LocalNode
     from coterie.engines.flower.engine import Flower
-    from coterie.engines.flower.localgrid import LocalGrid, LocalNode
 
     method, world = longer(method), world.one_by_one
     one = Run(method, world).rounds(method.rounds, draw=some)
