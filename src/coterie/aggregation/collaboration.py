@@ -139,9 +139,8 @@ def start_weights(n: int, row_stochastic: bool) -> Tensor:
 def weights_error(
     weights: Sequence[Sequence[float]], clusters: Sequence[int], row_stochastic: bool
 ) -> float:
-    """Return the share of off-diagonal weights, (n, n), on the wrong side of a threshold: exactly
-    those of cluster mates should be above it. It is 0.5, or if rows sum to 1 half of the row's
-    largest.
+    """Return the share of off-diagonal weights, (n, n), on the wrong side of a threshold: cluster
+    mates' alone should be above it: 0.5, or of rows that sum to 1 half their largest.
     """
     wrong = []
     for i, row in enumerate(weights):

@@ -125,8 +125,7 @@ def rdp_of_steps(rate: float, noise: float, steps: int) -> npt.NDArray[np.float6
 class ExampleAccountant:
     """The privacy of its examples that each client has spent, over the steps of all training tasks
     that it was asked for: one epsilon each, since rates and numbers of steps differ. Clients that
-    did not answer may have trained, and count. Raises Refused without a delta or the accounting
-    library.
+    did not answer count. Raises Refused without a delta or the accounting library.
     """
 
     privacy: Privacy  # the recipe's section

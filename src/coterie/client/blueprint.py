@@ -122,8 +122,7 @@ class Blueprint:
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
         """Return one role's initial values, (d,); `start` 1, 2, ... for others of the same
-        distribution. Of a pool it is one expert, with its running statistics, which otherwise are
-        in no vector.
+        distribution. Of a pool it is one expert with running statistics, else in no vector.
         """
         seed = (
             initial_seed(self.seed, role, "")

@@ -267,9 +267,8 @@ class Client(BoundClient):
             del self.state[key]
 
     def score(self, split: Split, batches: int | None = None) -> Tensor:
-        """Return the model's score on a split, or on at most `batches` of it: (2,) float64, total
-        negative log-likelihood in nats and number of predictions; of a classifier (3,), with
-        correct ones.
+        """Return the score on a split, or at most `batches` of it: (2,) float64, total negative
+        log-likelihood, nats, and number of predictions; of a classifier (3,), with correct ones.
         """
         return self.model.score(islice(self.batches(split), batches))
 

@@ -147,9 +147,8 @@ class Outbound:
         self, method: Any, steps: int, round: int, phase: int, id: ClientId
     ) -> Sanitizer | None:
         """Return the maker of a client's shared gradients in one task of so many steps; None if
-        examples are not protected. On devices it never draws the same noise twice, even for equal
-        requests: on other data, or from another state, the difference would have none. Each time
-        counts.
+        examples are not protected. On devices it never draws noise twice, even for equal requests:
+        on other data, or from another state, the difference would have none. Each time counts.
         """
         if self.privacy is None or not self.sanitizes:
             return None

@@ -41,9 +41,8 @@ WEIGHTS = "weights"  # of the parts' predictions, (P,) float64 in the client's s
 
 @dataclass
 class ClientOfParts:
-    """One client during one task: an ordinary `Client` for each part, one at a time, made by
-    `clients` on the part's state, `<part>/<name>` in `state`; it draws the random numbers of that
-    method alone.
+    """One client during a task: a `Client` for each part, one at a time, made by `clients` on the
+    part's state, `<part>/<name>` in `state`; it draws the random numbers of that method alone.
     """
 
     id: ClientId

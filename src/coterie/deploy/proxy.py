@@ -157,8 +157,7 @@ def open_proxy(
     """Open the proxy at an address while the block runs, before the one at which the SuperLink
     listens, with the server's certificate, its key and the authority's certificate, or without
     encryption and keys. It knows no device's key at first. Requests for messages are held only with
-    `posted`, a file that is touched once these are there. Raises OSError if the address cannot be
-    listened on.
+    `posted`, a file that is touched once these are there. Raises OSError.
     """
     outer = inner = None
     if certificate is not None:

@@ -29,8 +29,7 @@ from coterie.models.predictions import Prediction, score_of
 class Classifier:
     """A network on a device ("meta": shapes without values), all of it a GENERALIST's but for a
     local part, a SPECIALIST's, see `Layout`. Batch normalisation uses the batch's statistics in
-    training, the running ones in scoring, which are shared with `statistics`, as values of the
-    GENERALIST.
+    training, the running ones in scoring, which with `statistics` are shared as the GENERALIST's.
 
     It begins with the parameters and running statistics of `start`, for any seed, or drawn ones.
     Raises ModelError if they are of another network, or the network has no such part.

@@ -161,8 +161,7 @@ class LanguageModel:
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the gradient of the whole batch's objective with respect to `wrt`, parameters of
         the adapter, in its order, fp32; and detached statistics: the scalars "loss" (the
-        cross-entropy) and "balance", and, with a router, "router" (blocks, n), the mean routing
-        weight.
+        cross-entropy) and "balance", and, if routed, "router" (blocks, n), the mean weights.
 
         The objective is the mean next-token cross-entropy of (B, C + 1) int64, or of the counted
         tokens of conversations, + lambda * load balancing over all tokens. It does not depend on

@@ -165,8 +165,7 @@ class Layout:
         Uniform: n. Generalist (eq. 6, for any g and s): 2 g for a generalist, 2 s for a specialist,
         so that at its target, where generalists have half of the probability, the loss is k, as the
         uniform one is at its own. As printed it is 2 (g^2 + s^2) times smaller: with three
-        specialists a twentieth, which has no effect. With experts of one kind only it is the
-        uniform loss.
+        specialists a twentieth, which has no effect. With one kind alone it is uniform.
         """
         g, s = self.generalists, self.specialists
         if not self.routed or self.balance == "none":

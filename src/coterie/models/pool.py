@@ -28,8 +28,7 @@ class PoolClassifier:
     hidden units from a common expert's embeddings to M logits; without a common expert the mixture
     needs no gate. Every expert begins with `start`, or with random values.
 
-    `numbers`, (slots,) int64, has the experts in the places, ascending, then `ABSENT` if there are
-    fewer.
+    `numbers`, (slots,) int64, has the experts in the places, ascending, then `ABSENT`.
     """
 
     def __init__(

@@ -151,8 +151,7 @@ def _usable(state: SecAggPlusState, source: int, ciphertext: bytes, checks: byte
 def _opened(message: Message, context: Context) -> RecordDict:
     """Return the shares that this device dealt to a client which cannot use them, to the server: of
     one client per exchange, since fewer clients than `threshold` could otherwise collude with a
-    server to remove masks. Raises TensorError: it was asked about another client, or sent other
-    shares.
+    server to remove masks. Raises TensorError: of another client, or other shares.
     """
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
     complainer = cast(int, configs[common.COMPLAINER])
