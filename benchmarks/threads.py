@@ -25,7 +25,7 @@ from typing import Any
 
 from common import RESULTS, report
 
-from coterie.core.threads import _BRIEFLY, _WAITING, SAID
+from coterie.core.threads import _BRIEFLY, _WAITING
 
 VARIANTS: dict[
     str, tuple[dict[str, str], int | None]
@@ -79,7 +79,7 @@ def busy(processes: int) -> Iterator[None]:
 def measure(variant: str, seconds: float, priority: bool) -> dict[str, float]:
     """One variant in a process of its own."""
     environment, threads = VARIANTS[variant]
-    inherited = {k: v for k, v in os.environ.items() if k not in (*_WAITING, *SAID)}
+    inherited = {k: v for k, v in os.environ.items() if k not in _WAITING}
     words = [
         sys.executable,
         __file__,
