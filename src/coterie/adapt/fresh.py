@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from coterie import personal
-from coterie.adapt.new_client import TRAINED, recipe_of, written
+from coterie.adapt.new_client import TRAINED, written
 from coterie.adapt.personalisation import descend, how_far, table
 from coterie.client.client import Client
 from coterie.core.checksums import replaced
@@ -31,6 +31,7 @@ from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.own_text import text_of
 from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes.recipe import resolve
 
 FRESH = "fresh"  # the folder of the refitted model, in the client's own
 BEFORE, ROUTERS, EXPERTS = "before", "router", "specialists"  # stages
@@ -85,7 +86,7 @@ def refit(
         Refused: There is no such model or text, all of the model is shared, or `out` exists.
         SaveError: The model could not be written.
     """
-    client, recipe = normal(client), recipe_of(run)
+    client, recipe = normal(client), resolve(run)
     source = personal.folder_of(run, client)
     folder = out or source / FRESH
     if folder.exists() and folder.resolve() != source.resolve():

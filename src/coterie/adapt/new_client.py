@@ -14,7 +14,7 @@ from coterie.client.client import Client
 from coterie.client.site import ClientOfParts
 from coterie.core import names
 from coterie.core.checksums import replaced
-from coterie.core.errors import CheckpointError, Refused, SaveError
+from coterie.core.errors import Refused, SaveError
 from coterie.core.files import make_folder, write_json
 from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId
@@ -32,15 +32,13 @@ from coterie.models.text import kept
 from coterie.personal import PersonalClassifier, PersonalModel, load
 from coterie.personal.samples import read
 from coterie.runs.execution import Execution
-from coterie.runs.folder import names as files
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.own_text import text_of
 from coterie.runs.problems.prepare import Prepared, prepare
-from coterie.runs.recipes import recipe as recipes
-from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe, resolve
 
 # the file in a personal model's folder with the effect of the client's own training
 TRAINED = "training.json"
@@ -227,31 +225,17 @@ def written(folder: Path) -> Iterator[Path]:
             yield Path(beside) / "model"
             os.rename(Path(beside) / "model", folder)
     except OSError as error:
-        raise SaveError(
-            f"cannot write {folder}: {error.strerror}",
-            "Free some space there, or choose another --out.",
-        ) from error
-
-
-def recipe_of(run: Path) -> Recipe:
-    """Return the recipe of a run. Raises CheckpointError."""
-    if not (run / files.RECIPE).is_file():
-        raise CheckpointError(
-            f"{run} holds no run: there is no {files.RECIPE}",
-            "Give the folder that `coterie run` wrote (--out).",
-        )
-    return recipes.resolve(run)
+        problem = f"cannot write {folder}: {error.strerror}"
+        raise SaveError(problem, "Free some space there, or choose another --out.") from error
 
 
 def _recipe(run: Path, trains: bool) -> Recipe:
     """Return the recipe of a run that can serve new clients. Raises Refused."""
-    recipe = recipe_of(run)
+    recipe = resolve(run)
     name, method = recipe.method["name"], serving(recipe.build_method())
     if trains and recipe.model.kind != "language":
-        raise Refused(
-            f"training is for language models, and {run} holds classifiers",
-            "Adapt without it: labels are neither needed nor read.",
-        )
+        problem = f"training is for language models, and {run} holds classifiers"
+        raise Refused(problem, "Adapt without it: labels are neither needed nor read.")
     if trains and not method.total_iterations:
         raise Refused(f"{run}: {name} trains nothing that a new client could start from", _ALONE)
     if method.serves_unseen_clients or (trains and method.joinable):
@@ -263,10 +247,8 @@ def _recipe(run: Path, trains: bool) -> Recipe:
     ]
     others = f"Methods that have: {', '.join(able)}."
     if trains:
-        raise Refused(
-            f"{run}: {name} has no shared part that a new client could start from",
-            f"{_ALONE} {others}",
-        )
+        problem = f"{run}: {name} has no shared part that a new client could start from"
+        raise Refused(problem, f"{_ALONE} {others}")
     raise Refused(
         f"{run}: {name} has no model for clients that bring none of their own",
         "Without --no-train it trains further from what the clients share."

@@ -178,10 +178,8 @@ def descend(
                 step(client)
                 done += 1
             if not client.stats:
-                raise ModelError(
-                    "the run has nothing that a client could train by itself",
-                    "Adapt with --no-train.",
-                )
+                problem = "the run has nothing that a client could train by itself"
+                raise ModelError(problem, "Adapt with --no-train.")
             client.stats.clear()
             now = perplexity(client.score(split))
             say(f"iteration {done} of at most {most}: {what} perplexity {now:.2f}")

@@ -22,7 +22,7 @@ from coterie.export.frame import Source
 from coterie.models.artifact import ABOUT
 from coterie.personal import PersonalClassifier, PersonalModel, load_all
 from coterie.runs.problems import data_summary
-from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.recipe import Recipe, resolve
 
 Say = Callable[[str], None]
 
@@ -116,7 +116,7 @@ def adapt(
         return refits.refit(Path(run), client, Path(fresh), folder, iterations=iterations, say=say)
     if data is None:
         raise Refused("adapt needs the client's data", "Give data, or fresh.")
-    trains = train and new_client.recipe_of(Path(run)).model.kind == "language"
+    trains = train and resolve(Path(run)).model.kind == "language"
     training = new_client.Training(iterations, say) if trains else None
     path = Path(data).resolve()
     id = client or (path.name if path.is_dir() else path.stem)

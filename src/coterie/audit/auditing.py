@@ -95,15 +95,13 @@ class _Auditor:
 
     def __init__(self, run: Path, settings: Settings, say: Callable[[str], None]) -> None:
         self.run, self.settings, self.say = run, settings, say
-        self.recipe = _recipe(run)
+        self.recipe = recipes.resolve(run)
         self.prepared = prepare(self.recipe)
         self._check()
         self.execution = Execution(self.prepared, run, backend=LocalBackend("inprocess"))
         if not self.execution.restore():
-            raise CheckpointError(
-                f"{run} has no checkpoint yet",
-                "Wait for the first one (checkpoint_every), or resume: coterie run --resume.",
-            )
+            remedy = "Wait for the first one (checkpoint_every), or resume: coterie run --resume."
+            raise CheckpointError(f"{run} has no checkpoint yet", remedy)
         self.part = self._sending()
         if self.part:
             self.prepared = self.prepared.part(self.part)
@@ -118,10 +116,8 @@ class _Auditor:
         """Refuse what cannot be measured."""
         method, known = self.prepared.method, self.prepared.clients
         if unknown := [i for i in self.settings.clients if i not in known]:
-            raise Refused(
-                f"--client {unknown[0]}: {self.run} has no training client of this id",
-                f"There are: {', '.join(known)}.",
-            )
+            problem = f"--client {unknown[0]}: {self.run} has no training client of this id"
+            raise Refused(problem, f"There are: {', '.join(known)}.")
         if method.centralized or not method.rounds or not method.shared:
             raise self._nothing_shared()
 
@@ -129,10 +125,8 @@ class _Auditor:
         """Return the part that sends, if the method has several; else "". Raises Refused."""
         sending = [name for name, part in self.prepared.method.methods.items() if part.shared]
         if len(sending) > 1:
-            raise Refused(
-                f"audit: {' and '.join(sending)} send both, and an audit measures one",
-                "Audit a run of each method alone, which sends the same.",
-            )
+            problem = f"audit: {' and '.join(sending)} send both, and an audit measures one"
+            raise Refused(problem, "Audit a run of each method alone, which sends the same.")
         return "".join(sending)
 
     def _of_part(self, tensors: Tensors) -> Tensors:
@@ -213,10 +207,8 @@ class _Auditor:
         most = min(self.settings.windows, data.test.windows)
         trained = membership.drawn(data.train, cursor, without, most, rng)
         if not len(trained):
-            raise Refused(
-                f"audit: client {client!r} has not been trained yet",
-                "Resume the run: coterie run --resume.",
-            )
+            remedy = "Resume the run: coterie run --resume."
+            raise Refused(f"audit: client {client!r} has not been trained yet", remedy)
         fresh = np.sort(rng.permutation(data.test.windows)[: len(trained)])
         rows = data.train.take(trained), data.test.take(fresh)
         problem = self.prepared.problem
@@ -366,11 +358,3 @@ class _Auditor:
         usable = PersonalModel(model.language, about)
         usable.fast  # noqa: B018 - a copy of the values is made when it is asked for first
         return usable
-
-
-def _recipe(run: Path) -> recipes.Recipe:
-    """Return the recipe of a run's folder. Raises CheckpointError."""
-    if not (run / files.RECIPE).is_file():
-        problem = f"{run} holds no run: there is no {files.RECIPE}"
-        raise CheckpointError(problem, "Give the folder that `coterie run` wrote (--out).")
-    return recipes.resolve(run)

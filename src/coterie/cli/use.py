@@ -94,6 +94,7 @@ def adapt(
         from coterie.adapt import fresh as refits
         from coterie.adapt import new_client, personalisation
         from coterie.personal import PersonalClassifier
+        from coterie.runs.recipes.recipe import resolve
 
         if fresh is not None:
             if data is not None or client is None or not train:
@@ -111,7 +112,7 @@ def adapt(
             )
         if iterations is not None and not train:
             raise Refused("--no-train does no --iterations", "Leave out one of them.")
-        trains = train and new_client.recipe_of(run).model.kind == "language"
+        trains = train and resolve(run).model.kind == "language"
         training = new_client.Training(iterations, common._say) if trains else None
         adapted = new_client.adapt(run, data, client, out, training=training)
         about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)

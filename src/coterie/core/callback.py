@@ -1,7 +1,8 @@
 """Callbacks for the events of a run."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +136,7 @@ class Callbacks(Callback):
                 ) from error
 
 
-def _telling(event: str) -> Callable[..., None]:
-    """Return a method of `Callbacks` that passes an event on."""
-
-    def forward(self: Callbacks, *values: Any, **named: Any) -> None:
-        self.tell(event, *values, **named)
-
-    return forward
-
-
 for _event in [
     name for name, member in vars(Callback).items() if callable(member) and not name.startswith("_")
 ]:
-    setattr(Callbacks, _event, _telling(_event))
+    setattr(Callbacks, _event, partialmethod(Callbacks.tell, _event))

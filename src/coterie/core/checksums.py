@@ -32,9 +32,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     try:
         *lines, rest = read_bytes(path, _MOST).decode().split("\n")
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist, so the files beside it cannot be verified"
-        ) from None
+        problem = f"{path} does not exist, so the files beside it cannot be verified"
+        raise CheckpointError(problem) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
     matches = [_SUM.fullmatch(line) for line in lines]
@@ -54,11 +53,9 @@ def check_sums(folder: Path, names: Iterable[str], sums: Mapping[str, str]) -> N
         except OSError as error:
             raise CheckpointError(f"{folder / name} cannot be read ({error.strerror})") from None
         if not same:
-            how = (
-                "it has changed since it was written: its SHA-256 does not match"
-                if name in sums
-                else f"{SUMS} does not list it"
-            )
+            how = "it has changed since it was written: its SHA-256 does not match"
+            if name not in sums:
+                how = f"{SUMS} does not list it"
             raise CheckpointError(f"{folder / name} is damaged: {how}")
 
 

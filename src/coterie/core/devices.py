@@ -48,9 +48,8 @@ def is_available(device: str | torch.device) -> bool:
 def check(device: str | torch.device) -> None:
     """Refuse a device that this machine does not have. Raises ModelError."""
     if not is_available(device):
-        raise ModelError(
-            f"device {str(device)!r} is not available here", f"Use {' or '.join(here())}."
-        )
+        problem = f"device {str(device)!r} is not available here"
+        raise ModelError(problem, f"Use {' or '.join(here())}.")
 
 
 def here() -> list[str]:

@@ -46,6 +46,5 @@ def require(what: str, name: str, *modules: str) -> None:
     absent = [module for module in modules if not available(module)] if modules else missing(name)
     if absent:
         are = "is" if len(absent) == 1 else "are"
-        raise Refused(
-            f"{what} needs {' and '.join(absent)}, which {are} not installed", extra(name)
-        )
+        problem = f"{what} needs {' and '.join(absent)}, which {are} not installed"
+        raise Refused(problem, extra(name))

@@ -116,15 +116,12 @@ def _opened(path: Path, most_header: int) -> Iterator[Any]:
     except RuntimeError:  # of PyTorch, which has no other where memory cannot be had
         raise _too_large(path) from None
     except (FileNotFoundError, IsADirectoryError):
-        raise CheckpointError(
-            f"no tensors at {path}: the file does not exist", "Check the path."
-        ) from None
+        problem = f"no tensors at {path}: the file does not exist"
+        raise CheckpointError(problem, "Check the path.") from None
     except (SafetensorError, OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise CheckpointError(
-            f"{path} is truncated or not a safetensors file ({reason})",
-            "Use an earlier copy, or make it again.",
-        ) from None
+        problem = f"{path} is truncated or not a safetensors file ({reason})"
+        raise CheckpointError(problem, "Use an earlier copy, or make it again.") from None
 
 
 def write_json(path: Path, value: object) -> None:
@@ -137,9 +134,8 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(
-            f"cannot make the folder {path}: {error.strerror}", "Choose another --out."
-        ) from None
+        problem = f"cannot make the folder {path}: {error.strerror}"
+        raise Refused(problem, "Choose another --out.") from None
 
 
 def read_json(path: Path, finite: bool = True) -> Any:
@@ -147,14 +143,11 @@ def read_json(path: Path, finite: bool = True) -> Any:
     try:
         return foreign.json_of(foreign.read_bytes(path), finite)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} does not exist", "Is this the folder of a run? See `coterie run --out`."
-        ) from None
+        remedy = "Is this the folder of a run? See `coterie run --out`."
+        raise CheckpointError(f"{path} does not exist", remedy) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror})", "Check the path and its permissions."
-        ) from None
+        problem = f"{path} cannot be read ({error.strerror})"
+        raise CheckpointError(problem, "Check the path and its permissions.") from None
     except ValueError as error:
-        raise CheckpointError(
-            f"{path} is damaged ({error})", "It was not written by coterie, or was changed by hand."
-        ) from None
+        remedy = "It was not written by coterie, or was changed by hand."
+        raise CheckpointError(f"{path} is damaged ({error})", remedy) from None

@@ -83,9 +83,8 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
             and bool((right <= given).all())
             and 1 <= float(given.sum()) <= MOST
         ):
-            raise TensorError(
-                "choices must be counts of samples and of correctly classified samples"
-            )
+            problem = "choices must be counts of samples and of correctly classified samples"
+            raise TensorError(problem)
 
 
 PERPLEXITY = Metric("perplexity", "per token", True, perplexity, 2)
@@ -146,11 +145,9 @@ def worst(values: Iterable[float], metric: MetricInfo) -> float:
 
 def change(value: float, reference: float, metric: MetricInfo) -> tuple[float, str]:
     """Return a difference and its unit: points if the metric is a percentage, otherwise percent."""
-    return (
-        (value - reference, "points")
-        if metric.unit == "%"
-        else (100 * (value / reference - 1), "%")
-    )
+    if metric.unit == "%":
+        return (value - reference, "points")
+    return (100 * (value / reference - 1), "%")
 
 
 def mean(values: Iterable[float]) -> float:

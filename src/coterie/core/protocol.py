@@ -99,21 +99,13 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
     if sends is Sends.SCORES:
         numbers = sum(t.numel() for t in reply.values())
         fits = numbers <= MOST_SCORES and tensor.dtype in (torch.float64, torch.int64)
-        return (
-            None
-            if fits
-            else f"{tensor.dtype} among {numbers} numbers; scores are at most {MOST_SCORES}, "
-            f"float64 or int64"
-        )
+        limit = f"scores are at most {MOST_SCORES}, float64 or int64"
+        return None if fits else f"{tensor.dtype} among {numbers} numbers; {limit}"
     if not tensor.is_floating_point():
         counts = sum(not t.is_floating_point() for t in reply.values())
         fits = tensor.dim() == 0 and counts <= MOST_COUNTS
-        return (
-            None
-            if fits
-            else f"integers of shape {tuple(tensor.shape)}; an update may come with at most "
-            f"{MOST_COUNTS} counts"
-        )
+        limit = f"an update may come with at most {MOST_COUNTS} counts"
+        return None if fits else f"integers of shape {tuple(tensor.shape)}; {limit}"
     if form is None or form.shape != tensor.shape or form.dtype != tensor.dtype:
         return "the server sent no tensor of its name, shape and dtype, so it is not an update"
     return None
@@ -179,10 +171,8 @@ class Ask:
         check_alike(spec, reply, what)
         if not all_finite(reply):
             bad = next(name for name in sorted(reply) if not all_finite({name: reply[name]}))
-            raise TensorError(
-                f"{what}: not all values of {bad!r} are finite",
-                "Training diverged there: lower the learning rate.",
-            )
+            problem = f"{what}: not all values of {bad!r} are finite"
+            raise TensorError(problem, "Training diverged there: lower the learning rate.")
         for name, largest in spec.items():
             tensor = reply[name]
             if tensor.dtype.is_floating_point or not tensor.numel():
@@ -212,10 +202,8 @@ def find_task(method: Any, name: str) -> Task:
     """
     task = getattr(method, name, None)
     if not hasattr(task, _SENDS):
-        raise TensorError(
-            f"{type(method).__name__} has no task {name!r}",
-            "Server and client must run the same version of coterie.",
-        )
+        problem = f"{type(method).__name__} has no task {name!r}"
+        raise TensorError(problem, "Server and client must run the same version of coterie.")
     return task  # type: ignore[return-value]
 
 

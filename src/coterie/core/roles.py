@@ -38,10 +38,9 @@ def by_role(module: nn.Module) -> dict[Role, dict[str, nn.Parameter]]:
         owner = module.get_submodule(prefix)
         declared: dict[str, Role] = getattr(owner, "roles", {})
         if leaf not in declared and parameter.requires_grad:
-            raise TensorError(
-                f"trainable parameter {name!r} of {type(owner).__name__} has no role",
-                f"Declare it: self.roles = {{{leaf!r}: Role...}}, or freeze it.",
-            )
+            problem = f"trainable parameter {name!r} of {type(owner).__name__} has no role"
+            remedy = f"Declare it: self.roles = {{{leaf!r}: Role...}}, or freeze it."
+            raise TensorError(problem, remedy)
         by_role[declared.get(leaf, BACKBONE)][name] = parameter
     return by_role
 

@@ -27,30 +27,23 @@ def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
     of one of `expected`.
     """
     if foreign := sorted(tensors.keys() - expected.keys()):
-        raise TensorError(
-            f"{what}: unexpected tensor {foreign[0]!r} ({len(foreign)} in all)",
-            "Expected only: " + _few(expected),
-        )
+        problem = f"{what}: unexpected tensor {foreign[0]!r} ({len(foreign)} in all)"
+        raise TensorError(problem, "Expected only: " + _few(expected))
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise TensorError(
-            f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)",
-            "Found: " + _few(tensors),
-        )
+        problem = f"{what}: tensor {missing[0]!r} is missing ({len(missing)} in all)"
+        raise TensorError(problem, "Found: " + _few(tensors))
     for name, tensor in expected.items():
         if tensors[name].shape != tensor.shape or tensors[name].dtype != tensor.dtype:
-            raise TensorError(
-                f"{what}: {name!r} is {_form(tensors[name])}, expected {_form(tensor)}",
-                "Both sides must come from the same recipe (rank, experts, base model).",
-            )
+            problem = f"{what}: {name!r} is {_form(tensors[name])}, expected {_form(tensor)}"
+            remedy = "Both sides must come from the same recipe (rank, experts, base model)."
+            raise TensorError(problem, remedy)
 
 
 def _few(named: Named) -> str:
     names = sorted(named)
-    return (
-        ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
-        if names
-        else "nothing"
-    )
+    if names:
+        return ", ".join(names[:3]) + (f", ... ({len(names)} in all)" if len(names) > 3 else "")
+    return "nothing"
 
 
 def _form(tensor: Tensor) -> str:
@@ -160,10 +153,8 @@ def from_bytes(data: bytes, what: str = "message", most_header: int = MOST_HEADE
     ) as error:
         # PyTorch, too, refuses some headers, with errors of its own
         reason = str(error).partition("\n")[0]
-        raise TensorError(
-            f"{what}: not valid safetensors bytes ({reason})",
-            "It was truncated or damaged on the way: send it again.",
-        ) from None
+        remedy = "It was truncated or damaged on the way: send it again."
+        raise TensorError(f"{what}: not valid safetensors bytes ({reason})", remedy) from None
     return decoded
 
 

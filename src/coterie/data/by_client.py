@@ -88,10 +88,8 @@ class ByClient(ChatFields):
                 yield place, row
         required = [*self.columns(list(columns)), self.client_column]
         if missing := [name for name in required if name not in columns]:
-            raise DataError(
-                f"{where}: no column {', '.join(map(repr, missing))}",
-                f"Choose among: {', '.join(sorted(columns)) or 'none; the table is empty'}.",
-            )
+            remedy = f"Choose among: {', '.join(sorted(columns)) or 'none; the table is empty'}."
+            raise DataError(f"{where}: no column {', '.join(map(repr, missing))}", remedy)
 
     def _texts(self, rows: Iterable[Row], left_out: LeftOut) -> Iterator[Document]:
         """Yield a document for each row, empty if the row has no text."""
@@ -113,10 +111,8 @@ class ByClient(ChatFields):
             chosen = by_size[: self.max_clients]
         doubled = [id for id, count in Counter(map(client_id, chosen)).items() if count > 1]
         if doubled:
-            raise DataError(
-                f"{where}: several clients would be called {', '.join(doubled)}",
-                "Rename them, or list data.clients.",
-            )
+            problem = f"{where}: several clients would be called {', '.join(doubled)}"
+            raise DataError(problem, "Rename them, or list data.clients.")
         return chosen
 
     def about(self) -> dict[str, Any]:
@@ -135,10 +131,8 @@ class ByClient(ChatFields):
                 raise DataError(f"every client has too little: {_named(small)}", _REMEDY)
             return large, f"left out, with too little text: {_named(small)}"
         if OTHERS in large:
-            raise DataError(
-                f"small clients are to be merged into {OTHERS!r}, but there is such a client",
-                "Rename it.",
-            )
+            problem = f"small clients are to be merged into {OTHERS!r}, but there is such a client"
+            raise DataError(problem, "Rename it.")
         together = merged([arrays[id] for id in small])
         if why := self._lack(together, context):
             raise DataError(f"{', '.join(small)}: too little even when merged ({why})", _REMEDY)

@@ -93,10 +93,8 @@ class PlantedCanaries:
             }
             return cls(canaries, np.array(values["references"], dtype=np.int64))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the list of planted canaries is damaged ({error})",
-                "Run the recipe again, to another --out.",
-            ) from None
+            problem = f"the list of planted canaries is damaged ({error})"
+            raise CheckpointError(problem, "Run the recipe again, to another --out.") from None
 
 
 def plant(

@@ -91,10 +91,8 @@ class AgNews(Corpus):
         texts: list[list[str]] = [[] for _ in self.clients]
         for row in rows:
             if not 0 <= row["label"] < len(texts):
-                raise DataError(
-                    f"AG News: label {row['label']} of {row['text'][:40]!r}...",
-                    "Labels are 0 to 3.",
-                )
+                problem = f"AG News: label {row['label']} of {row['text'][:40]!r}..."
+                raise DataError(problem, "Labels are 0 to 3.")
             texts[row["label"]].append(row["text"])
         return texts
 

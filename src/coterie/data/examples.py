@@ -68,10 +68,8 @@ class ExampleSplit(Split):
 
     def __post_init__(self) -> None:
         if not len(self.rows):
-            raise DataError(
-                f"{self.name}: no examples",
-                "Give this split examples: use fewer clients, larger shares, or other classes.",
-            )
+            remedy = "Give this split examples: use fewer clients, larger shares, or other classes."
+            raise DataError(f"{self.name}: no examples", remedy)
         if _DIMENSIONS.get(self.inputs.dtype.name) != self.inputs.ndim or len(self.labels) != len(
             self.inputs
         ):
@@ -83,10 +81,8 @@ class ExampleSplit(Split):
             )
         channels = 0 if self._tokens else self.inputs.shape[1]
         if not len(self.mean) == len(self.std) == channels or min(self.std, default=1.0) <= 0:
-            raise DataError(
-                f"{self.name}: mean {self.mean} and std {self.std} of {channels} channels",
-                "Give one mean and one positive std for each channel.",
-            )
+            problem = f"{self.name}: mean {self.mean} and std {self.std} of {channels} channels"
+            raise DataError(problem, "Give one mean and one positive std for each channel.")
         if self.rows.min() < 0 or self.rows.max() >= len(self.inputs):
             raise DataError(
                 f"{self.name}: rows {self.rows.min()} to {self.rows.max()} of {len(self.inputs):,}",
@@ -94,21 +90,16 @@ class ExampleSplit(Split):
             )
         labels = self.labels[self.rows]
         if len(foreign := labels[(labels < 0) | (labels >= self.classes)]):
-            raise DataError(
-                f"{self.name}: label {foreign[0]} of {self.classes} classes",
-                f"Labels are 0 to {self.classes - 1}.",
-            )
+            problem = f"{self.name}: label {foreign[0]} of {self.classes} classes"
+            raise DataError(problem, f"Labels are 0 to {self.classes - 1}.")
         if self._tokens and len(empty := self.rows[(self.inputs[self.rows] < 0).all(axis=1)]):
-            raise DataError(
-                f"{self.name}: input {empty[0]} has no tokens", "Leave out that example."
-            )
+            problem = f"{self.name}: input {empty[0]} has no tokens"
+            raise DataError(problem, "Leave out that example.")
         if self.inputs.dtype == np.float32 and len(
             broken := self.rows[~np.isfinite(self.inputs[self.rows]).all(axis=(1, 2, 3))]
         ):
-            raise DataError(
-                f"{self.name}: input {broken[0]} has values that are not finite",
-                "Repair or leave out that example.",
-            )
+            problem = f"{self.name}: input {broken[0]} has values that are not finite"
+            raise DataError(problem, "Repair or leave out that example.")
 
     @property
     def _tokens(self) -> bool:

@@ -88,10 +88,8 @@ class Federation:
 
     def __post_init__(self) -> None:
         if not self.clients:
-            raise DataError(
-                "a federation without clients",
-                "Name at least one client in the recipe's data section.",
-            )
+            remedy = "Name at least one client in the recipe's data section."
+            raise DataError("a federation without clients", remedy)
         ids = Counter(id for group in (self.clients, *self.unseen.values()) for id in group)
         with Refusals() as refusals:
             for id, count in ids.items():
@@ -107,15 +105,11 @@ class Federation:
                 refusals.add(problem, "Rename one of them: many file systems ignore case.")
             for id, count in Counter(self.anchors).items():
                 if count > 1:
-                    refusals.add(
-                        f"anchor {id!r} is named {count} times",
-                        "Name each anchor once: it is tied to one expert.",
-                    )
+                    remedy = "Name each anchor once: it is tied to one expert."
+                    refusals.add(f"anchor {id!r} is named {count} times", remedy)
                 if id not in self.clients:
-                    refusals.add(
-                        f"anchor {id!r} is not a client of the federation",
-                        f"Anchors are among: {', '.join(self.clients)}.",
-                    )
+                    remedy = f"Anchors are among: {', '.join(self.clients)}."
+                    refusals.add(f"anchor {id!r} is not a client of the federation", remedy)
 
     @property
     def everyone(self) -> dict[ClientId, ClientData]:

@@ -57,10 +57,8 @@ def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
     with Refusals() as refusals:
         for path in (path for path in paths if not path.is_file()):
             field = "data.root" if root else "COTERIE_DATA"
-            refusals.add(
-                f"{field}: {path} does not exist",
-                f"Name the folder that has {', '.join(files)}: --set data.root=DIR.",
-            )
+            remedy = f"Name the folder that has {', '.join(files)}: --set data.root=DIR."
+            refusals.add(f"{field}: {path} does not exist", remedy)
     return paths
 
 
@@ -79,10 +77,8 @@ def fetch(
     require(f"data set {dataset}", "hub")
     from datasets import load_dataset
 
-    path, options = (
-        local(dataset, remedy),
-        {"name": subset, "split": split, "streaming": streaming, "revision": revision},
-    )
+    path = local(dataset, remedy)
+    options = {"name": subset, "split": split, "streaming": streaming, "revision": revision}
     with _refused(dataset, path, remedy):
         if (path and path.is_file()) or dataset.startswith("hf://"):
             return load_dataset(
@@ -117,9 +113,8 @@ def _refused(dataset: str, path: Path | None, remedy: str) -> Iterator[None]:
         raise
     except Exception as error:  # datasets raises whatever its readers and the network do
         where = "" if path or isinstance(error, ValueError) else " from the Hub (offline?)"
-        raise DataError(
-            f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}", remedy
-        ) from error
+        problem = f"cannot load data set {dataset}{where}: {type(error).__name__}: {error}"
+        raise DataError(problem, remedy) from error
 
 
 def tables(
@@ -194,10 +189,8 @@ def _as_it_is(builder: Any) -> bool:
 def _builder(path: Path) -> str:
     for ending in (suffix for suffix in path.suffixes if suffix in _BUILDERS):
         return _BUILDERS[ending]
-    raise DataError(
-        f"data set {path}: files of this kind cannot be read",
-        f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz.",
-    )
+    problem = f"data set {path}: files of this kind cannot be read"
+    raise DataError(problem, f"Files end in {', '.join(_BUILDERS)}, possibly followed by .gz.")
 
 
 def download(dataset: str, file: str) -> Path:
@@ -207,6 +200,5 @@ def download(dataset: str, file: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(dataset, file, repo_type="dataset"))
     except Exception as error:  # whatever the network does
-        raise DataError(
-            f"cannot load {file} of data set {dataset} from the Hub (offline?): {error}", OFFLINE
-        ) from error
+        problem = f"cannot load {file} of data set {dataset} from the Hub (offline?): {error}"
+        raise DataError(problem, OFFLINE) from error

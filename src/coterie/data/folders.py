@@ -101,10 +101,8 @@ class Folders(ChatFields):
             choose(clients, list(self.me), "me", str(self.path))
         parts = (paths for files in clients.values() for paths in files.values())
         if not archives.archives_in(chain.from_iterable(parts)):
-            raise DataError(
-                f"data.me: no archive in {self.path} that it could be about",
-                "Leave it out: other files say by their roles what the assistant writes.",
-            )
+            remedy = "Leave it out: other files say by their roles what the assistant writes."
+            raise DataError(f"data.me: no archive in {self.path} that it could be about", remedy)
 
     def _beside(self) -> list[Path]:
         """Return the files outside the clients' folders."""
@@ -128,9 +126,8 @@ class Folders(ChatFields):
             (p for p in visible if not _of_runs(p)), key=lambda p: names.normal(p.name)
         )
         if not folders:
-            raise DataError(
-                f"data.path: {path} contains no folders, so there are no clients", remedy
-            )
+            problem = f"data.path: {path} contains no folders, so there are no clients"
+            raise DataError(problem, remedy)
         return folders
 
     def _read(self, files: dict[str, Files], notes: list[str]) -> Texts:
@@ -205,23 +202,18 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
     present = [name for name in SPLITS if fixed[name]]
     every = [path for texts in entries.values() for path in texts]
     if not every:
-        raise DataError(
-            f"no text in {folder}", f"Put files into it that end in {', '.join(endings)}."
-        )
+        problem = f"no text in {folder}"
+        raise DataError(problem, f"Put files into it that end in {', '.join(endings)}.")
     read = set(every)
     skipped = [path for path in chain.from_iterable(visible.values()) if path not in read]
     if not present:
         return {"": every}, skipped
     if missing := [name for name in SPLITS if name not in present]:
-        raise DataError(
-            f"{folder} has {', '.join(present)} but no {', '.join(missing)}",
-            "Give all three of them, or none.",
-        )
+        problem = f"{folder} has {', '.join(present)} but no {', '.join(missing)}"
+        raise DataError(problem, "Give all three of them, or none.")
     if beside := [entry.name for entry in entries if _stem(entry) not in SPLITS]:
-        raise DataError(
-            f"{folder} has other text beside train, valid and test: {', '.join(beside)}",
-            "Move it into one of them, or elsewhere.",
-        )
+        problem = f"{folder} has other text beside train, valid and test: {', '.join(beside)}"
+        raise DataError(problem, "Move it into one of them, or elsewhere.")
     return fixed, skipped
 
 
@@ -261,10 +253,8 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
             if archives.kind_of(entry):
                 return [entry]
             if (target := entry.resolve()) in above:
-                raise DataError(
-                    f"{entry} is a link to {target}, the folder that contains it",
-                    "Remove that link.",
-                )
+                problem = f"{entry} is a link to {target}, the folder that contains it"
+                raise DataError(problem, "Remove that link.")
             return [
                 path
                 for inner in sorted(entry.iterdir())

@@ -165,10 +165,8 @@ class HubClients(Section):
     ) -> NoReturn:
         """Refuse a client with too few texts or missing columns."""
         if missing:
-            raise DataError(
-                f"data set {client.dataset}: no column {', '.join(map(repr, missing))}",
-                f"Choose among: {', '.join(_columns(row))}.",
-            )
+            problem = f"data set {client.dataset}: no column {', '.join(map(repr, missing))}"
+            raise DataError(problem, f"Choose among: {', '.join(_columns(row))}.")
         where = " and ".join(f"{column} is {value!r}" for column, value in client.where.items())
         raise DataError(
             f"data set {client.dataset}: {texts} documents{f' where {where}' * bool(where)}, "

@@ -115,17 +115,15 @@ class StoredImages(Images):
         for row, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
             where = f"{self.name}, {name}: row {row}"
             if not isinstance(label, int) or not 0 <= label < self.classes:
-                raise DataError(
-                    f"{where} has label {label!r}, expected 0 to {self.classes - 1}", remedy
-                )
+                problem = f"{where} has label {label!r}, expected 0 to {self.classes - 1}"
+                raise DataError(problem, remedy)
             try:
                 images[row] = pixels(BytesIO(picture["bytes"]), self.shape)
             # errors of PIL, missing bytes, another size
             except (OSError, SyntaxError, TypeError, ValueError) as error:
                 channels, height, width = self.shape
-                raise DataError(
-                    f"{where} is not an image of {channels} x {height} x {width}: {error}", remedy
-                ) from error
+                problem = f"{where} is not an image of {channels} x {height} x {width}: {error}"
+                raise DataError(problem, remedy) from error
         return images, np.array(labels, dtype=np.int64)
 
 
@@ -142,9 +140,8 @@ def _read(path: Path, columns: Sequence[str]) -> Any:
             raise DataError(f"{path}: no column {', '.join(map(repr, missing))}", remedy)
         return file.read(columns=list(columns))
     except (ArrowException, OSError, ValueError) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", "It must be a parquet file; fetch it again."
-        ) from error
+        problem = f"{path} cannot be read: {error}"
+        raise DataError(problem, "It must be a parquet file; fetch it again.") from error
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
@@ -309,6 +306,5 @@ def _bytes(path: Path) -> npt.NDArray[np.uint8]:
         shape = np.frombuffer(data, ">i4", count=data[3], offset=4)
         return np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
     except (OSError, EOFError, IndexError, ValueError, zlib.error) as error:
-        raise DataError(
-            f"{path} cannot be read: {error}", "It must be a compressed IDX file; fetch it again."
-        ) from error
+        problem = f"{path} cannot be read: {error}"
+        raise DataError(problem, "It must be a compressed IDX file; fetch it again.") from error

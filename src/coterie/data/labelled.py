@@ -183,15 +183,11 @@ class LabelledTexts(Partitioner, ABC):
             encoded = encoder.whole(texts, length)
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
-                    what = (
-                        f"{text[:40]!r}, for which the tokenizer returns no tokens"
-                        if text.strip()
-                        else "no text"
-                    )
-                    raise DataError(
-                        f"{self.name}, {name}: row {row} has {what}",
-                        "Repair or leave out that row.",
-                    )
+                    what = "no text"
+                    if text.strip():
+                        what = f"{text[:40]!r}, for which the tokenizer returns no tokens"
+                    problem = f"{self.name}, {name}: row {row} has {what}"
+                    raise DataError(problem, "Repair or leave out that row.")
             lengths += map(len, encoded)
             yield np.array([id for ids in encoded for id in ids], dtype=np.uint32)
 
@@ -256,11 +252,9 @@ class Clinc150(LabelledTexts):
         ]
 
     def called(self, kinds: Numbers) -> Numbers:
-        return (
-            np.array([_DOMAIN[intent] for intent in INTENTS])[kinds]
-            if self.labels == "domain"
-            else kinds
-        )
+        if self.labels == "domain":
+            return np.array([_DOMAIN[intent] for intent in INTENTS])[kinds]
+        return kinds
 
 
 class DBpedia14(LabelledTexts):

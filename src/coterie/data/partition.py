@@ -109,17 +109,15 @@ class Partitioner(PartitionSchemes):
                         for name, source in zip(SPLITS, sources, strict=True)
                     )
                     clients[part.id] = ClientData(part.id, *splits)
-        public = (
-            self._split(
+        public = None
+        if self.public:
+            public = self._split(
                 "public",
                 held.train,
                 held.train_labels,
                 partition.public,
                 derive_seed(order_seed, "public"),
             )
-            if self.public
-            else None
-        )
         clusters = {p.id: p.cluster for p in partition.clients if p.cluster is not None}
         return Federation(
             {part.id: clients[part.id] for part in partition.clients},
@@ -241,10 +239,8 @@ class Partitioner(PartitionSchemes):
                 if getattr(self, field) is not None and not (
                     self.replacement and field == "per_client"
                 ):
-                    refusals.add(
-                        f"data.{field}: {self.partition} decides how much each client has",
-                        f"Leave data.{field} out.",
-                    )
+                    problem = f"data.{field}: {self.partition} decides how much each client has"
+                    refusals.add(problem, f"Leave data.{field} out.")
         elif self.fraction is not None and self.fraction * clients > 1 + 1e-9:
             refusals.add(
                 f"data.fraction: {clients} clients with {self.fraction:g} of the {self.things} "
@@ -252,10 +248,8 @@ class Partitioner(PartitionSchemes):
                 f"Use at most {1 / clients:.4g}.",
             )
         if self.fraction is not None and self.per_client is not None:
-            refusals.add(
-                "data.fraction and data.per_client: both fix how much a client has",
-                "Give one of them.",
-            )
+            problem = "data.fraction and data.per_client: both fix how much a client has"
+            refusals.add(problem, "Give one of them.")
         if self.replacement and self.partition != "quantity":
             refusals.add(
                 f"data.replacement: {self.partition} divides {self.things} without replacement",
@@ -276,10 +270,8 @@ class Partitioner(PartitionSchemes):
                 "Use fewer clusters.",
             )
         if self.partition == "disjoint-classes" and len(self.sizes) > self.classes:
-            refusals.add(
-                f"data.clusters: {len(self.sizes)} clusters for {self.classes} classes",
-                f"Use at most {self.classes}.",
-            )
+            problem = f"data.clusters: {len(self.sizes)} clusters for {self.classes} classes"
+            refusals.add(problem, f"Use at most {self.classes}.")
         if (
             self.partition == "quantity" or "random" in self.unseen
         ) and self.classes_per_client > self.classes:
@@ -290,10 +282,8 @@ class Partitioner(PartitionSchemes):
 
     def _check_anchors(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):
-            refusals.add(
-                f"data.anchors: {self.partition} gives all clients all classes",
-                "Leave them out, or use another data.partition.",
-            )
+            problem = f"data.anchors: {self.partition} gives all clients all classes"
+            refusals.add(problem, "Leave them out, or use another data.partition.")
         if self.anchor_classes is not None and (self.partition == "dirichlet" or not self.anchors):
             why = "mixtures are drawn" if self.partition == "dirichlet" else "there are no anchors"
             refusals.add(f"data.anchor_classes: {why}", "Leave it out.")
@@ -302,10 +292,8 @@ class Partitioner(PartitionSchemes):
             each, most = self.anchors // clusters, self.classes // clusters
             within = f"the {most} classes of a cluster" if clusters > 1 else f"{most} classes"
             if self.anchors % clusters:
-                refusals.add(
-                    f"data.anchors: {self.anchors} anchors for {clusters} clusters",
-                    f"Use a multiple of {clusters}.",
-                )
+                problem = f"data.anchors: {self.anchors} anchors for {clusters} clusters"
+                refusals.add(problem, f"Use a multiple of {clusters}.")
             elif each * max(self._anchor_size, 1) > most:
                 refusals.add(
                     f"data.anchors: {each} anchors with {max(self._anchor_size, 1)} of {within} "
@@ -315,15 +303,11 @@ class Partitioner(PartitionSchemes):
 
     def _check_unseen(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):
-            refusals.add(
-                f"data.unseen: {self.partition} leaves no other classes for them",
-                "Leave it out, or use another data.partition.",
-            )
+            problem = f"data.unseen: {self.partition} leaves no other classes for them"
+            refusals.add(problem, "Leave it out, or use another data.partition.")
         if "aligned" in self.unseen and self.partition == "dirichlet":
-            refusals.add(
-                "data.unseen.aligned: anchors of dirichlet have no groups of classes",
-                "Use data.unseen.random.",
-            )
+            problem = "data.unseen.aligned: anchors of dirichlet have no groups of classes"
+            refusals.add(problem, "Use data.unseen.random.")
         if "aligned" in self.unseen and self.anchors < UNSEEN_ANCHORS:
             refusals.add(
                 f"data.unseen.aligned: the classes of {UNSEEN_ANCHORS} anchors each, but "

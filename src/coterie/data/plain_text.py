@@ -69,9 +69,8 @@ def read_text(path: Path) -> str:
         raise empty(path)
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
-        raise DataError(
-            f"{path}:{line}: not text: it has NUL characters", "Remove them, or leave it out."
-        )
+        problem = f"{path}:{line}: not text: it has NUL characters"
+        raise DataError(problem, "Remove them, or leave it out.")
     return text
 
 
@@ -105,13 +104,11 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path}: damaged gzip file ({error})", "Copy or download it again."
-        ) from None
+        problem = f"{path}: damaged gzip file ({error})"
+        raise DataError(problem, "Copy or download it again.") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror})", "Check the path and its permissions."
-        ) from None
+        problem = f"{path}: cannot be read ({error.strerror})"
+        raise DataError(problem, "Check the path and its permissions.") from None
 
 
 SAMPLE = 1 << 16  # bytes to examine
@@ -194,10 +191,8 @@ def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
         sample += more
     sample = sample[:SAMPLE]
     if utf8_before or _mostly_utf8(sample):
-        return DataError(
-            f"{path}:{number}: damaged UTF-8 text",
-            "Repair this line; the rest of the file is UTF-8, which converting would damage.",
-        )
+        remedy = "Repair this line; the rest of the file is UTF-8, which converting would damage."
+        return DataError(f"{path}:{number}: damaged UTF-8 text", remedy)
     if encoding := _detected(path, sample):
         problem = f"{path}:{number}: not UTF-8 text but {encoding}"
         return DataError(problem, f"Convert it: {_command(encoding, path)}.")

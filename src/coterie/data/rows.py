@@ -63,9 +63,8 @@ def _rows(path: Path) -> Iterator[Row]:
             return _csv(path, "\t")
         case ".parquet":
             return _stripped(_numbered(path, _parquet(path)))
-    raise DataError(
-        f"{path}: files of this kind cannot be read", f"Files end in {', '.join(ENDINGS)}."
-    )
+    problem = f"{path}: files of this kind cannot be read"
+    raise DataError(problem, f"Files end in {', '.join(ENDINGS)}.")
 
 
 def _stripped(rows: Iterable[Row]) -> Iterator[Row]:
@@ -167,15 +166,12 @@ def _listed(path: Path) -> list[Mapping[str, Any]]:
     try:
         rows = _JSON.decode(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: not JSON ({error})", "Repair it, or use JSON lines (.jsonl)."
-        ) from None
+        problem = f"{path}: not JSON ({error})"
+        raise DataError(problem, "Repair it, or use JSON lines (.jsonl).") from None
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise DataError(
-                f"{path}, row {number}: {type(row).__name__}, not a JSON object",
-                "Use a list of objects, or JSON lines (.jsonl).",
-            )
+            problem = f"{path}, row {number}: {type(row).__name__}, not a JSON object"
+            raise DataError(problem, "Use a list of objects, or JSON lines (.jsonl).")
     return list(rows)
 
 
@@ -197,10 +193,8 @@ def _delimiter(path: Path, header: str) -> str:
     """Return the delimiter of a header."""
     counts = Counter(c for c in _QUOTED.sub("", header) if c in ",;\t").most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
-        raise DataError(
-            f"{path}: its header could be separated by {counts[0][0]!r} or {counts[1][0]!r}",
-            "Put names that have one of them between double quotes.",
-        )
+        problem = f"{path}: its header could be separated by {counts[0][0]!r} or {counts[1][0]!r}"
+        raise DataError(problem, "Put names that have one of them between double quotes.")
     return counts[0][0] if counts else ","
 
 
@@ -294,9 +288,8 @@ def _names(path: Path, header: list[str]) -> list[str]:
     """Return the names of columns; "" for an unnamed one, as pandas writes its index."""
     names = [name.strip() for name in header]
     if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
-        raise DataError(
-            f"{path}: several columns are called {', '.join(map(repr, doubled))}", "Rename them."
-        )
+        problem = f"{path}: several columns are called {', '.join(map(repr, doubled))}"
+        raise DataError(problem, "Rename them.")
     return names
 
 

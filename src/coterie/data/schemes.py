@@ -271,10 +271,8 @@ class PartitionSchemes(PartitionFields, ABC):
     def _published(self, train: Numbers) -> Numbers:
         """Return the rows of the public set. Raises DataError if no others are left."""
         if self.public >= len(train):
-            raise DataError(
-                f"data.public: {self.public:,} of {len(train):,} training {self.things}",
-                "Leave some for the clients.",
-            )
+            problem = f"data.public: {self.public:,} of {len(train):,} training {self.things}"
+            raise DataError(problem, "Leave some for the clients.")
         random = self._random("public")
         classes = [
             random.permutation(np.flatnonzero(train == label)) for label in range(self.classes)

@@ -65,10 +65,8 @@ def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
             for path in paths
         ]
     except OSError as error:
-        raise DataError(
-            f"{error.filename}: cannot be read ({error.strerror})",
-            "Check the path and its permissions.",
-        ) from None
+        problem = f"{error.filename}: cannot be read ({error.strerror})"
+        raise DataError(problem, "Check the path and its permissions.") from None
 
 
 def distinct(values: tuple[str, ...]) -> tuple[str, ...]:
@@ -167,11 +165,9 @@ class Section(BaseModel, ABC):
             dtype_for(tokenizer) if running else np.uint32,
             lambda: self._built(source, encoder, context),
         )
-        where = (
-            " (the part of it in this repository)"
-            if any(name.startswith(f"{PART}/") for name in source.files)
-            else ""
-        )
+        where = ""
+        if any(name.startswith(f"{PART}/") for name in source.files):
+            where = " (the part of it in this repository)"
         arrays, left = self.enough(every, context)
         description = f"{self.title}{where}: {len(arrays)} client{'s' * (len(arrays) != 1)}"
         description = "; ".join(filter(None, (description, encoder.description(arrays), left)))
@@ -232,9 +228,8 @@ class Section(BaseModel, ABC):
     def _check(self, clients: list[ClientId]) -> None:
         with Refusals() as refusals:
             if not clients:
-                refusals.add(
-                    f"data.kind {self.title}: no clients", "At least one client must have text."
-                )
+                problem = f"data.kind {self.title}: no clients"
+                refusals.add(problem, "At least one client must have text.")
             for id in clients:
                 with refusals.gather():
                     check_id(id)
@@ -256,7 +251,5 @@ def choose(available: Iterable[str], names: Sequence[str], field: str, where: st
     """Refuse names that are not available, listing those that are. Raises DataError."""
     allowed = sorted(set(available))
     if unknown := [name for name in names if name not in allowed]:
-        raise DataError(
-            f"data.{field}: {where} has no {', '.join(map(repr, unknown))}",
-            f"Choose among: {', '.join(allowed)}.",
-        )
+        problem = f"data.{field}: {where} has no {', '.join(map(repr, unknown))}"
+        raise DataError(problem, f"Choose among: {', '.join(allowed)}.")

@@ -225,9 +225,8 @@ class RemoteSplit(Split):
         return ""
 
     def _refuse(self) -> NoReturn:
-        raise DataError(
-            f"{self.name}: these data are only on their client's device", "They never leave it."
-        )
+        problem = f"{self.name}: these data are only on their client's device"
+        raise DataError(problem, "They never leave it.")
 
     def take(self, numbers: Numbers) -> Any:
         self._refuse()

@@ -98,10 +98,8 @@ def cached(
             _replace(entry, read, build())
         content = read(entry)
     if content is None:
-        raise SaveError(
-            f"the {kind} cache {entry} is damaged right after it was written",
-            "Set COTERIE_CACHE to a folder on another disk.",
-        )
+        problem = f"the {kind} cache {entry} is damaged right after it was written"
+        raise SaveError(problem, "Set COTERIE_CACHE to a folder on another disk.")
     return content
 
 

@@ -49,10 +49,8 @@ class Table(ByClient):
             raise DataError("data.path is missing", remedy)
         path = self.path.expanduser()
         if not path.is_file():
-            raise DataError(
-                f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}",
-                remedy,
-            )
+            problem = f"data.path: {path} {'is not a file' if path.exists() else 'does not exist'}"
+            raise DataError(problem, remedy)
         notes: list[str] = []
         return Source(
             [stamps([path])],
@@ -98,10 +96,8 @@ def _rows(table: Any) -> list[dict[str, Any]]:
         table = _zipped({_name(name): plain(column) for name, column in table.items()})
     if isinstance(table, list) and all(isinstance(row, Mapping) for row in table):
         return [{_name(name): plain(value) for name, value in row.items()} for row in table]
-    raise DataError(
-        f"{type(table).__name__} is no table",
-        "Give a datasets.Dataset, a data frame, a dict of lists or a list of dicts.",
-    )
+    remedy = "Give a datasets.Dataset, a data frame, a dict of lists or a list of dicts."
+    raise DataError(f"{type(table).__name__} is no table", remedy)
 
 
 def _name(column: Any) -> str:
@@ -111,19 +107,16 @@ def _name(column: Any) -> str:
 def _check_names(columns: Sequence[Any]) -> None:
     counts = Counter(map(_name, columns))
     if doubled := [name for name, count in counts.items() if count > 1]:
-        raise DataError(
-            f"several columns of the table are called {', '.join(map(repr, doubled))}",
-            "Rename them.",
-        )
+        problem = f"several columns of the table are called {', '.join(map(repr, doubled))}"
+        raise DataError(problem, "Rename them.")
 
 
 def _zipped(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
     """Return the rows of columns. Raises DataError for different lengths."""
     if len({len(column) for column in columns.values()}) > 1:
         sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
-        raise DataError(
-            f"the columns of the table have unlike lengths: {sizes}", "Give all as many rows."
-        )
+        problem = f"the columns of the table have unlike lengths: {sizes}"
+        raise DataError(problem, "Give all as many rows.")
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -43,10 +43,8 @@ def backend_of(tokenizer: Any) -> Tokenizer:
     """Return the backend of a fast tokenizer of transformers. Raises DataError for a slow one."""
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise DataError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer",
-            "Use a base model with a tokenizer.json.",
-        )
+        problem = f"{type(tokenizer).__name__} is not a fast tokenizer"
+        raise DataError(problem, "Use a base model with a tokenizer.json.")
     return backend
 
 
@@ -133,10 +131,8 @@ class TextEncoder:
             return
         tokens = Counter(token for text in _texts(value) for token in self.controls_in(text))
         if tokens:
-            raise DataError(
-                f"control tokens in the text: {', '.join(map(repr, tokens))}",
-                "Take them out, or have them read as text: data.control_tokens: text.",
-            )
+            remedy = "Take them out, or have them read as text: data.control_tokens: text."
+            raise DataError(f"control tokens in the text: {', '.join(map(repr, tokens))}", remedy)
 
     # What a template writes: its own control tokens are tokens, those of the messages are text.
 

@@ -115,10 +115,8 @@ class TextStreams(ABC):
         clients = {client: tokens for client, tokens in controls.items() if tokens}
         for client, tokens in list(clients.items())[:SHOWN]:
             listed = ", ".join(f"`{token}`" for token in tokens)
-            count, read = (
-                tokens.total(),
-                "text" if self.texts.control_tokens == "text" else "tokens",
-            )
+            count = tokens.total()
+            read = "text" if self.texts.control_tokens == "text" else "tokens"
             yield (
                 f"{count:,} control token{'s' * (count > 1)} in {client}'s text ({listed}) "
                 f"{'are' if count > 1 else 'is'} read as {read}: data.control_tokens"
@@ -160,10 +158,8 @@ class SeparateDocuments(TextStreams):
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
         lengths = arrays[f"{name}.lengths"]
         if not len(lengths):
-            raise DataError(
-                f"{name}: no text",
-                "Give this client more text, or use larger fractions or token bounds.",
-            )
+            remedy = "Give this client more text, or use larger fractions or token bounds."
+            raise DataError(f"{name}: no text", remedy)
         return ChatSplit(name, arrays[name], arrays[f"{name}.counted"], lengths, context, seed)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:

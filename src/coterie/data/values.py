@@ -54,10 +54,8 @@ def client_name(value: Any, where: str, column: str) -> str | None:
         return None
     if isinstance(value, float) and value.is_integer():  # as integers become beside missing values
         if abs(value) >= _EXACT:
-            raise DataError(
-                f"{where}: client {value!r} is a number too large to be exact",
-                "Write the names of clients as text.",
-            )
+            problem = f"{where}: client {value!r} is a number too large to be exact"
+            raise DataError(problem, "Write the names of clients as text.")
         value = int(value)
     return names.normal(str(value)).strip() or None
 
@@ -71,9 +69,8 @@ def text_of(value: Any, where: str, column: str) -> str | None:
     if is_missing(value):
         return None
     kind = type(value).__name__
-    raise DataError(
-        f"{where}: column {column!r} is {kind}, not text", "Name another: data.text_column."
-    )
+    problem = f"{where}: column {column!r} is {kind}, not text"
+    raise DataError(problem, "Name another: data.text_column.")
 
 
 def text_mistake(text: str) -> str:

@@ -13,7 +13,7 @@ import torch
 from coterie.adapt.new_client import TRAINED
 from coterie.adapt.shared_part import SharedPart, write_shared
 from coterie.core.checksums import replaced
-from coterie.core.errors import CheckpointError, CoterieError, Refused
+from coterie.core.errors import CoterieError, Refused
 from coterie.core.files import load, read_json, write_json
 from coterie.core.foreign import opened
 from coterie.core.metrics import PERPLEXITY, direction
@@ -142,8 +142,6 @@ def _is_adapter(folder: Path) -> bool:
 
 def _shared(run: Path, folder: Path) -> Facts:
     """Write the shared part of a run, and return the facts for its card."""
-    if not (run / RECIPE).is_file():
-        raise CheckpointError(f"{run} holds no run", "Give the folder that `coterie run` wrote.")
     recipe = resolve(run)
     base = portable(getattr(recipe.model, "base", ""))
     part: SharedPart = write_shared(run, folder, base)

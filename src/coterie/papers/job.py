@@ -170,7 +170,5 @@ class Job:
 
 def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
     if unknown := [a for a in names if a not in known]:
-        raise Refused(
-            f"no {what} {', '.join(map(repr, unknown))} at this scale",
-            f"Choose among: {', '.join(known)}.",
-        )
+        problem = f"no {what} {', '.join(map(repr, unknown))} at this scale"
+        raise Refused(problem, f"Choose among: {', '.join(known)}.")

@@ -221,11 +221,9 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
             "seconds": bars([cell.wall_s for cell in cells], ",.0f"),
         }
         about = f"<p>{escape(_lead(reproduced, c))}</p>"
-        order = (
-            f"<p>Order against the paper's: Kendall's tau {reproduced.order[c]:.2f}.</p>"
-            if c in reproduced.order
-            else ""
-        )
+        order = ""
+        if c in reproduced.order:
+            order = f"<p>Order against the paper's: Kendall's tau {reproduced.order[c]:.2f}.</p>"
         parts.append(section(f"column-{c}", title, about, by_columns(columns, best), order))
     if reproduced.statements:
         intervals = f"<p class=note>{escape(INTERVALS)}</p>"

@@ -9,7 +9,7 @@ from coterie.papers.tables import Picture
 from coterie.reports import chart, classes, collaboration, experts, marks
 from coterie.reports.chart import Line, look_of
 from coterie.reports.collaboration import Weights
-from coterie.reports.curves import Value, group_test, of_iteration, of_round, router_panels, test_of
+from coterie.reports.curves import Value, counted, group_test, router_panels, test_of
 from coterie.reports.experts import Choices
 from coterie.reports.parts import COLOURS, escape, legend, thinned, unseen
 from coterie.runs.folder.metrics import METRICS
@@ -105,7 +105,7 @@ def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> 
     styles = {r: look_of(k, marked) for k, r in enumerate(rows)}
     charts: dict[str, list[Line]] = {}
     kinds: dict[str, str] = {}  # the column of each panel: only within one are panels compared
-    count, axis = (of_round, "rounds") if cells[0].groups else (of_iteration, "local iterations")
+    count, axis = counted(bool(cells[0].groups))
     ends = {
         cell.column: max(count(c.evaluations[-1]) for c in cells if c.column == cell.column)
         for cell in cells

@@ -201,9 +201,8 @@ def _shown(results: Sequence[Result], figure: Shown) -> dict[str, Any]:
     metric = _GATE_ERROR if figure == "gate_error" else results[0].metric
     values = [_FIGURES[figure](result) for result in results]
     if None in values:
-        raise CheckpointError(
-            f"{results[0]!r} does not contain what this table shows", Result.remedy
-        )
+        problem = f"{results[0]!r} does not contain what this table shows"
+        raise CheckpointError(problem, Result.remedy)
     known = [value for value in values if value is not None]
     return {
         "metric": metric,

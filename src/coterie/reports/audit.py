@@ -104,16 +104,12 @@ def sentences(audit: AuditResult) -> list[str]:
 def _canaries_found(who: str, canaries: CanaryResult) -> str:
     """Return whether an observer finds canaries."""
     exposure, epsilon = canaries.exposure, canaries.epsilon
-    outcome = (
-        "finds planted canaries"
-        if exposure.low > exposure.chance
-        else "does not find planted canaries better than by guessing"
-    )
-    bound = (
-        f"Epsilon is above {epsilon.at_least:.2f} at 95 % confidence."
-        if epsilon.at_least
-        else "That shows no lower bound on epsilon."
-    )
+    outcome = "does not find planted canaries better than by guessing"
+    if exposure.low > exposure.chance:
+        outcome = "finds planted canaries"
+    bound = "That shows no lower bound on epsilon."
+    if epsilon.at_least:
+        bound = f"Epsilon is above {epsilon.at_least:.2f} at 95 % confidence."
     guesses = f"It guesses {epsilon.right} of {epsilon.guesses} coin flips right."
     return f"{who} {outcome}. {guesses} {bound}"
 

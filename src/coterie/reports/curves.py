@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def _curves(results: Sequence[Result]) -> str:
     own_result, metric = results[-1], results[-1].metric
     looks = [*range(1, len(results)), 0]  # the run's own method has the first colour
     groups = own_result.groups or {}
-    at, count = (of_round, "rounds") if groups else (of_iteration, "local iterations")
+    at, count = counted(bool(groups))
     windows, series = _series(results)
     last = max((at(e) for points in series for e in points), default=0)
     styles = [
@@ -112,14 +113,10 @@ def _trained(lines: Sequence[Line]) -> list[Line]:
     return [replace(line, points=[p for p in line.points if p[0] > 0]) for line in moving]
 
 
-def of_round(evaluation: Evaluation) -> int:
-    """Return the number of completed rounds."""
-    return evaluation.round
-
-
-def of_iteration(evaluation: Evaluation) -> int:
-    """Return the number of completed local iterations."""
-    return evaluation.iteration
+def counted(rounds: bool) -> tuple[Callable[[Evaluation], int], str]:
+    """Return what reads the completed rounds, or else local iterations, and its unit."""
+    field, unit = ("round", "rounds") if rounds else ("iteration", "local iterations")
+    return attrgetter(field), unit
 
 
 def group_test(group: str) -> Value:

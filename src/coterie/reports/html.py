@@ -90,11 +90,9 @@ def write_comparison(folder: Path, comparison: Comparison, description: str) -> 
     firsts = [folder / r.method / f"seed-{seeds[0]}" for r in rows]
     results = [Result.read(path) for path in firsts if (path / RESULT).exists()]
     several = len(seeds) > 1
-    deviation = (
-        "<p>± is the sample standard deviation over seeds.</p>"
-        if several
-        else "<p>One seed: no standard deviation.</p>"
-    )
+    deviation = "<p>One seed: no standard deviation.</p>"
+    if several:
+        deviation = "<p>± is the sample standard deviation over seeds.</p>"
     first = f"<p class=note>Of seed {seeds[0]}.</p>"
     parts = _parts(rows, results, comparison.own, comparison.notes, deviation, first)
     parts["clients"] = _spread(rows, results)

@@ -20,10 +20,8 @@ class Throughput:
         self._seconds, self._predictions = self._seconds + seconds, self._predictions + predictions
         while self._seconds - self._spans[0][0] >= WINDOW:
             seconds, predictions = self._spans.popleft()
-            self._seconds, self._predictions = (
-                self._seconds - seconds,
-                self._predictions - predictions,
-            )
+            self._seconds -= seconds
+            self._predictions -= predictions
 
     @property
     def known(self) -> bool:
@@ -95,10 +93,8 @@ class RoundTimer:
         since, warm = self._warm
         rest = self.rounds - done
         if done > warm:
-            left, weight = (
-                (now - since) / (done - warm) * rest,
-                min(10 * (done - warm) / max(self.rounds, 1), 1.0),
-            )
+            left = (now - since) / (done - warm) * rest
+            weight = min(10 * (done - warm) / max(self.rounds, 1), 1.0)
             prior = left if self.expected is None else self.expected * rest / max(self.rounds, 1)
             self._estimate = now, weight * left + (1 - weight) * prior
 

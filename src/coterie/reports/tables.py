@@ -55,11 +55,9 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
             for layout in prepared.site.layouts.values()
         }
     )
-    trained = (
-        "none"
-        if not method.total_iterations
-        else " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
-    )
+    trained = "none"
+    if method.total_iterations:
+        trained = " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
     most = "at most " if prepared.recipe.limit else ""
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
     _say(
@@ -252,10 +250,8 @@ def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
             rounded(count / 1000, ",.0f")
             for count in (row.bytes_up_per_round, row.bytes_down_per_round)
         )
-        parameters, work = (
-            f"{row.trainable_parameters:,}",
-            rounded(row.flops_per_token / 1e6, ",.2f"),
-        )
+        parameters = f"{row.trainable_parameters:,}"
+        work = rounded(row.flops_per_token / 1e6, ",.2f")
         active = "" if row.active_parameters is None else f"{row.active_parameters:,}"
         shown.add_row(titles[row.method], parameters, active, work, *kilobytes, f"{row.wall_s:.0f}")
     return shown

@@ -335,11 +335,9 @@ class Execution:
         state, checkpoint = self.state, self.checkpoints.latest()
         if checkpoint is not None:
             progress = checkpoint.progress
-            state.round, state.server, state.progress = (
-                checkpoint.round,
-                checkpoint.server,
-                progress,
-            )
+            state.round = checkpoint.round
+            state.server = checkpoint.server
+            state.progress = progress
             state.evaluations, state.points = (
                 [Evaluation.from_json(evaluation) for evaluation in progress.pop(name, ())]
                 for name in ("evaluations", "curve")

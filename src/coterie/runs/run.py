@@ -64,9 +64,8 @@ def run(
     `baselines/<name>/` there. Return the results, the recipe's own method last.
     """
     if not (resume or changed) and (folder / RECIPE).exists():
-        raise Refused(
-            f"{folder} already holds a run", "Resume it with --resume, or choose another --out."
-        )
+        problem = f"{folder} already holds a run"
+        raise Refused(problem, "Resume it with --resume, or choose another --out.")
     reporter, backend, begun = reporter or Callback(), backend or LocalBackend(), time.monotonic()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, backend)
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
@@ -271,10 +270,8 @@ def _executed(execution: Execution, changed: bool) -> Result:
 def check_new(folder: Path, resume: bool) -> None:
     """Refuse a folder with a comparison, unless it is to be resumed. Raises Refused."""
     if (folder / COMPARISON).exists() and not resume:
-        raise Refused(
-            f"{folder} already holds a comparison",
-            "Resume it with --resume, or choose another --out.",
-        )
+        problem = f"{folder} already holds a comparison"
+        raise Refused(problem, "Resume it with --resume, or choose another --out.")
 
 
 def compare(

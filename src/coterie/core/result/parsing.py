@@ -35,9 +35,8 @@ class Record:
         try:
             record: Self = _adapter(cls).validate_python(value)
         except ValidationError as error:
-            raise CheckpointError(
-                f"not a valid {cls.__name__}: {_mistakes(error)}", cls.remedy
-            ) from None
+            problem = f"not a valid {cls.__name__}: {_mistakes(error)}"
+            raise CheckpointError(problem, cls.remedy) from None
         return record
 
     @classmethod

@@ -265,11 +265,9 @@ def absent(clients: int) -> str:
 
 def protected(privacy: PrivacySpent) -> str:
     """Return a sentence on the privacy spent: how much, how it was computed, and what it covers."""
-    epsilon = (
-        "no finite epsilon (no protection)"
-        if privacy.epsilon is None
-        else f"epsilon {privacy.epsilon:.2f}"
-    )
+    epsilon = "no finite epsilon (no protection)"
+    if privacy.epsilon is not None:
+        epsilon = f"epsilon {privacy.epsilon:.2f}"
     return (
         f"{epsilon}, delta {privacy.delta:.2g} ({privacy.where}, noise z = {privacy.noise:g}, clip "
         f"C = {privacy.clip:g}): {privacy.sampling}. It covers {privacy.covers}."

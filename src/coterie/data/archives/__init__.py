@@ -65,10 +65,8 @@ def is_part_of_export(path: Path, archives: Iterable[Path]) -> bool:
 
 def not_text(archive: Path) -> DataError:
     """Return the refusal to read an archive as text: most of it was written by other people."""
-    return DataError(
-        f"{_title([archive])}: its messages are of several people",
-        "Train on yours: --set data.content=chats; or leave it out.",
-    )
+    problem = f"{_title([archive])}: its messages are of several people"
+    return DataError(problem, "Train on yours: --set data.content=chats; or leave it out.")
 
 
 def rows_of(paths: Iterable[Path], me: Me) -> Iterator[Row]:
@@ -137,9 +135,8 @@ def _check_names(archives: Sequence[tuple[str, Sequence[Chat]]], me: Me) -> None
     if problems:
         known = [name for name in given if name not in unknown]
         setting = _setting(list(dict.fromkeys(known + advised)), me)
-        raise DataError(
-            "\n".join(problems), f"Say whose messages are trained, for instance: {setting}."
-        )
+        remedy = f"Say whose messages are trained, for instance: {setting}."
+        raise DataError("\n".join(problems), remedy)
 
 
 def _problem(given: Sequence[str]) -> str:

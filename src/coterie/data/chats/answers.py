@@ -142,10 +142,8 @@ def pair(texts: TextEncoder, prompt: str, completion: str, loss: Loss) -> Render
     token, and for refused control tokens.
     """
     if not texts.end:
-        raise DataError(
-            "the tokenizer has no end token, so that completions would not end",
-            "Set eos_token in the base's tokenizer_config.json.",
-        )
+        problem = "the tokenizer has no end token, so that completions would not end"
+        raise DataError(problem, "Set eos_token in the base's tokenizer_config.json.")
     texts.check([prompt, completion])
     if texts.control_tokens == "tokens":
         prompt, completion = texts.marked(prompt), texts.marked(completion)

@@ -109,10 +109,8 @@ class Encoder:
         """Return a split of a client's arrays. Raises DataError if it is empty."""
         lengths = arrays[f"{name}.lengths"]
         if not len(lengths):
-            raise DataError(
-                f"{name}: no conversations; {few(arrays)}",
-                "Give this client more conversations, or use larger fractions or token bounds.",
-            )
+            remedy = "Give this client more conversations, or use larger fractions or token bounds."
+            raise DataError(f"{name}: no conversations; {few(arrays)}", remedy)
         counted = arrays[f"{name}.counted"]
         return ChatSplit(name, arrays[name], counted, lengths, context, seed, self.packing)
 

@@ -109,19 +109,15 @@ class JinjaProcess:
         ready = json.loads(process.stdout.readline() or '{"refused": "it ended"}')
         if "refused" in ready:
             process.kill()
-            raise DataError(
-                f"the process that writes chats does not start: {ready['refused']}",
-                "Install transformers again.",
-            )
+            problem = f"the process that writes chats does not start: {ready['refused']}"
+            raise DataError(problem, "Install transformers again.")
         self._process, self._owner = process, os.getpid()
         return process
 
 
 def _refusal(reason: str) -> DataError:
-    return DataError(
-        f"the chat template refuses the messages: {reason}",
-        "Change the roles or their order, or use another base or data.chat_template.",
-    )
+    remedy = "Change the roles or their order, or use another base or data.chat_template."
+    return DataError(f"the chat template refuses the messages: {reason}", remedy)
 
 
 def _plain(value: Any) -> Any:

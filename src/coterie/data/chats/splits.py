@@ -118,11 +118,9 @@ class ChatSplit(Split):
         rows = [self.rows[number] for number in numbers]
         widths = [sum(int(self.lengths[number]) for number in row) for row in rows]
         shape = (len(rows), max([2, *widths]))
-        ids, counted, positions = (
-            np.zeros(shape, np.int64),
-            np.zeros(shape, bool),
-            np.full(shape, -1),
-        )
+        ids = np.zeros(shape, np.int64)
+        counted = np.zeros(shape, bool)
+        positions = np.full(shape, -1)
         for i, row in enumerate(rows):
             start = 0
             for number in row:

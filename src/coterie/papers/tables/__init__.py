@@ -261,10 +261,8 @@ def names() -> list[str]:
 def load(name: str) -> Reproduction:
     """Return a table or figure. Raises Refused if it is unknown, RecipeError for mistakes."""
     if name not in names():
-        raise Refused(
-            f"reproduction {name!r}: there is none of that name",
-            "Choose one of: " + ", ".join(names()),
-        )
+        problem = f"reproduction {name!r}: there is none of that name"
+        raise Refused(problem, "Choose one of: " + ", ".join(names()))
     paper, _, stem = name.partition("/")
     try:
         return Reproduction.model_validate(read(FOLDER / paper / f"{stem}.yaml"))

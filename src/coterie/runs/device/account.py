@@ -55,10 +55,8 @@ class Account:
             except Refused:
                 files.recover()
                 return
-        raise Refused(
-            f"the account of this device, {self.path}, is whole: nothing is to be accepted",
-            "Leave out --accept-account.",
-        )
+        problem = f"the account of this device, {self.path}, is whole: nothing is to be accepted"
+        raise Refused(problem, "Leave out --accept-account.")
 
     def epsilon(self, delta: float) -> float:
         """Return the privacy spent over all runs. Raises Refused."""
@@ -128,10 +126,8 @@ def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None
             OWNERS,
         )
     if run is not None and run.recipe != leaving.recipe:
-        raise Refused(
-            "the recipe is not the one that the run began with",
-            "Start a new run: the recipe of a run cannot change on a device.",
-        )
+        problem = "the recipe is not the one that the run began with"
+        raise Refused(problem, "Start a new run: the recipe of a run cannot change on a device.")
     if leaving.masked and run is not None and run.masked is not None and leaving.turn <= run.masked:
         then, now = (
             f"exchange {number} of round {round + 1}"

@@ -45,15 +45,11 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     recipe = recipes.validate(_with_own_paths(values, data, base), "of the server")
     method = recipe.build_method()
     if method.centralized:
-        raise Refused(
-            f"{recipe.method['name']} needs the data of all clients in one place",
-            "The data of this device never leave it.",
-        )
+        remedy = "The data of this device never leave it."
+        raise Refused(f"{recipe.method['name']} needs the data of all clients in one place", remedy)
     if recipe.audit is not None:
-        raise Refused(
-            "audit: the recipe would plant canaries in this device's data",
-            "Canaries are only for runs whose data are all on one machine.",
-        )
+        remedy = "Canaries are only for runs whose data are all on one machine."
+        raise Refused("audit: the recipe would plant canaries in this device's data", remedy)
     problem = loading.load(with_dtype(recipe)[0])
     # a device does not let itself be told to lie
     leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)
@@ -74,10 +70,8 @@ def _with_own_paths(section: dict[str, Any], data: str | None, base: str | None)
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     template = places.get("chat_template")
     if template is not None and not is_template(str(template)):
-        raise Refused(
-            "data.chat_template: the server's recipe names a file, which is not read here",
-            "A recipe that was loaded at the server holds the template itself.",
-        )
+        problem = "data.chat_template: the server's recipe names a file, which is not read here"
+        raise Refused(problem, "A recipe that was loaded at the server holds the template itself.")
     if data is not None:
         places["path" if "path" in section["data"] else "root"] = data
     model = section["model"] | ({"base": base} if base is not None else {})
@@ -203,11 +197,9 @@ class Device:
         if self.client is None and len(known) == 1:
             return known[0]
         if self.client is None or self.client not in known:
-            problem = (
-                "this device does not know which client it is"
-                if self.client is None
-                else f"the data of this device have no client {self.client!r}"
-            )
+            problem = "this device does not know which client it is"
+            if self.client is not None:
+                problem = f"the data of this device have no client {self.client!r}"
             remedy = "Name it: --client ID, or client=ID in the node's configuration."
             raise DataError(f"{problem}; they have {', '.join(known[:10])}", remedy)
         return self.client

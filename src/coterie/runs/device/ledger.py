@@ -79,10 +79,8 @@ class DeviceLedger(Spent):
 
             orders = sha256(ORDERS.tobytes()).hexdigest()
             if self.renyi and self.orders != orders:
-                raise Refused(
-                    "the account of this device was kept by another version of coterie",
-                    "Install that version of coterie again.",
-                )
+                problem = "the account of this device was kept by another version of coterie"
+                raise Refused(problem, "Install that version of coterie again.")
             before = np.array(self.renyi) if self.renyi else 0.0
             self.renyi, self.orders = (before + np.array(cost.renyi)).tolist(), orders
         if not all(map(math.isfinite, (self.squared, *self.renyi))):
@@ -212,6 +210,5 @@ def _store(path: Path, content: BaseModel) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise SaveError(
-            f"cannot write {path}: {error.strerror}; nothing is sent", "Free some space."
-        ) from error
+        problem = f"cannot write {path}: {error.strerror}; nothing is sent"
+        raise SaveError(problem, "Free some space.") from error

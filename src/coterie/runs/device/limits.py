@@ -88,9 +88,8 @@ class Limits(BaseModel):
                 OWNERS,
             )
         if self.bases is not None and base not in (None, *self.bases):
-            raise Refused(
-                f"limits.bases: this device loads {', '.join(self.bases)}, not {base}", OWNERS
-            )
+            problem = f"limits.bases: this device loads {', '.join(self.bases)}, not {base}"
+            raise Refused(problem, OWNERS)
         if self.rounds is not None and rounds > self.rounds:
             raise Refused(
                 f"limits.rounds: this device takes part in at most {self.rounds} rounds of a "
@@ -123,9 +122,8 @@ class Limits(BaseModel):
     def check_task(self, task: str, round: int, rounds: int) -> None:
         """Refuse a task, or a round that the run does not have. Raises Refused."""
         if self.tasks is not None and task not in self.tasks:
-            raise Refused(
-                f"limits.tasks: this device does {', '.join(self.tasks)}, not {task}", OWNERS
-            )
+            problem = f"limits.tasks: this device does {', '.join(self.tasks)}, not {task}"
+            raise Refused(problem, OWNERS)
         if round > rounds:
             raise Refused(f"round {round + 1} of a run of {rounds}", "It was not done.")
 
@@ -136,10 +134,8 @@ def read(path: Path) -> Limits:
     """
     values = yaml_file(path, "limits", "Name the owner's file: see docs/deploy.md.")
     if not values:
-        raise Refused(
-            f"limits {path}: the file is empty, so it would limit nothing",
-            "Write limits into it, or leave out --limits.",
-        )
+        problem = f"limits {path}: the file is empty, so it would limit nothing"
+        raise Refused(problem, "Write limits into it, or leave out --limits.")
     try:
         return Limits.model_validate(values)
     except ValidationError as error:

@@ -153,11 +153,9 @@ class Checkpoints:
         except _OtherRecipe:
             raise
         except CheckpointError as error:
-            former = (
-                f"Delete {folder} to resume from {folders[-2].name}."
-                if len(folders) > 1
-                else "Start a new run, with another --out."
-            )
+            former = "Start a new run, with another --out."
+            if len(folders) > 1:
+                former = f"Delete {folder} to resume from {folders[-2].name}."
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
         return Checkpoint(about.round, server, clients, about.progress)
 
@@ -182,9 +180,8 @@ def _read(folder: Path) -> _About:
         about = _About.model_validate(read_json(path, finite=False))
     except ValidationError as error:
         first = error.errors()[0]
-        raise CheckpointError(
-            f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
-        ) from None
+        problem = f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CheckpointError(problem) from None
     if f"round-{about.round:05d}" != folder.name:
         raise CheckpointError(f"{path} is of round {about.round}")
     return about

@@ -127,9 +127,8 @@ class RecordedInputs:
         if changes := self._inputs().changes(now):
             few = "\n".join(f"  - {change}" for change in changes[:_FEW])
             more = f"\n  - and {len(changes) - _FEW:,} more" if len(changes) > _FEW else ""
-            raise CheckpointError(
-                f"{self.folder}: the inputs of the run have changed\n{few}{more}", REMEDY
-            )
+            problem = f"{self.folder}: the inputs of the run have changed\n{few}{more}"
+            raise CheckpointError(problem, REMEDY)
 
     def check_bases(self, now: Inputs) -> None:
         """Refuse a run known to be trained on another base. Raises CheckpointError."""
@@ -138,10 +137,8 @@ class RecordedInputs:
         except CheckpointError:
             return
         if changes := before.model_copy(update={"clients": now.clients}).changes(now):
-            raise CheckpointError(
-                f"{self.folder} was trained on another base: {changes[0]}",
-                "Restore the base that the run was trained on.",
-            )
+            problem = f"{self.folder} was trained on another base: {changes[0]}"
+            raise CheckpointError(problem, "Restore the base that the run was trained on.")
 
     def _inputs(self) -> Inputs:
         """Return the inputs at the beginning. Raises CheckpointError."""
@@ -149,13 +146,11 @@ class RecordedInputs:
             check_sums(self.folder, [INPUTS], read_sums(self.folder))
             return Inputs.model_validate(read_json(self.folder / INPUTS))
         except ValidationError as error:
-            raise CheckpointError(
-                f"{self.folder / INPUTS}: {error.errors()[0]['msg']}", REMEDY
-            ) from None
+            problem = f"{self.folder / INPUTS}: {error.errors()[0]['msg']}"
+            raise CheckpointError(problem, REMEDY) from None
         except CheckpointError as error:
-            raise CheckpointError(
-                f"the inputs that the run began with are unknown: {error.problem}", REMEDY
-            ) from None
+            problem = f"the inputs that the run began with are unknown: {error.problem}"
+            raise CheckpointError(problem, REMEDY) from None
 
     def begin(self, inputs: Inputs) -> None:
         """Record the inputs at the beginning. Raises SaveError."""
@@ -194,7 +189,6 @@ class RecordedInputs:
         try:
             check_sums(self.folder, [RESULT], sums)
         except CheckpointError as error:
-            raise CheckpointError(
-                error.problem, "Delete it: --resume then writes it again from the last checkpoint."
-            ) from None
+            remedy = "Delete it: --resume then writes it again from the last checkpoint."
+            raise CheckpointError(error.problem, remedy) from None
         return True

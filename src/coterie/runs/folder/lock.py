@@ -23,10 +23,8 @@ def latest_folder(name: str) -> Path:
     """Return the latest folder in runs/ of this name. Raises Refused if there is none."""
     folders = sorted(Path("runs").glob(f"{name}-*-*"))
     if not folders:
-        raise Refused(
-            f"there is no run of {name} under runs/ to resume",
-            "Name its folder by --out, or start it without --resume.",
-        )
+        problem = f"there is no run of {name} under runs/ to resume"
+        raise Refused(problem, "Name its folder by --out, or start it without --resume.")
     return folders[-1]
 
 
@@ -59,17 +57,13 @@ def alone(folder: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout:
         who = f" by {holder}" if holder.isprintable() and holder else ""
-        raise Refused(
-            f"{folder} is in use{who}",
-            "Wait until that process has ended, or choose another --out.",
-        ) from None
+        remedy = "Wait until that process has ended, or choose another --out."
+        raise Refused(f"{folder} is in use{who}", remedy) from None
     except OSError as error:
         if is_new:  # an empty folder would look like a run that can be resumed
             folder.rmdir()
-        raise Refused(
-            f"cannot write in {folder}: {error.strerror}",
-            "Check its permissions, or choose another --out.",
-        ) from None
+        problem = f"cannot write in {folder}: {error.strerror}"
+        raise Refused(problem, "Check its permissions, or choose another --out.") from None
     try:
         _sign(path, f"process {os.getpid()} on {socket.gethostname()}")
         yield

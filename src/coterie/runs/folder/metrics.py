@@ -35,10 +35,8 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
             remedy,
         )
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-        raise CheckpointError(
-            f"{path} is damaged: its first {position:,} bytes are not those that were written",
-            remedy,
-        )
+        problem = f"{path} is damaged: its first {position:,} bytes are not those that were written"
+        raise CheckpointError(problem, remedy)
 
 
 class MetricsFile:
@@ -63,9 +61,8 @@ class MetricsFile:
             self._digest.update(kept)
             self._events = _events(folder / "tensorboard", step + 1 if position else None)
         except OSError as error:
-            raise SaveError(
-                f"cannot write {error.filename or self._path}: {error.strerror}", _WRITABLE
-            ) from error
+            problem = f"cannot write {error.filename or self._path}: {error.strerror}"
+            raise SaveError(problem, _WRITABLE) from error
 
     def write(
         self, kind: str, round: int, step: int, client: ClientId, values: Mapping[str, Any]

@@ -61,14 +61,11 @@ class Classification(LearningProblem):
                 "local, fedavg, ditto, ifca, cobo or ddome.",
             )
         if self.common is None and isinstance(layout, PoolLayout) and layout.gated:
-            raise ModelError(
-                f"method.name: the gate of {method} needs embeddings",
-                "Name the model that makes them: model.common.",
-            )
+            problem = f"method.name: the gate of {method} needs embeddings"
+            raise ModelError(problem, "Name the model that makes them: model.common.")
         if self.common is None and isinstance(layout, CommonLayout):
-            raise ModelError(
-                f"method.name: {method} needs a common expert", "Give it: model.common."
-            )
+            problem = f"method.name: {method} needs a common expert"
+            raise ModelError(problem, "Give it: model.common.")
         self._start(layout.start if isinstance(layout, PoolLayout) else self.section.start)
 
     def build(self, layout: Layout) -> Classifier | PoolClassifier:
@@ -109,10 +106,8 @@ class Classification(LearningProblem):
             if shapes == {name: t.shape for name, t in needed.items()}:
                 return self.common.tensors
         if choice == "common":
-            raise ModelError(
-                "start: common, but the common expert has a different network",
-                "Leave model.common.network out, or start at random.",
-            )
+            problem = "start: common, but the common expert has a different network"
+            raise ModelError(problem, "Leave model.common.network out, or start at random.")
         return None
 
     @property

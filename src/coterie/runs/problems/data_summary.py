@@ -40,10 +40,8 @@ def summary_of(
     """
     recipe, _ = resolved(recipe)
     if not isinstance(recipe.data, Section):
-        raise Refused(
-            f"recipe {recipe.name}: its data are examples with labels, not text",
-            f"`coterie run {recipe.name} --dry-run` counts them.",
-        )
+        remedy = f"`coterie run {recipe.name} --dry-run` counts them."
+        raise Refused(f"recipe {recipe.name}: its data are examples with labels, not text", remedy)
     problem = loading.load(recipe)
     assert isinstance(problem, Language)
     tokenizer, federation = problem.backbone.tokenizer, problem.federation
@@ -58,9 +56,8 @@ def summary_of(
     summary = summarised(federation, texts, tokenizer.eos_token_id, content_of, plain, skipped)
     shown = [client] if client is not None else list(federation.everyone)
     if unknown := set(shown) - federation.everyone.keys():
-        raise Refused(
-            f"no client {unknown.pop()!r}", f"There are: {', '.join(federation.everyone)}."
-        )
+        remedy = f"There are: {', '.join(federation.everyone)}."
+        raise Refused(f"no client {unknown.pop()!r}", remedy)
     clients = {id: summary.clients[id] for id in shown}
     for number, id in enumerate(shown):
         count = examples if number < _SHOWN else 0

@@ -52,9 +52,8 @@ def pick_device(device: str) -> str:
         return devices.accelerator() or "cpu"
     if not devices.is_available(device):
         allowed = " or ".join(["auto", *devices.here()])
-        raise RecipeError(
-            "recipe", [f"model.device: {device} is not available here; use {allowed}"]
-        )
+        problem = "recipe"
+        raise RecipeError(problem, [f"model.device: {device} is not available here; use {allowed}"])
     return device
 
 
@@ -83,10 +82,8 @@ def load(recipe: Recipe) -> LearningProblem:
     rows = recipe.training.micro_batch or recipe.training.batch_size
     limit = int(configuration(section.base).max_position_embeddings)
     if section.context > limit:
-        raise ModelError(
-            f"model.context: {section.context} tokens, but {section.base} allows {limit}",
-            f"Set model.context to at most {limit}.",
-        )
+        problem = f"model.context: {section.context} tokens, but {section.base} allows {limit}"
+        raise ModelError(problem, f"Set model.context to at most {limit}.")
     step = memory_step(section, dtype, device)
     checkpointing = step.checkpointing(rows, memory.room(device), section.checkpointing)
     backbone = load_backbone(section.base, dtype, device, section.quantise)
@@ -143,11 +140,9 @@ def _classification(
             here = data.load(order_seed=recipe.seed) if needed else None
         case TextClassifierSection() as section, LabelledTexts() as data:
             shape, common_shape = section.shape(data.classes), section.common_shape(data.classes)
-            here = (
-                data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
-                if needed
-                else None
-            )
+            here = None
+            if needed:
+                here = data.load(tokenizer(section.base), section.length, order_seed=recipe.seed)
             if section.head is not None:
                 encoder = section.encoder(data.classes)
                 here = here and text.of_federation(here, encoder, device)
@@ -172,21 +167,17 @@ def _common(
 ) -> CommonExpert:
     """Return the common expert of a recipe. Raises Refused."""
     if section.path is not None:
-        preprocessing = (
-            Normalisation(section.mean, section.std)
-            if section.mean is not None and section.std is not None
-            else None
-        )
+        preprocessing = None
+        if section.mean is not None and section.std is not None:
+            preprocessing = Normalisation(section.mean, section.std)
         tensors = network_tensors.load(_file_of(section.path), shape)
         here = Normalisation(data.mean, data.std)
         return CommonExpert(shape, tensors, device, here, preprocessing)
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)
-        raise ModelError(
-            "model.common: gives neither a path nor pretraining",
-            "Give model.common.path, or model.common.pretraining with data.public.",
-        )
+        remedy = "Give model.common.path, or model.common.pretraining with data.public."
+        raise ModelError("model.common: gives neither a path nor pretraining", remedy)
     assert federation is not None
     return trained(shape, _public(federation, "pretraining"), section.pretraining, device)
 
@@ -194,10 +185,8 @@ def _common(
 def _public(federation: Federation, field: str) -> ExampleSplit:
     """Return the public examples for a field of model.common. Raises ModelError without any."""
     if federation.public is None:
-        raise ModelError(
-            f"model.common.{field}: the data have no public examples",
-            "Set data.public: examples that no client gets.",
-        )
+        problem = f"model.common.{field}: the data have no public examples"
+        raise ModelError(problem, "Set data.public: examples that no client gets.")
     assert isinstance(federation.public, ExampleSplit)
     return federation.public
 

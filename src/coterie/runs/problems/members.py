@@ -23,10 +23,8 @@ def check_member(recipe: Recipe, member: Member) -> None:
     check_id(member.client)
     known = recipe.data.client_info(member.client)
     if known is None:
-        raise Refused(
-            f"client: the recipe's data have no client {member.client!r}",
-            "Check that it is the same recipe and that --client names one of its clients.",
-        )
+        remedy = "Check that it is the same recipe and that --client names one of its clients."
+        raise Refused(f"client: the recipe's data have no client {member.client!r}", remedy)
     exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
     if known.position is not None:
         exact["position"] = known.position
@@ -88,10 +86,8 @@ def federated(members: Sequence[Member]) -> Federation:
     data = {m.client: ClientData(m.client, *map(RemoteSplit, SPLITS, m.windows)) for m in ordered}
     training = [m for m in ordered if not m.group]
     if not training:
-        raise Refused(
-            f"none of {len(members)} clients trains",
-            "Start devices of clients that are not held out by the recipe's data.",
-        )
+        remedy = "Start devices of clients that are not held out by the recipe's data."
+        raise Refused(f"none of {len(members)} clients trains", remedy)
     clusters = {m.client: m.cluster for m in training if m.cluster is not None}
     anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
     return Federation(

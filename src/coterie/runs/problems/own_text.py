@@ -18,10 +18,9 @@ from coterie.runs.recipes.recipe import Recipe
 def _files(section: Folders, data: Path) -> list[Path]:
     """Return the files of a text or of conversations. Raises DataError if there is none."""
     if not (paths := text_files(data, section.endings)):
-        raise DataError(
-            f"{data}: no {'text' if section.content == 'text' else 'conversations'} in it",
-            f"Name a file that ends in {', '.join(section.endings)}, or a folder of such.",
-        )
+        problem = f"{data}: no {'text' if section.content == 'text' else 'conversations'} in it"
+        remedy = f"Name a file that ends in {', '.join(section.endings)}, or a folder of such."
+        raise DataError(problem, remedy)
     return paths
 
 

@@ -315,11 +315,9 @@ def _check_presence(recipe: Recipe, method: Method, federation: Federation) -> N
             f"ddome, fedavg and local do not"
         )
     if recipe.keep == "best" and (federation.unseen or recipe.training.stateless):
-        whose = (
-            "data.unseen: clients that come when training is over are"
-            if federation.unseen
-            else "training.stateless: clients that keep nothing between rounds are"
-        )
+        whose = "training.stateless: clients that keep nothing between rounds are"
+        if federation.unseen:
+            whose = "data.unseen: clients that come when training is over are"
         mistakes.append(f"keep: best needs clients that keep a model; {whose} not; use keep: last")
     serves, stateless = method.serves_unseen_clients, recipe.training.stateless
     problem = f"{name} has no model for clients without one of their own; fedavg and ddome do"

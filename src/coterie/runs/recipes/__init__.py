@@ -31,16 +31,12 @@ def find(recipe: str) -> Path:
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            raise Refused(
-                f"recipe {recipe}: no such file",
-                "Check the path, or name a shipped recipe: " + ", ".join(names()),
-            )
+            remedy = "Check the path, or name a shipped recipe: " + ", ".join(names())
+            raise Refused(f"recipe {recipe}: no such file", remedy)
         return path
     if recipe not in names():
-        raise Refused(
-            f"recipe {recipe!r}: there is no shipped recipe with that name",
-            "Choose one of: " + ", ".join(names()),
-        )
+        problem = f"recipe {recipe!r}: there is no shipped recipe with that name"
+        raise Refused(problem, "Choose one of: " + ", ".join(names()))
     shipped = FOLDER / f"{recipe}.yaml"
     return shipped if shipped.is_file() else _brought(recipe)
 
@@ -105,17 +101,14 @@ def _brought(recipe: str) -> Path:
     for folder in folders:
         if (path := Path(folder) / f"{recipe}.yaml").is_file():
             return path
-    raise Refused(
-        f"recipe {recipe!r}: the installed package {package} has no file {recipe}.yaml",
-        "Reinstall the package, or ask its authors.",
-    )
+    problem = f"recipe {recipe!r}: the installed package {package} has no file {recipe}.yaml"
+    raise Refused(problem, "Reinstall the package, or ask its authors.")
 
 
 def read(path: Path) -> dict[str, object]:
     """Return the mapping in a recipe's file. Raises Refused if it is unreadable or has none."""
     values = yaml_file(path, "recipe", "Check the path, or see `coterie recipes`.")
     if not isinstance(values, dict):
-        raise Refused(
-            f"recipe {path}: not a mapping of sections", "It needs at least `data:` and `method:`."
-        )
+        problem = f"recipe {path}: not a mapping of sections"
+        raise Refused(problem, "It needs at least `data:` and `method:`.")
     return values

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from coterie.aggregation.privacy import Privacy
 from coterie.aggregation.robust import Attack
 from coterie.client.settings import Training
-from coterie.core.errors import RecipeError
+from coterie.core.errors import CheckpointError, RecipeError
 from coterie.core.names import normal
 from coterie.data import Data, kind_of
 from coterie.data.canaries import Audit
@@ -23,6 +23,7 @@ from coterie.data.section import Section
 from coterie.methods import METHODS, Method, name_of
 from coterie.methods.section import build_method, unknown_method
 from coterie.runs import recipes
+from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
 from coterie.runs.recipes.participation import EvaluatedClients, Participation, Quorum
@@ -338,5 +339,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def resolve(path: Path) -> Recipe:
-    """Return the recipe of a run's folder."""
-    return validate(recipes.read(path / "recipe.yaml"), str(path))
+    """Return the recipe of a run's folder. Raises CheckpointError if it holds no run."""
+    if not (path / RECIPE).is_file():
+        problem = f"{path} holds no run: there is no {RECIPE}"
+        raise CheckpointError(problem, "Give the folder that `coterie run` wrote (--out).")
+    return validate(recipes.read(path / RECIPE), str(path))

@@ -200,9 +200,8 @@ class TextClassifierSection(_Classifying):
         common = self.common
         if self.head is not None and common is not None:
             if common.base is not None:
-                raise Mistakes(
-                    "model.common.base: with model.head it has the model's; leave it out"
-                )
+                problem = "model.common.base: with model.head it has the model's; leave it out"
+                raise Mistakes(problem)
             if common.network not in (None, "mlp"):
                 raise Mistakes("model.common.network: with model.head it is an mlp, or null")
         return self

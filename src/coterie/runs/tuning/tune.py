@@ -121,10 +121,8 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
         raise Refused("no methods to tune", "Name at least one: see `coterie methods`.")
     plan = Plan(tuple(dict.fromkeys(methods)), recipe, {}, effort)
     if not plan.trained:
-        raise Refused(
-            f"there is nothing to tune: {', '.join(plan.methods)} train nothing",
-            "Name a method that trains: see `coterie methods`.",
-        )
+        problem = f"there is nothing to tune: {', '.join(plan.methods)} train nothing"
+        raise Refused(problem, "Name a method that trains: see `coterie methods`.")
     rows = [plan.recipes[name] for name in plan.trained]
     return replace(plan, given=checked(rows, fields))
 
@@ -133,21 +131,16 @@ def _claim(folder: Path, plan: Plan, resume: bool) -> None:
     """Refuse a folder that holds another search, or none to resume. Raises Refused."""
     if not (folder / SEARCH).exists():
         if resume:
-            raise Refused(
-                f"there is no search to resume in {folder}",
-                "Check --out; or start from the beginning: the same command without --resume.",
-            )
+            remedy = "Check --out; or start from the beginning: the same command without --resume."
+            raise Refused(f"there is no search to resume in {folder}", remedy)
         return
     if not resume:
-        raise Refused(
-            f"{folder} already holds a search", "Resume it with --resume, or choose another --out."
-        )
+        problem = f"{folder} already holds a search"
+        raise Refused(problem, "Resume it with --resume, or choose another --out.")
     before, now = read_json(folder / SEARCH), plan.to_json()
     if other := [key for key in now if before.get(key) != now[key]]:
-        raise Refused(
-            f"{folder} holds a different search: it has other {' and '.join(other)}",
-            "Repeat the command that began it, or choose another --out.",
-        )
+        problem = f"{folder} holds a different search: it has other {' and '.join(other)}"
+        raise Refused(problem, "Repeat the command that began it, or choose another --out.")
 
 
 def _write(
@@ -184,11 +177,10 @@ def _results(trial_runs: TrialRuns[str], name: str, searched: SearchResult) -> l
     results = trial_runs.results(name, searched.chosen.trial)
     if not results:
         problem = trial_runs.tried(name, searched.chosen).problem
-        raise CoterieError(
-            f"{name}: no candidate finished; the last problem: {problem}",
-            "Give smaller values, for instance --field training.experts.lr=..., with another "
-            "--out.",
+        remedy = (
+            "Give smaller values, for instance --field training.experts.lr=..., with another --out."
         )
+        raise CoterieError(f"{name}: no candidate finished; the last problem: {problem}", remedy)
     return results
 
 
