@@ -175,9 +175,7 @@ def _train(
     iterations: int | None,
     say: Callable[[str], None],
 ) -> bool:
-    """Do a stage with one model, and leave it as it is best. Return whether it has any role that
-    the stage trains.
-    """
+    """Do a stage with one model, keep it at its best; return whether it has any such role."""
     trained = {ROUTERS: own_roles & {ROUTER}, EXPERTS: own_roles - {ROUTER}}.get(stage)
     if not trained:
         return False

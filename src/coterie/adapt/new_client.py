@@ -141,9 +141,7 @@ def adapt(
 def _choice(
     owner: Client | ClientOfParts, received: Tensors
 ) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Return the share of samples that a gate sends to each expert of a pool, if there is one, and
-    the numbers of the experts received.
-    """
+    """Return a gate's share of samples by expert, if any, and the numbers of those received."""
     if isinstance(owner, ClientOfParts):
         choices = []
         for name in owner.clients:
@@ -161,9 +159,7 @@ def _choice(
 def _exchange(
     run: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
 ) -> tuple[Execution, Tensors, int, int]:
-    """Return a run with one more client, what that client received, and the bytes that it sent and
-    received. Raises Refused and ClientError.
-    """
+    """Return a run with a new client, what it received, and its bytes. Raises Refused."""
     prepared = prepare(recipe)
     if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
@@ -181,9 +177,7 @@ def _write_model(
     folder: Path,
     training: Training | None,
 ) -> Personalised | None:
-    """Write the client's personal model, after training if any, whole or not. Of a run of several
-    parts, `execution` is the one that serves it, and `whole` the recipe of all. Raises SaveError.
-    """
+    """Write the personal model; `execution` serves it, of `whole` runs. Raises SaveError."""
     state, about = execution.state, (whole.name, execution.state.round, whole.seed)
     problem, personalised = state.prepared.problem, None
     with written(folder) as new:

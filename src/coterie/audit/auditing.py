@@ -178,9 +178,7 @@ class _Auditor:
         return personal.load_all(self.run, self.prepared.clients, backbone=backbone)
 
     def _pair(self, exchange: Exchange, client: ClientId) -> tuple[Tensors, Tensors] | None:
-        """Return what the server received of a client in an exchange, and what it had sent; of sums
-        alone the mean of all.
-        """
+        """Return what the server got of a client and had sent it; of sums the mean of all."""
         if not self.secure:
             pair = self._of_part(exchange.sent(client)), self._of_part(exchange.to(client))
             return pair if pair[0] else None

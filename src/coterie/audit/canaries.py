@@ -90,11 +90,8 @@ def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) 
         parts = scores.standardised[scores.planted], scores.standardised[~scores.planted]
         groups += [part for part in parts if len(part)]
     split = [scores.planted.any() and (~scores.planted).any() for scores in all_scores]
-    bound = audited(
-        np.concatenate([scores.standardised for scores in all_scores]),
-        np.concatenate([scores.planted for scores in all_scores]),
-        delta,
-    )
+    candidates = np.concatenate([scores.standardised for scores in all_scores])
+    bound = audited(candidates, np.concatenate([scores.planted for scores in all_scores]), delta)
     among = round(float(np.mean([scores.ranked_among for scores in all_scores])))
 
     def mean(groups: Sequence[Values]) -> float:

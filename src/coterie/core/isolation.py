@@ -107,9 +107,7 @@ def _function_modes() -> list[Any]:
 
 @contextmanager
 def _of_thread() -> Iterator[None]:
-    """Compute without this thread's modes of PyTorch, and with NumPy's default treatment of errors;
-    restore them, whatever the block changes.
-    """
+    """Compute without this thread's modes of PyTorch; restore them, whatever the block changes."""
     modes = _function_modes()
     default_device = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
     torch._GLOBAL_DEVICE_CONTEXT.device_context = None

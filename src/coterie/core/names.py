@@ -93,9 +93,7 @@ def _allowed(name: str, place: int) -> bool:
 
 
 def _joins(before: str, after: str) -> bool:
-    """Return whether a joiner changes how letters are written: behind a virama, or between Arabic
-    letters (RFC 5892, appendix A).
-    """
+    """Return whether a joiner changes how letters are written (RFC 5892, appendix A)."""
     if not before or not after:
         return False
     return (

@@ -64,12 +64,8 @@ class Canaries:
         prefix, tokens, windows = (
             np.array(values[name], dtype=np.int64) for name in ("prefix", "tokens", "windows")
         )
-        return cls(
-            prefix,
-            tokens.reshape(len(values["tokens"]), -1),
-            np.array(values["planted"], dtype=bool),
-            windows,
-        )
+        parts = tokens.reshape(len(values["tokens"]), -1)
+        return cls(prefix, parts, np.array(values["planted"], dtype=bool), windows)
 
 
 @dataclass(frozen=True)
@@ -137,11 +133,9 @@ def plant(
                 [[*begin, *prefix, *random_part, *end] for random_part in tokens], dtype=np.int64
             )
             with refusals.gather(f"client {id!r}, "):
+                places = np.repeat(pieces, audit.repeats, axis=0)
                 train, windows = _planted(
-                    data.train,
-                    np.repeat(pieces, audit.repeats, axis=0),
-                    np.repeat(planted, audit.repeats),
-                    rng,
+                    data.train, places, np.repeat(planted, audit.repeats), rng
                 )
                 clients[id] = ClientData(id, train, data.valid, data.test)
                 canaries[id] = Canaries(prefix, tokens, planted, windows)

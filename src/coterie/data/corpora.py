@@ -166,13 +166,8 @@ class _OneFile(Corpus):
                     documents[cell].append(replace(document, text=text))
         texts: dict[ClientId, list[list[str]]] = {}
         for cell, clients in self.cells.items():
-            parts = iter(
-                split(
-                    documents[cell],
-                    [share / len(clients) for _ in clients for share in self.fractions],
-                    self.seed,
-                )
-            )
+            shares = [share / len(clients) for _ in clients for share in self.fractions]
+            parts = iter(split(documents[cell], shares, self.seed))
             texts |= {id: list(islice(parts, len(self.fractions))) for id in clients}
         return texts
 

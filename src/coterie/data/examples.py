@@ -29,11 +29,8 @@ class Examples:
 
     def at(self, places: slice | Tensor) -> "Examples":
         """Return the examples at these places."""
-        return Examples(
-            self.x[places],
-            self.y[places],
-            None if self.embedding is None else self.embedding[places],
-        )
+        embedding = None if self.embedding is None else self.embedding[places]
+        return Examples(self.x[places], self.y[places], embedding)
 
     def split(self, rows: int) -> "list[Examples]":
         """Split into batches of at most `rows` examples, in order."""

@@ -55,36 +55,22 @@ class ClientInfo:
 
 @dataclass(frozen=True)
 class Federation:
-    """Clients with their data.
-
-    Args:
-        clients: By id, in the order that per-client lists of a recipe refer to.
-        description: The data in one line.
-        clusters: The true cluster of each client; None if there are none or they are unknown.
-        anchors: Clients that are each tied to an expert, the q-th to expert q.
-        labels: The classes of each client, seen or unseen, in rising order; empty if unknown.
-        unseen: Groups of clients that never train and are only scored, by name. They have all three
-            splits, too.
-        public: Examples that no client has, on which a common expert may be trained.
-        files: SHA-256 of the files of a named corpus, by the names in `Source.files`.
-        open: Whether others may join while it is trained, as devices do.
-        notes: Sentences about the data that people should read before training.
-
-    Raises:
-        DataError: No clients, an invalid id, ids that are equal but for case, or an anchor that is
-            no client or is named twice.
+    """Clients with their data. Raises DataError: no clients, an invalid id, ids that are equal but
+    for case, or an anchor that is no client or is named twice.
     """
 
-    clients: Mapping[ClientId, ClientData]
-    description: str
-    clusters: Mapping[ClientId, int] | None = None
-    anchors: tuple[ClientId, ...] = ()
+    clients: Mapping[ClientId, ClientData]  # in the order of a recipe's per-client lists
+    description: str  # the data in one line
+    clusters: Mapping[ClientId, int] | None = None  # the true ones; None: none or unknown
+    anchors: tuple[ClientId, ...] = ()  # clients that are each tied to an expert, the q-th to q
+    # the classes of each client, seen or unseen, in rising order; empty if unknown
     labels: Mapping[ClientId, tuple[int, ...]] = field(default_factory=dict)
+    # groups of clients that never train and are only scored, by name; they have three splits, too
     unseen: Mapping[str, Mapping[ClientId, ClientData]] = field(default_factory=dict)
-    public: Split | None = None
-    files: Mapping[str, str] = field(default_factory=dict)
-    open: bool = False
-    notes: tuple[str, ...] = ()
+    public: Split | None = None  # that no client has: a common expert may be trained on it
+    files: Mapping[str, str] = field(default_factory=dict)  # SHA-256 by `Source.files`, of a corpus
+    open: bool = False  # whether others may join while it is trained, as devices do
+    notes: tuple[str, ...] = ()  # sentences that people should read before training
 
     def __post_init__(self) -> None:
         if not self.clients:

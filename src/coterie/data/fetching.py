@@ -81,11 +81,8 @@ def fetch(
     options = {"name": subset, "split": split, "streaming": streaming, "revision": revision}
     with _refused(dataset, path, remedy):
         if (path and path.is_file()) or dataset.startswith("hf://"):
-            return load_dataset(
-                format or _builder(path or Path(dataset)),
-                data_files={"train": str(path or dataset)},
-                **options,
-            )
+            builder = format or _builder(path or Path(dataset))
+            return load_dataset(builder, data_files={"train": str(path or dataset)}, **options)
         return load_dataset(str(path or dataset), **options)
 
 

@@ -72,11 +72,8 @@ class PartitionSchemes(PartitionFields, ABC):
         unseen = {
             group: list(self._unseen_clients(group, clients, labels, test)) for group in self.unseen
         }
-        return Partition(
-            _among(left, clients),
-            {group: _among(left, parts) for group, parts in unseen.items()},
-            public,
-        )
+        groups: dict[str, list[ClientShare]] = {g: _among(left, of) for g, of in unseen.items()}
+        return Partition(_among(left, clients), groups, public)
 
     def _by_permutation(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         labels = tuple(range(self.classes))
@@ -286,9 +283,7 @@ class PartitionSchemes(PartitionFields, ABC):
     def _share_out(
         self, rows: Numbers, clients: int, cluster: int, reserved: Sequence[Numbers] = ()
     ) -> list[Numbers]:
-        """Return disjoint shares of the rows in random order, all equal or a fraction each; anchors
-        come first, with some rows `reserved` for each.
-        """
+        """Return disjoint shares, all equal or a fraction each; anchors', of `reserved`, first."""
         shuffled = self._random("shares", cluster).permutation(rows)
         size = (
             len(rows) // (clients + len(reserved))

@@ -182,12 +182,8 @@ class Section(BaseModel, ABC):
             {i: data for i, data in federation.clients.items() if (i in self.newcomers) == new}
             for new in (False, True)
         )
-        return replace(
-            federation,
-            clients=seen,
-            unseen={NEW: new},
-            description=f"{federation.description}, {len(new)} of them new",
-        )
+        described = f"{federation.description}, {len(new)} of them new"
+        return replace(federation, clients=seen, unseen={NEW: new}, description=described)
 
     def about(self) -> dict[str, Any]:
         """Return the fields that token ids may depend on, for the cache; not where texts are."""

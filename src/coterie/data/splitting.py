@@ -161,9 +161,7 @@ def _nearly_equal(clients: Iterable[Sequence[Document]]) -> dict[Digest, Digest]
 
 
 def _works(documents: Iterable[Document], groups: Mapping[Digest, Digest]) -> dict[Digest, _Work]:
-    """Return a client's documents that stay together, by group, under the smallest of their keys,
-    so that the order of rows does not matter.
-    """
+    """Return works by group, under their smallest key, so that the order of rows is no matter."""
     works: dict[Digest, _Work] = {}
     for document in documents:
         group = groups.get(document.digest, document.digest)
@@ -204,9 +202,7 @@ def _assign_shared(
     fractions: Sequence[float],
     seed: int,
 ) -> tuple[dict[Digest, int], npt.NDArray[np.float64]]:
-    """Assign shared groups in seeded order, each to the part that is least filled for its owners.
-    Return their parts, and the share of each client's text in each part, (clients, parts).
-    """
+    """Return the parts of shared groups, and clients' shares of text by part, (clients, parts)."""
     places: dict[Digest, int] = {}
     filled = np.zeros((clients, len(fractions)))
     for group in sorted(owners, key=lambda group: derive_seed(seed, group.hex())):
@@ -219,9 +215,7 @@ def _assign_shared(
 def _shared_imbalance(
     filled: npt.NDArray[np.float64], fractions: Sequence[float]
 ) -> tuple[int, float]:
-    """Return the number of empty parts, and the largest |log(share / fraction)| of the others, if
-    the clients' other texts were split exactly by the fractions.
-    """
+    """Return the number of empty parts, and the largest |log(share / fraction)| of the others."""
     rest = (1 - filled.sum(axis=1, keepdims=True)).clip(min=0).round(9)
     relative = (filled + rest * fractions) / fractions
     empty = relative == 0

@@ -56,9 +56,7 @@ def _verdicts(statement: Statement, cells: Sequence[Cell]) -> Iterator[Verdict]:
 
 
 def _judged(statement: Statement, cells: Cells, others: Cells) -> Measured | None:
-    """Judge a statement on the rows of a column, and those of the one beside it; None if a row is
-    missing, or a figure of its runs.
-    """
+    """Judge a statement on a column and the one beside it; None if a row or figure is missing."""
     known = {*spoken_of(statement)} <= cells.keys()
     if not known or not {*compared_with(statement)} <= others.keys():
         return None
@@ -135,9 +133,7 @@ def _beyond_seeds(changes: list[float]) -> bool:
 
 
 def _move(plus: _Side, minus: _Side, unit: float = 1.0) -> float:
-    """Return how far the difference of two rows moved in the last fifth of their runs; 0 if neither
-    still improves, or if that is no more than its deviation over seeds.
-    """
+    """Return how far two rows' difference moved in the last fifth, if they still improve, or 0."""
     if not (plus.change or minus.change):
         return 0.0
     paces = (side.pace or [0.0] * len(side.values) for side in (plus, minus))

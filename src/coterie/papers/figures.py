@@ -137,9 +137,7 @@ def _figures(
 
 
 def _favour(result: Result, client: str, other: str) -> float | None:
-    """Return how much more weight a client gives another one than any third, in the mean over
-    evaluations; None without weights.
-    """
+    """Return how much more weight a client gives another than any third; None without weights."""
     at = [*result.clients].index(client)
     rows = [e.weights[at] for e in result.evaluations if e.weights is not None]
     if not rows:

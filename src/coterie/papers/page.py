@@ -75,9 +75,7 @@ def _lead(reproduced: Reproduced, column: str) -> str:
 
 
 def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Return the known figures of a column's cells beside the metric: means of unseen clients,
-    Imp.%, measured and the paper's, loss, deviation, W error, gate accuracy.
-    """
+    """Return the known figures of a column's cells beside the metric."""
     columns = {
         group: [plus_minus(cell.mean_of(group), cell.std_of(group) or None) for cell in cells]
         for group in cells[0].groups or ()

@@ -166,11 +166,8 @@ def _sweep(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> P
         Line(sorted(points), f"tau {tau}", look_of(k))
         for k, (tau, points) in enumerate(sorted(lines.items()))
     ]
-    panel = chart.panels(
-        {next(iter(reproduced.columns.values())): drawn},
-        "s, router steps per update",
-        f"mean {cells[0].metric}",
-    )
+    charts = {next(iter(reproduced.columns.values())): drawn}
+    panel = chart.panels(charts, "s, router steps per update", f"mean {cells[0].metric}")
     title = f"Mean {cells[0].metric} by how often and how long routers learn"
     return (title, chart.samples(drawn), panel)
 

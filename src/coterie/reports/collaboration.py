@@ -110,9 +110,7 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
 
 
 def _maps(all_weights: Sequence[Weights]) -> str:
-    """Return a heat map for each method at the last stage, and one of the true clusters. The script
-    reads the stages from `data-stages`.
-    """
+    """Return a heat map for each method, with its stages for the script, and the true clusters."""
     moments = sorted({at for w in all_weights for at, _ in w.stages})
     alike = len({w.top for w in all_weights}) == 1
     figures = []

@@ -132,9 +132,7 @@ def test_of(client: str) -> Value:
 
 
 def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evaluation]]]:
-    """Return how many windows of each test set curves are scored on, and the points of each method;
-    None and the evaluations of whole test sets if methods differ in it.
-    """
+    """Return the windows that curves are scored on (None: all), and the points of each method."""
     parts = {r.curve.windows if r.curve else None for r in results}
     windows: int | None = parts.pop() if len(parts) == 1 else None
     return windows, [r.curve.points if windows and r.curve else r.evaluations for r in results]
@@ -166,9 +164,7 @@ def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str,
 
 
 def _privacy(path: Path, result: Result) -> tuple[str, ...]:
-    """Return curves of the epsilon spent by each round, and of the norm C if it adapts, from
-    metrics.jsonl; () without privacy.
-    """
+    """Return curves of epsilon by round, and of a norm C that adapts; () without privacy."""
     if (privacy := result.privacy) is None:
         return ()
     lines, drawn = _of_kind(path, "privacy"), []
@@ -211,9 +207,7 @@ def _of_kind(path: Path, kind: str) -> list[dict[str, Any]]:
 def _depths(
     series: Sequence[tuple[int, list[list[float]]]], mixture: Sequence[Expert]
 ) -> list[Line]:
-    """Return a line for each block and kind of expert: generalists against specialists, or single
-    experts where all are of one kind.
-    """
+    """Return a line for each block and kind of expert, or each expert if all are of one kind."""
     depth, generalists = len(series[0][1]), sum(expert.key[0] == "g" for expert in mixture)
     specialists = len(mixture) - generalists
     kinds = [(expert.name, slice(j, j + 1)) for j, expert in enumerate(mixture)]

@@ -123,11 +123,8 @@ class Choices:
 
     def gate_accuracy(self, group: str, style: Style) -> Line:
         """Return the line of the percentage of samples of a class of their expert's anchor."""
-        return Line(
-            [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages],
-            self.title,
-            style,
-        )
+        points = [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages]
+        return Line(points, self.title, style)
 
 
 def _share(given: Sequence[Sequence[int]], classes: Sequence[int]) -> list[float]:

@@ -110,16 +110,7 @@ def _parts(
     deviation: str = "",
     note: str = "",
 ) -> dict[str, Sequence[str]]:
-    """Return the parts of the sections that runs and comparisons have, by name; some are empty.
-
-    Args:
-        rows: The rows of the tables.
-        results: The results that are drawn, the run's own last.
-        own_method: The method that the verdict is about.
-        remarks: The notes below the scores.
-        deviation: An explanation of deviations.
-        note: A note above pictures.
-    """
+    """Return the parts of sections by name; `results` are drawn, below `note`, the own one last."""
     own_first = {METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]}
     once = max((r.once_bytes or 0 for r in results), default=0)
     in_addition = (

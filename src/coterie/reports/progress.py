@@ -35,9 +35,7 @@ def loss_of(metrics: Mapping[str, Any]) -> float | None:
 
 
 class _Time(ProgressColumn):
-    """The time left, or the time that a finished task took. A method counts as its rounds, and one
-    more for scoring at the end.
-    """
+    """The time left, or that a task took: of a method's rounds, and of its last scores."""
 
     max_refresh = 0.5
 
@@ -187,13 +185,9 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         # the time of the last line of each kind
         self.last_lines = dict.fromkeys(("round", "score"), self.training_since)
         self.losses, self.privacy = {}, ""
+        heading = self.heading.replace("[", r"\[")
         self.task = self.progress.add_task(
-            self.heading.replace("[", r"\["),
-            total=rounds + 1,
-            completed=done,
-            where="",
-            status="",
-            left=self._left,
+            heading, total=rounds + 1, completed=done, where="", status="", left=self._left
         )
         self._show()
         self._announce(rounds, done, len(clients))

@@ -44,9 +44,7 @@ PEAK = (
 
 
 def _spread(rows: Sequence[Row], results: Sequence[Result]) -> list[str]:
-    """Return an explanation, and a strip of all clients or, if some are unseen, of each group of
-    them, with one range for all.
-    """
+    """Return an explanation, and strips of all clients or of each group, with one range."""
     clients = results[-1].clients if results else {}
     of_group = {i: client.group or "" for i, client in clients.items()}
     strips: dict[str, marks.Strip] = {}
@@ -111,9 +109,7 @@ def _headline(rows: Sequence[Row], result: Result) -> str:
 
 
 def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]:
-    """Return how far a row is from the best other one, for a group of unseen clients or, with "",
-    for all; and a text that states which is better.
-    """
+    """Return how far a row is from the best other one for a group ("": all), and a text on it."""
     metric = own_row.metric
     other = min(others, key=lambda r: sort_key(r.mean_of(group), metric))
     ours, theirs = own_row.mean_of(group), other.mean_of(group)
@@ -128,9 +124,7 @@ def _against(own_row: Row, others: Sequence[Row], group: str) -> tuple[str, str]
 
 
 def _scores(rows: Sequence[Row]) -> str:
-    """Return figures over all clients, then a column per client; of many, the best and the worst,
-    and a table of all that is folded away.
-    """
+    """Return figures over all clients, then a column per client; of many, the best and worst."""
     clients, metric = list(rows[-1].clients), rows[0].metric
     first, *others = rows[0].groups or [""]
     columns: dict[str, Sequence[Cell | str]] = {"method": [_title(r) for r in rows]}

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
@@ -215,9 +215,7 @@ def _needed(lines: Sequence[Sequence[str]], gap: int) -> int:
 
 
 def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
-    """Return the figures beside the metric: loss, deviation over clients, the share of clients that
-    gain, and the error of collaboration weights.
-    """
+    """Return the figures beside the metric, see `BESIDE`."""
     known = [figure for figure in BESIDE if figure.known(rows)]
     about = "; ".join(figure.about for figure in known).replace("{metric}", rows[0].metric.name)
     names = (figure.name for figure in known)
@@ -264,20 +262,14 @@ def _plain_text(text: str) -> str:
 
 def _plain(title: str, header: Sequence[str], gap: int = 3) -> Table:
     """Return an empty table with so many characters between columns, from 1 to 3."""
+    padding = (0, int(gap > 1), 0, int(gap > 2))
     shown = Table(
-        title=_plain_text(title),
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-        padding=(0, int(gap > 1), 0, int(gap > 2)),
+        title=_plain_text(title), title_justify="left", box=SIMPLE, pad_edge=False, padding=padding
     )
     for k, name in enumerate(header):
+        justify: Literal["right", "left"] = "right" if k else "left"
         shown.add_column(
-            _plain_text(name),
-            justify="right" if k else "left",
-            no_wrap=k <= 2,
-            overflow="fold",
-            min_width=3,
+            _plain_text(name), justify=justify, no_wrap=k <= 2, overflow="fold", min_width=3
         )
     return shown
 

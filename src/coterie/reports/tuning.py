@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.table import Table
@@ -52,12 +52,8 @@ def lies(row: TunedRow) -> str:
 def terminal(tuning: Tuning) -> Table:
     """Return the table for a terminal, with a line for each method."""
     metric = tuning.metric
-    shown = Table(
-        title=printable(f"settings chosen on validation; {metric}, {direction(metric)}"),
-        title_justify="left",
-        box=SIMPLE,
-        pad_edge=False,
-    )
+    title = printable(f"settings chosen on validation; {metric}, {direction(metric)}")
+    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
     for k, name in enumerate(("method", "validation", "chosen", "as good", "runs", "iterations")):
         right = name not in ("method", "chosen")
         shown.add_column(name, justify="right" if right else "left", no_wrap=right or k == 0)
@@ -146,9 +142,7 @@ def _picture(k: int, row: TunedRow, metric: MetricInfo) -> str:
 
 
 def _drawn(key: str, values: Sequence[Any]) -> bool:
-    """Return whether a field has a panel: several different values, numbers, none below 0. The
-    number of rounds has a panel of its own.
-    """
+    """Return whether a field has a panel: several numbers, none below 0; rounds have their own."""
     numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     return key != ROUNDS and numbers and min(values) >= 0 and len(set(values)) > 1
 
@@ -180,13 +174,8 @@ def _panel(
     log = metric.lower_is_better and min(values) > 0 and max(values) / min(values) > chart.RATIO
     ratios = min(x for line in lines for x, _ in line.points) > 0
     title, y = name_of(key), str(metric) + ", logarithmic" * log
-    axes = Axes(
-        title,
-        y,
-        log=log,
-        across="ratios" if ratios else "values",
-        ticks=sorted(styles) if key == ROUNDS else (),
-    )
+    across: Literal["ratios", "values"] = "ratios" if ratios else "values"
+    axes = Axes(title, y, log=log, across=across, ticks=sorted(styles) if key == ROUNDS else ())
     return parts.captioned(title, "", chart.panel(title, lines, axes))
 
 

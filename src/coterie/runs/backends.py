@@ -195,9 +195,7 @@ class CommonThreads:
 
 
 def _kept_threads(folder: Path) -> int | None:
-    """Return the number of threads of the run in a folder; None if it has not begun, 0 for a
-    damaged checkpoint, which resuming reports.
-    """
+    """Return the threads of a folder's run; None: not begun, 0: a damaged checkpoint."""
     begun = sorted((folder / "checkpoints").glob("round-*/checkpoint.json"))
     if not begun:
         return None
@@ -219,9 +217,7 @@ def _stacks(prepared: Prepared) -> bool:
 
 
 def _long(prepared: Prepared) -> bool:
-    """Whether a gradient takes long enough for threads to help, and draws nothing global; measured
-    once for all methods on a language model's base.
-    """
+    """Whether threads help with a gradient, which draws nothing global; measured once a base."""
     problem = prepared.problem
     if not isinstance(problem, Language):
         return _measured_long(prepared)

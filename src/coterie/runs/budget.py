@@ -69,9 +69,7 @@ def advice(recipe: Recipe, seconds: float, once: float = 0.0) -> str | None:
 def _in_time(
     recipe: Recipe, free: Collection[str], limit: float, begun: float
 ) -> tuple[Recipe, str]:
-    """Return a recipe that ends within `limit` seconds of `begun`, and a sentence on it. `free`
-    are the fields that may be chosen, besides the rounds. Raises Refused.
-    """
+    """Return a recipe that ends within `limit` s of `begun`, and a sentence. Raises Refused."""
     speed, before, most_of = Speed(), None, recipe.build_method()
     # rounds and iterations cost in proportion; smaller batches and windows do not: once more
     while before is None or _rows(recipe) != _rows(before):
@@ -109,16 +107,7 @@ def _word(prepared: Prepared) -> float:
 def _smaller(
     recipe: Recipe, free: Collection[str], most: Method, left: float, training: float
 ) -> Recipe:
-    """Return a recipe that trains for about as long as there is time: with fewer rounds and
-    iterations, and where these get too few, smaller batches and shorter windows. Raises Refused.
-
-    Args:
-        recipe: What takes too long.
-        free: The fields that may be chosen.
-        most: The method with as many rounds and iterations as there may be.
-        left: The seconds for training.
-        training: The seconds that the recipe trains.
-    """
+    """Return a recipe that trains for about `left` s in place of `training`. Raises Refused."""
     method, (batch, context) = recipe.build_method(), _rows(recipe)
     whole = method.rounds * method.local_steps
     iterations, smaller = left / training * whole, 1

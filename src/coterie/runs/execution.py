@@ -216,9 +216,7 @@ class Execution:
         return replies
 
     def _active(self) -> tuple[ClientId, ...]:
-        """Return the participants of the round: those drawn that can be reached now, or all drawn
-        if these are too few for the quorum.
-        """
+        """Return a round's participants: those drawn that can be reached, or all if too few can."""
         state, reachable = self.state, self.engine.present()
         secret = None if self.spending is None else self.spending.secret
         active = self.recipe.active(state.federation, state.round, secret)

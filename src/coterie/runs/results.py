@@ -93,9 +93,7 @@ class ResultWriter:
         )
 
     def _clients(self, last: Evaluation) -> dict[ClientId, ClientResult]:
-        """Return each client's figures, of its model after the last round or of the one that it
-        kept, which is not synchronised again.
-        """
+        """Return each client's figures, of its last model or of the one that it kept."""
         figures: dict[ClientId, tuple[Scores, float | None, int | None]]
         if self.scorer.keeps_best:
             self._recalled = self.scorer.recalled()
@@ -132,9 +130,7 @@ class ResultWriter:
         )
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
-        """Return each client's examples per class, for training, or for tests if it is unseen; None
-        if nobody is unseen.
-        """
+        """Return clients' examples per class (unseen: of tests); None if nobody is unseen."""
         groups, counts = self.state.groups, {}
         if not groups:
             return None

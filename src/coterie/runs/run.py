@@ -139,8 +139,7 @@ def execute_all(
     rows = sorted(rows, key=lambda row: not parts[row[1]])
     reporter.preparing()
     threads, foresight, data = CommonThreads(rows, backend), RunEstimator(), SharedData()
-    first: list[Prepared] = []
-    refused = set[Path]()
+    first, refused, results = list[Prepared](), set[Path](), dict[Path, Result]()
     for recipe, folder in rows:
         try:
             prepared = data.prepared(recipe, backend)
@@ -163,7 +162,6 @@ def execute_all(
     expected = foresight.seconds()
     _announce(reporter, first[0], [recipe for recipe, _ in given], expected)
     data.keep(*first)
-    results: dict[Path, Result] = {}
     with ExitStack() as stack:
         if within is not None:
             stack.enter_context(alone(within))
@@ -176,15 +174,9 @@ def execute_all(
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
+                ends = None if until is None else until - sum(expected)
                 execution = Execution(
-                    prepared,
-                    folder,
-                    reporter,
-                    title,
-                    backend,
-                    parts[folder],
-                    score_texts,
-                    None if until is None else until - sum(expected),
+                    prepared, folder, reporter, title, backend, parts[folder], score_texts, ends
                 )
                 try:
                     results[folder] = _executed(execution, changed)

@@ -48,7 +48,9 @@ class Scorer:
         members = {g: [i for i in group if i in values] for g, group in state.evaluated.items()}
         groups = self._means(members, values)
         means = next(iter(groups.values()))
-        weights = method.collaboration(state.server, state.clients)
+        matrix = method.collaboration(state.server, state.clients)
+        weights = None if matrix is None else [[round(w, 5) for w in r] for r in matrix.tolist()]
+        tests = {g: by_split["test"] for g, by_split in groups.items()}
         gated = all("choices" in reply for reply in replies.values())
         clients = {
             i: Scores(
@@ -60,23 +62,16 @@ class Scorer:
             )
             for i, by_split in values.items()
         }
-        state.evaluations.append(
-            Evaluation(
-                round=state.round,
-                iteration=state.iteration,
-                **means,
-                clients=clients,
-                groups={g: by_split["test"] for g, by_split in groups.items()}
-                if state.groups
-                else None,
-                weights=None
-                if weights is None
-                else [[round(w, 5) for w in row] for row in weights.tolist()],
-                choices={g: self._choices(replies, of) for g, of in members.items()}
-                if gated
-                else None,
-            )
+        evaluation = Evaluation(
+            round=state.round,
+            iteration=state.iteration,
+            **means,
+            clients=clients,
+            groups=tests if state.groups else None,
+            weights=weights,
+            choices={g: self._choices(replies, of) for g, of in members.items()} if gated else None,
         )
+        state.evaluations.append(evaluation)
         self.requests.reporter.evaluated(state.round, means)
 
     def turned(self) -> bool:

@@ -13,27 +13,19 @@ from coterie.runs.recipes.recipe import Recipe
 
 
 class RunState:
-    """The state of a run between two rounds.
-
-    Attributes:
-        round: Rounds done.
-        server: The server's tensors.
-        evaluations: All evaluations so far.
-        points: The points of the curves so far.
-        progress: Counts as JSON: bytes by client (`up`, `down`), lost replies, rounds taken part
-            in, seconds, and the privacy spent.
-    """
+    """The state of a run between two rounds."""
 
     def __init__(self, prepared: Prepared) -> None:
         self.recipe: Recipe = prepared.recipe
         self.method: Method = prepared.method
         self.take_in(prepared)
-        self.round = 0
+        self.round = 0  # rounds done
         self.server: Tensors = self.method.init(
             prepared.blueprint, self.recipe.present(self.clients, 0)
         )
         self.evaluations: list[Evaluation] = []
         self.points: list[Evaluation] = []
+        # as JSON: bytes by client, lost replies, rounds taken part in, seconds, the privacy spent
         counts: dict[str, Any] = {name: {} for name in ("up", "down", "lost", "took_part")}
         self.progress = counts | {"seconds": 0.0, "position": 0}
         if not self.method.dynamic_membership:

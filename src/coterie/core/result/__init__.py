@@ -19,32 +19,7 @@ from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent,
 from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
 from coterie.core.result.tuning import ROUNDS, TUNING, Tried, TunedRow, Tuning
 
-__all__ = [
-    "RESULT",
-    "ROUNDS",
-    "ROUTING",
-    "TUNING",
-    "BestByValid",
-    "Choices",
-    "ClientResult",
-    "Comparison",
-    "Costs",
-    "Curve",
-    "Evaluated",
-    "Evaluation",
-    "Json",
-    "Machine",
-    "MetricInfo",
-    "Mixture",
-    "PrivacySpent",
-    "Result",
-    "Routing",
-    "Row",
-    "Scores",
-    "Tried",
-    "TunedRow",
-    "Tuning",
-    "Versions",
-    "WordScores",
-    "headline",
-]
+__all__ = ["RESULT", "ROUNDS", "ROUTING", "TUNING", "BestByValid", "Choices", "ClientResult"]
+__all__ += ["Comparison", "Costs", "Curve", "Evaluated", "Evaluation", "Json", "Machine"]
+__all__ += ["MetricInfo", "Mixture", "PrivacySpent", "Result", "Routing", "Row", "Scores", "Tried"]
+__all__ += ["TunedRow", "Tuning", "Versions", "WordScores", "headline"]

@@ -121,9 +121,7 @@ def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
 
 
 def _lost(results: Sequence[Result]) -> dict[str, int]:
-    """Return the number of replies that were dropped or did not arrive, over all seeds, by client;
-    only of clients that lost any.
-    """
+    """Return the number of lost replies over all seeds, of the clients that lost any."""
     counts = Counter[str]()
     for result in results:
         counts.update(result.lost or {})

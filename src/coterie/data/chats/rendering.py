@@ -136,9 +136,7 @@ class Renders:
         return self._known[prompt]
 
     def _window(self, begin: int, numbers: range, prompt: bool) -> tuple[str, dict[int, Span]]:
-        """Return the text from message `begin` on and messages' spans. Raises Rewritten,
-        DataError.
-        """
+        """Return the text from `begin` on, and messages' spans. Raises Rewritten, DataError."""
         is_last = numbers.stop == len(self.messages)
         whole = self._of(Excerpt(begin, numbers.stop, prompt and is_last))
         before = self._of(Excerpt(begin, numbers.start))

@@ -294,9 +294,7 @@ class ChatTemplate:
     def _refuse_left_out(
         self, messages: Sequence[Message], tools: Sequence[Any] | None, trained: Sequence[int]
     ) -> bool:
-        """Refuse messages of which the template omits a part; return whether it omits the tools, as
-        some templates do that write calls.
-        """
+        """Refuse messages of which a part is left out; return whether the tools are, as some do."""
         missing = left_out(self._writer.text, messages, tools, trained)
         if parts := [name for name in missing if not name.startswith(TOOLS)]:
             raise DataError(f"the chat template leaves out {', '.join(parts)}", _LEFT_OUT)

@@ -64,13 +64,9 @@ class OutboundCheck:
         request = self.request
         section = {k: v for k, v in request.recipe.items() if k not in _INDIFFERENT}
         decisive = json.dumps(section, sort_keys=True).encode()
+        recipe = blake2b(decisive, digest_size=16).hexdigest()
         return OutgoingReply(
-            request.run,
-            blake2b(decisive, digest_size=16).hexdigest(),
-            (request.round, request.number),
-            contents,
-            cost,
-            request.masked,
+            request.run, recipe, (request.round, request.number), contents, cost, request.masked
         )
 
     @property

@@ -36,9 +36,7 @@ _NO_RUNS |= {"resident.key", "resident.log", "resident.sock"}
 
 @lru_cache(maxsize=2)
 def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
-    """Return a server's recipe (JSON), prepared with this machine's data and base; the last ones
-    stay loaded. `alone`: on a device, not for many simulated clients.
-    """
+    """Return a server's recipe, prepared here; `alone`: on a device, not for simulated clients."""
     values = json_of(section, finite=False)
     if not alone:
         return prepare(recipes.validate(values, "of the server"))
@@ -53,14 +51,9 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
     problem = loading.load(with_dtype(recipe)[0])
     # a device does not let itself be told to lie
     leaving = outbound(recipe.model_copy(update={"attack": None}), (), secret=True)
+    everyone = problem.federation.everyone
     site = Site(
-        problem.build,
-        {},
-        problem.federation.everyone,
-        recipe.training,
-        recipe.seed,
-        method.total_iterations,
-        leaving,
+        problem.build, {}, everyone, recipe.training, recipe.seed, method.total_iterations, leaving
     )
     return Prepared(recipe, method, problem, site, tuple(problem.federation.clients))
 
@@ -80,27 +73,18 @@ def _with_own_paths(section: dict[str, Any], data: str | None, base: str | None)
 
 @dataclass(frozen=True)
 class Device:
-    """A device: one client's side of runs.
+    """A device: one client's side of runs."""
 
-    Args:
-        home: Its folder, with `<run>/states/<client>/` and the personal model in
-            `<run>/clients/<client>/`; see `names.encoded`.
-        client: Which client of its data it is; None: the only one.
-        data: `data.path` or `data.root` on this machine; None: $COTERIE_DATA.
-        base: The base model on this machine; None: as in the recipe.
-        index: In a simulation, instead of `client`: its position among all clients of the recipe's
-            data, which are all here.
-        secure: Whether trained values are sent by secure aggregation only, whatever a recipe says.
-        limits: The owner's limits.
-    """
-
+    # its folder, with <run>/states/<client>/ and a personal model in <run>/clients/<client>/
     home: Path
-    client: ClientId | None = None
-    data: Path | None = None
-    base: str | None = None
-    index: int | None = None
-    secure: bool = False
-    limits: Limits = field(default_factory=Limits)
+    client: ClientId | None = None  # which client of its data it is; None: the only one
+    data: Path | None = None  # `data.path` or `data.root` on this machine; None: $COTERIE_DATA
+    base: str | None = None  # the base model on this machine; None: as in the recipe
+    index: int | None = None  # instead of `client`, in a simulation: its position in all data
+    secure: bool = (
+        False  # trained values are sent by secure aggregation only, whatever a recipe says
+    )
+    limits: Limits = field(default_factory=Limits)  # the owner's
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:
         """Answer a request: the text of a `Request`, and its tensors as safetensors bytes, or b"".
@@ -133,14 +117,9 @@ class Device:
         threads = request.threads or prepared.problem.threads or torch.get_num_threads()
         with memory.alone(), computing(threads):
             state, note = memory.before(turn, request.expects)
+            method = prepared.method
             reply_tensors, metrics = prepared.site.answer(
-                prepared.method,
-                request.task,
-                client,
-                dict(tensors),
-                state,
-                request.round,
-                request.phase,
+                method, request.task, client, dict(tensors), state, request.round, request.phase
             )
             if request.masked:
                 reply_tensors = {secure.UPDATE: secure.update(tensors, reply_tensors)}

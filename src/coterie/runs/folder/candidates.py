@@ -44,9 +44,7 @@ def digest(recipe: Recipe) -> str:
 
 
 def _as_before(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a data section with the fields of the first kept runs: those that were constants then
-    are there, and those that came later are not where they change nothing.
-    """
+    """Return a data section with the fields, and only those, that the first kept runs had."""
     later = {"control_tokens": "text"}  # those of the kept runs have none in their texts
     section = {key: value for key, value in data.items() if later.get(key) != value}
     if "anchors" in data:

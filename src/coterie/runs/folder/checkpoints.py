@@ -48,12 +48,8 @@ class _Index(BaseModel):
         """Return the index of states that are all in packs."""
         numbers = {path: k for k, path in enumerate(states.digests)}
         entries = {i: entry for i in states if (entry := states.entry(i)) is not None}
-        return cls(
-            packs=[path.name for path in numbers],
-            clients={
-                i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in entries.items()
-            },
-        )
+        clients = {i: (numbers[e.pack], e.offset, e.length, e.nbytes) for i, e in entries.items()}
+        return cls(packs=[path.name for path in numbers], clients=clients)
 
     def entries(self, folder: Path) -> dict[ClientId, Entry]:
         """Return the places of the states in a folder's packs."""
@@ -223,9 +219,7 @@ def _stored(folder: Path, about: _About, sums: Mapping[str, str]) -> Stored:
 
 
 def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
-    """Return clients' states in packs of a folder, on disk; existing packs are only linked. Raises
-    SaveError, OSError.
-    """
+    """Return clients' states in packs of a folder; existing packs are linked. Raises SaveError."""
     folder.mkdir()
     if isinstance(states, States):
         kept = states.persisted()

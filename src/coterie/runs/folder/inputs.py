@@ -25,23 +25,18 @@ _FEW = 5  # changes that a message lists
 
 
 class Inputs(BaseModel):
-    """SHA-256 of contents.
-
-    Attributes:
-        bases: Of the files of each base, by name.
-        clients: Of each client's own splits by name, in client order; none if data are on devices.
-        files: Of the files of a named corpus, by origin: `corpora/` is the repository's part,
-            `data.root/` and `COTERIE_DATA/` a given folder. Not these but the clients' data decide
-            whether a run may continue.
-        changed: Changes between resumptions, see `changes`, which the user accepted.
-    """
+    """SHA-256 of contents."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    bases: dict[str, dict[str, str]]
-    clients: dict[ClientId, dict[str, str]]
+    bases: dict[str, dict[str, str]]  # of the files of each base, by name
+    clients: dict[
+        ClientId, dict[str, str]
+    ]  # of their splits, in order; none if data are on devices
+    # of the files of a named corpus, by origin: `corpora/` is the repository's part, `data.root/`
+    # and `COTERIE_DATA/` a given folder; the clients' data decide whether a run may continue
     files: dict[str, str] = Field(default_factory=dict)
-    changed: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()  # what changed between resumptions, which the user accepted
 
     @classmethod
     def of(cls, prepared: Prepared) -> "Inputs":

@@ -96,9 +96,7 @@ class Classification(LearningProblem):
                 return Classifier(shape, device, start, shared, part)
 
     def _start(self, choice: Literal["auto", "random", "common"]) -> Tensors | None:
-        """Return networks' initial tensors; None: random. Raises ModelError if the common expert is
-        missing or has another network.
-        """
+        """Return networks' initial tensors; None: random. Raises ModelError if none fit."""
         if choice != "random" and self.common is not None:
             network = self.shape.build("meta")
             needed = dict(network.named_parameters()) | statistics(network)

@@ -90,22 +90,19 @@ class Language(LearningProblem):
         self, folder: Path, id: ClientId, layout: Layout, tensors: Tensors, origin: artifact.Origin
     ) -> None:
         """Write a personal model that is `LanguageModel.settled` to a folder. Raises SaveError."""
-        artifact.save(
-            folder,
-            artifact.About(
-                id,
-                self.section.base,
-                layout,
-                self.section.context,
-                **vars(origin),
-                chat_template=self.chat_template,
-                quantise=self.section.quantise,
-                content=self.content,
-                control_tokens=self.control_tokens,
-                tokenizer=self._tokenizer_digest,
-            ),
-            tensors,
+        about = artifact.About(
+            id,
+            self.section.base,
+            layout,
+            self.section.context,
+            **vars(origin),
+            chat_template=self.chat_template,
+            quantise=self.section.quantise,
+            content=self.content,
+            control_tokens=self.control_tokens,
+            tokenizer=self._tokenizer_digest,
         )
+        artifact.save(folder, about, tensors)
 
     @cached_property
     def _tokenizer_digest(self) -> TokenizerDigest:
@@ -150,13 +147,9 @@ def memory_step(
     section: LanguageSection, dtype: str, device: str, context: int | None = None
 ) -> Step:
     """Return a local step as far as its memory depends on it."""
+    on_cpu = torch.device(device).type == "cpu"
     return Step(
-        section.base,
-        context or section.context,
-        section.layout(),
-        dtype,
-        section.quantise,
-        torch.device(device).type == "cpu",
+        section.base, context or section.context, section.layout(), dtype, section.quantise, on_cpu
     )
 
 

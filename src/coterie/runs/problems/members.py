@@ -122,10 +122,8 @@ def joined(prepared: Prepared, member: Member) -> Prepared:
     more, federation, clusters = federated([member]), problem.federation, None
     if federation.clusters is not None and more.clusters is not None:
         clusters = {**federation.clusters, **more.clusters}
+    clients = {**federation.clients, **more.clients}
     problem.federation = replace(
-        federation,
-        clients={**federation.clients, **more.clients},
-        clusters=clusters,
-        labels={**federation.labels, **more.labels},
+        federation, clients=clients, clusters=clusters, labels={**federation.labels, **more.labels}
     )
     return assembled(prepared.recipe, problem)

@@ -48,12 +48,9 @@ class Prepared:
     @property
     def blueprint(self) -> Blueprint:
         federation = self.problem.federation
+        trainable = self.problem.trainable
         return Blueprint(
-            self.problem.trainable,
-            self.site.layouts,
-            self.recipe.seed,
-            federation.clusters,
-            federation.anchors,
+            trainable, self.site.layouts, self.recipe.seed, federation.clusters, federation.anchors
         )
 
     def keep(
@@ -79,9 +76,7 @@ class Prepared:
     def _keep_parts(
         self, client: ClientOfParts, tensors: Tensors, round: int, folder: Path
     ) -> None:
-        """Write the models of the parts that have a weight: of one alone as any personal model, of
-        several in folders of their own, and how they are mixed. Raises SaveError.
-        """
+        """Write the models of parts with a weight, and how they are mixed. Raises SaveError."""
         tensors = self.method.loadable(client, tensors)
         weights = {name: weight for name, weight in client.weights.items() if weight}
         for name in client.weights:
@@ -264,9 +259,7 @@ def _check_privacy(
 
 
 def _check_secure(recipe: Recipe, method: Method, clients: int) -> None:
-    """Refuse secure aggregation that is impossible or useless with so many clients in a round.
-    Raises RecipeError.
-    """
+    """Refuse secure aggregation that is impossible or useless. Raises RecipeError."""
     if not recipe.secure:
         return
     mistakes = _beyond_sums("secure", recipe, method)

@@ -76,9 +76,7 @@ def with_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hold_chats(paths: list[Path]) -> bool:
-    """Whether there is an archive, or no text and the columns of the first table are those of
-    conversations.
-    """
+    """Whether there is an archive, or the first table has the columns of conversations."""
     from coterie.data import archives
     from coterie.data.documents import PLAIN
     from coterie.data.rows import CHATS, ending_of, rows_of
