@@ -74,7 +74,12 @@ def write_shared(run: Path, folder: Path, base: str) -> SharedPart:
         named = replace(problem, section=recipe.model.model_copy(update={"base": base}))
         named.write(folder, NAME, snapshot.layout, snapshot.tensors, origin)
         save(folder / SHARED, tensors[NAME], {"format": "pt"})
-        (folder / RECIPE).write_text(_portable(recipe, base), encoding="utf-8")
+        # without names of its data, clients or machine
+        section: dict[str, Any] = recipe.model_dump(mode="json", include=set(_SECTIONS))
+        section["model"]["base"] = base
+        section["data"] = section_of(recipe.data).model_dump(mode="json") | {"path": None}
+        text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
+        (folder / RECIPE).write_text(text, encoding="utf-8")
         clients = prepared.problem.federation.clients.values()
         perplexities = [
             mean(perplexity_of(owner, data.test, [model]) for data in clients)
@@ -133,14 +138,6 @@ def owner_of(execution: Execution, tensors: Tensors, id: ClientId) -> Client | C
     if isinstance(owner, Client):
         owner.load(execution.state.method.loadable(owner, tensors))
     return owner
-
-
-def _portable(recipe: Recipe, base: str) -> str:
-    """Return the recipe as YAML without names of its data, clients or machine."""
-    section: dict[str, Any] = recipe.model_dump(mode="json", include=set(_SECTIONS))
-    section["model"]["base"] = base
-    section["data"] = section_of(recipe.data).model_dump(mode="json") | {"path": None}
-    return yaml.safe_dump(section, sort_keys=False, allow_unicode=True)
 
 
 def holds_shared(folder: Path) -> bool:

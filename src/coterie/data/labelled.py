@@ -5,7 +5,7 @@ kind of their own: CLINC150, DBpedia and Yahoo! Answers.
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -102,12 +102,8 @@ class LabelledTexts(Partitioner, ABC):
             cache, key, np.uint32, lambda: (self._streams(read(), tokenizer, length), ())
         )
         train, test = (streams[name] for name in _FILES)
-        return Labelled(
-            _padded(train),
-            train["labels"].astype(np.int64),
-            _padded(test),
-            test["labels"].astype(np.int64),
-        )
+        arrays = ((_padded(part), part["labels"].astype(np.int64)) for part in (train, test))
+        return Labelled(*chain.from_iterable(arrays))
 
     def _source(self) -> tuple[Any, Callable[[], list[Rows]]]:
         """Return a fingerprint of the texts and a function that reads them. Raises DataError."""
@@ -167,20 +163,14 @@ class LabelledTexts(Partitioner, ABC):
         return sorted(chosen)
 
     def _tokens(
-        self,
-        name: str,
-        rows: Rows,
-        chosen: list[int],
-        tokenizer: Any,
-        length: int,
-        lengths: list[int],
+        self, name: str, rows: Rows, chosen: list[int], tokenizer: Any, most: int, sizes: list[int]
     ) -> Iterator[npt.NDArray[np.uint32]]:
-        """Yield the token ids of the chosen rows in pieces, and append each length to `lengths`."""
+        """Yield the token ids of the chosen rows in pieces, and append each length to `sizes`."""
         encoder = TextEncoder(tokenizer)
         for start in range(0, len(chosen), _TEXTS):
             some = chosen[start : start + _TEXTS]
             texts = [self.text(rows[row])[:LONGEST] for row in some]
-            encoded = encoder.whole(texts, length)
+            encoded = encoder.whole(texts, most)
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
                     what = "no text"
@@ -188,7 +178,7 @@ class LabelledTexts(Partitioner, ABC):
                         what = f"{text[:40]!r}, for which the tokenizer returns no tokens"
                     problem = f"{self.name}, {name}: row {row} has {what}"
                     raise DataError(problem, "Repair or leave out that row.")
-            lengths += map(len, encoded)
+            sizes += map(len, encoded)
             yield np.array([id for ids in encoded for id in ids], dtype=np.uint32)
 
 

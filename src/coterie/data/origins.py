@@ -21,12 +21,10 @@ class Origin(NamedTuple):
     licence: str
 
 
-def _origins(corpus: str) -> tuple[Origin, ...]:
-    sources = yaml_of(read_text(Path(__file__).with_name("origins.yaml")))[corpus]
-    return tuple(Origin(**source) for source in sources)
-
-
-MULTILINGUAL, TOPICS = _origins("multilingual"), _origins("topics")
+_SOURCES = yaml_of(read_text(Path(__file__).with_name("origins.yaml")))
+MULTILINGUAL, TOPICS = (
+    tuple(Origin(**source) for source in _SOURCES[corpus]) for corpus in ("multilingual", "topics")
+)
 
 
 def listed(origins: Sequence[Origin]) -> str:

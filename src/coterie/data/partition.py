@@ -111,13 +111,8 @@ class Partitioner(PartitionSchemes):
                     clients[part.id] = ClientData(part.id, *splits)
         public = None
         if self.public:
-            public = self._split(
-                "public",
-                held.train,
-                held.train_labels,
-                partition.public,
-                derive_seed(order_seed, "public"),
-            )
+            seed, labels = derive_seed(order_seed, "public"), held.train_labels
+            public = self._split("public", held.train, labels, partition.public, seed)
         clusters = {p.id: p.cluster for p in partition.clients if p.cluster is not None}
         return Federation(
             {part.id: clients[part.id] for part in partition.clients},

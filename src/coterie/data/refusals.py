@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
 from coterie.core.errors import DataError
 
@@ -47,12 +46,7 @@ class Refusals:
     def add(self, problem: str, remedy: str = "") -> None:
         self.errors.append(DataError(problem, remedy))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None and self.errors:
             raise _joined(self.errors, self.most, self.alike)
 

@@ -232,17 +232,13 @@ def _figure(statement: Figure, cells: Cells) -> Measured | None:
         title += f" from {100 * past:g} % of the run on"
     if other is not None:
         title += f", against {other.title}"
+    low, high = statement.at_least, statement.at_most
+    move = change if moves else 0.0
     condition = Condition(
-        title,
-        now,
-        statement.at_least,
-        statement.at_most,
-        statement.strict,
-        form="%" if other else "",
-        move=change if moves else 0.0,
+        title, now, low, high, statement.strict, form="%" if other else "", move=move
     )
     unit, strict = " %" if other else "", ", not equal" * statement.strict
-    bounds = _bounds(statement.at_least, statement.at_most)
+    bounds = _bounds(low, high)
     return Judgement([condition]), f"{title} {condition.mean:.4g}{unit} ({bounds}{strict})"
 
 

@@ -26,7 +26,6 @@ from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.reproduced import Cell, Reproduced, spoken_of_row
 from coterie.papers.tables import Settings, Shown
 from coterie.runs.folder.candidates import UNFIT, confirm
-from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning.search import SearchResult
 from coterie.runs.tuning.trials import RunAt, TrialRuns, execute_missing
 
@@ -55,7 +54,11 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     runs = {
         (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
     }
-    _execute([run for cell in runs.values() for run in cell], reporter or Callback(), job.changed)
+    every = [run for cell in runs.values() for run in cell]
+    for _, path in every:
+        confirm(path)
+    titles = {at: f"{of.name}, {at.parent.name}, seed {of.seed}" for of, at in every}
+    execute_missing(every, reporter or Callback(), titles, job.changed)
     cells = _cells(job, choices, runs)
     statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells)]
     tried = effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
@@ -125,20 +128,8 @@ def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId
     return trial_runs, trial_runs.search(searches)
 
 
-def _execute(runs: Sequence[RunAt], reporter: Callback, changed: bool) -> None:
-    """Execute each unfinished run once. Raises CheckpointError, too, for a damaged result."""
-    titles = {
-        path: f"{recipe.name}, {path.parent.name}, seed {recipe.seed}" for recipe, path in runs
-    }
-    for _, path in runs:
-        confirm(path)
-    execute_missing(runs, reporter, titles, changed)
-
-
 def _cells(
-    job: Job,
-    choices: Mapping[CellId, Settings],
-    runs: Mapping[CellId, Sequence[tuple[Recipe, Path]]],
+    job: Job, choices: Mapping[CellId, Settings], runs: Mapping[CellId, Sequence[RunAt]]
 ) -> list[Cell]:
     """Return the cells, compared with Local in their column, and with the paper."""
     results = {cell: [Result.read(path) for _, path in of_cell] for cell, of_cell in runs.items()}
@@ -157,7 +148,7 @@ def _cell(
     job: Job,
     cell: CellId,
     choice: Settings,
-    runs: Sequence[tuple[Recipe, Path]],
+    runs: Sequence[RunAt],
     results: Sequence[Result],
     alone: Sequence[Result],
 ) -> Cell:

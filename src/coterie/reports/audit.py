@@ -202,16 +202,12 @@ def _pictures(audit: AuditResult) -> dict[str, str]:
 
 
 def _drawn(
-    audit: AuditResult,
-    values: Mapping[str, Estimate],
-    unit: str,
-    limits: tuple[float, float],
-    chance: float,
+    audit: AuditResult, rows: Mapping[str, Estimate], unit: str, limits: chart.Point, chance: float
 ) -> str:
     """Return a picture of a measure, with a row for each observer."""
     shown = {
         _of(observer, audit): _row(_of(observer, audit), estimate, COLOURS[observer], 3)
-        for observer, estimate in values.items()
+        for observer, estimate in rows.items()
     }
     return marks.intervals(shown, unit, limits, chance)
 

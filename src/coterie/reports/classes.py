@@ -38,15 +38,9 @@ def distribution(result: Result) -> str:
     figures = []
     for kind, members in _kinds(result).items():
         matrix = [[shares[i][c] for i in members] for c in order]
-        heat = Heat(
-            list(map(str, order)),
-            members,
-            [(0, matrix)],
-            top,
-            f"Shares of classes of {kind}",
-            "{column}: {value} % of class {row}",
-            digits=0,
-        )
+        rows, tooltip = list(map(str, order)), "{column}: {value} % of class {row}"
+        label = f"Shares of classes of {kind}"
+        heat = Heat(rows, members, [(0, matrix)], top, label, tooltip, digits=0)
         figures.append(captioned(kind, "", heat_map(heat, 900, 450, field=16)))
     return f'{scale("0 % of a client", f"{top:.0f} %")}<div class="kinds">{"".join(figures)}</div>'
 

@@ -1,6 +1,6 @@
 """`report.html` of a run or of a comparison: one self-contained file that works offline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from coterie.core.files import write_atomically
@@ -46,6 +46,7 @@ TEXTS = (
 )
 
 
+Parts = dict[str, Sequence[str]]  # of the sections, by their names
 # what the navigation calls each section, and its heading
 SECTIONS = {
     "scores": ("Scores", "{metric}"),
@@ -109,7 +110,7 @@ def _parts(
     remarks: Sequence[str],
     deviation: str = "",
     note: str = "",
-) -> dict[str, Sequence[str]]:
+) -> Parts:
     """Return the parts of sections by name; `results` are drawn, below `note`, the own one last."""
     own_first = {METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]}
     once = max((r.once_bytes or 0 for r in results), default=0)
@@ -118,7 +119,7 @@ def _parts(
         f"{size(once)}.</p>"
     )
     text = verdict(rows, own_method)
-    pictures: dict[str, Sequence[str]] = {
+    pictures: Parts = {
         "training": (_curves(results),) if results else (),
         "weights": collaboration(own_first),
         "labels": classes(results[-1]) if results else (),  # all methods have the same
@@ -157,12 +158,7 @@ def _scored(rows: Sequence[Row]) -> str:
 
 
 def _write(
-    folder: Path,
-    title: str,
-    header: str,
-    tiles: str,
-    metric: MetricInfo,
-    parts: Mapping[str, Sequence[str]],
+    folder: Path, title: str, header: str, tiles: str, metric: MetricInfo, parts: Parts
 ) -> None:
     """Write the page of the sections that have parts, with a link to each."""
     names = {"metric": str(metric).capitalize(), "name": metric.name.capitalize()}

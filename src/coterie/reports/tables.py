@@ -188,10 +188,7 @@ def _lines(
 
 
 def _bold(
-    table: Table,
-    lines: Sequence[Sequence[str]],
-    numbers: Sequence[Sequence[float]],
-    metric: MetricInfo,
+    table: Table, lines: list[list[str]], numbers: list[list[float]], metric: MetricInfo
 ) -> Table:
     """Return a table with lines added, the best figures bold; headers may wrap, figures not."""
     tops = [best(column, metric) for column in zip(*numbers, strict=True)]

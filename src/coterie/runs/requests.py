@@ -102,17 +102,12 @@ class Requests(Listener):
         self.reporter.warning(self.state.round, client, warning)
 
     def write(
-        self,
-        kind: str,
-        client: ClientId,
-        values: Mapping[str, Any],
-        ahead: int = 0,
-        iterations: int = 0,
+        self, kind: str, client: ClientId, values: Mapping[str, Any], ahead: int = 0, steps: int = 0
     ) -> None:
         """Write a line about a client ("": none) to metrics.jsonl, if open, and report it."""
         if self.metrics is not None:
             round = self.state.round + ahead
-            self.metrics.write(kind, round, self.state.iteration + iterations, client, values)
+            self.metrics.write(kind, round, self.state.iteration + steps, client, values)
             self.reporter.recorded(kind, round, client, values)
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:

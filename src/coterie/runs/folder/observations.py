@@ -8,6 +8,8 @@ from coterie.core.files import load, save
 from coterie.core.protocol import ClientId
 from coterie.core.tensors import Named, Tensors, prefixed, under
 
+Messages = Mapping[ClientId, Named]
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -37,13 +39,7 @@ class Observations:
     def __init__(self, folder: Path, most: int | None) -> None:
         self.folder, self._most = folder, most
 
-    def keep(
-        self,
-        round: int,
-        phase: int,
-        to: Mapping[ClientId, Named],
-        received: Mapping[ClientId, Named],
-    ) -> None:
+    def keep(self, round: int, phase: int, to: Messages, received: Messages) -> None:
         """Write what was sent in one exchange, and delete the oldest. Raises SaveError."""
         tensors = _packed("to", to) | _packed("from", received)
         save(self.folder / f"round-{round:05d}-{phase:03d}.safetensors", tensors, lasting=False)
@@ -59,17 +55,16 @@ class Observations:
         return [exchange for exchange in exchanges if exchange.round < round]
 
 
-def _packed(direction: str, messages: Mapping[ClientId, Named]) -> Tensors:
+def _packed(direction: str, messages: Messages) -> Tensors:
     """Return the messages of one direction; one that is the same for all clients is stored once."""
-    received = list(messages.values())
-    if len(received) > 1 and all(_same(message, received[0]) for message in received):
-        return prefixed(f"{direction}/*", received[0])
+    first, *others = list(messages.values()) or [Tensors()]
+    if others and all(
+        one.keys() == first.keys() and all(one[name] is first[name] for name in one)
+        for one in others
+    ):
+        return prefixed(f"{direction}/*", first)
     return {
         name: t
         for i, message in messages.items()
         for name, t in prefixed(f"{direction}/{i}", message).items()
     }
-
-
-def _same(one: Named, other: Named) -> bool:
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)

@@ -74,7 +74,7 @@ def context_of(texts: Texts, limit: int) -> tuple[int, str]:
     """Return the window length, a power of two, and why: that of documents, bounded by the base's
     limit, 1,024 tokens, and the shortest split.
     """
-    enough = _power_above(texts.document)
+    enough = 1 << max(texts.document - 1, 0).bit_length()  # a power of two, at least the document
     most = min(limit, LONGEST)
     room = max(_power_below(texts.shortest - 1), LEAST)
     context = max(min(max(enough, SHORTEST), most, room), 2)
@@ -165,11 +165,6 @@ def _middle_document(streams: Sequence[Tokens], end: int | None) -> int:
 def _power_below(number: int) -> int:
     """Return the largest power of two that is at most `number`, at least 1."""
     return 1 << max(number.bit_length() - 1, 0)
-
-
-def _power_above(number: int) -> int:
-    """Return the smallest power of two that is at least `number`."""
-    return 1 << max(number - 1, 0).bit_length()
 
 
 def resolved(

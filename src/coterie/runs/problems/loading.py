@@ -159,11 +159,7 @@ def _classification(
 
 
 def _common(
-    section: CommonSection,
-    shape: Shape,
-    federation: Federation | None,
-    data: Partitioner,
-    device: str,
+    section: CommonSection, shape: Shape, here: Federation | None, data: Partitioner, device: str
 ) -> CommonExpert:
     """Return the common expert of a recipe. Raises Refused."""
     if section.path is not None:
@@ -171,15 +167,15 @@ def _common(
         if section.mean is not None and section.std is not None:
             preprocessing = Normalisation(section.mean, section.std)
         tensors = network_tensors.load(_file_of(section.path), shape)
-        here = Normalisation(data.mean, data.std)
-        return CommonExpert(shape, tensors, device, here, preprocessing)
+        own = Normalisation(data.mean, data.std)
+        return CommonExpert(shape, tensors, device, own, preprocessing)
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)
         remedy = "Give model.common.path, or model.common.pretraining with data.public."
         raise ModelError("model.common: gives neither a path nor pretraining", remedy)
-    assert federation is not None
-    return trained(shape, _public(federation, "pretraining"), section.pretraining, device)
+    assert here is not None
+    return trained(shape, _public(here, "pretraining"), section.pretraining, device)
 
 
 def _public(federation: Federation, field: str) -> ExampleSplit:

@@ -51,16 +51,12 @@ class Participation(BaseModel):
         return tuple(i for i in clients if i in active)
 
     def _here(
-        self,
-        clients: Sequence[str],
-        anchors: Sequence[str],
-        clusters: Mapping[str, int],
-        round: int,
+        self, clients: Sequence[str], anchors: Sequence[str], clusters: Mapping[str, int], at: int
     ) -> list[str]:
         """Return the clients available by the schedule."""
         if self.schedule == "all":
             return list(clients)
-        groups, turn = sorted(set(clusters.values())), round // self.every
+        groups, turn = sorted(set(clusters.values())), at // self.every
         come = groups[: turn + 1]
         now = come if self.schedule == "grow" else [groups[turn % len(groups)]]
         return [i for i in clients if clusters[i] in now or (i in anchors and clusters[i] in come)]
