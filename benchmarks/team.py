@@ -19,7 +19,7 @@ import torch
 from common import RESULTS, machine, table
 
 import coterie
-from coterie.data.team import Team
+from coterie.data.synthetic import Team
 from coterie.personal import PersonalModel
 from coterie.personal.evaluation import answer_scores
 from coterie.runs.recipes.recipe import load

@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from coterie.core import packs
-from coterie.core.checksums import write_sums
 from coterie.core.errors import CoterieError
-from coterie.core.files import digest_of
+from coterie.core.files import digest_of, write_sums
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.archives import archives_in
 from coterie.data.archives import rows_of as archive_rows

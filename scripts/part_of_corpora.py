@@ -3,9 +3,9 @@
     python scripts/part_of_corpora.py --data ../shared/data [--out corpora] [--check]
 
 The rows are those whose documents no embedded base was pretrained on
-(`coterie.data.pretraining.seen_in_pretraining`), all of them. So a recipe with
+(`coterie.data.origins.seen_in_pretraining`), all of them. So a recipe with
 `exclude_pretraining: true`, as all shipped ones are, reads the same text from the part as from the
-full folder, whatever its bounds and seeds: `coterie.data.documents.split` sees the same documents.
+full folder, whatever its bounds and seeds: `coterie.data.fetching.split` sees the same documents.
 About 40 % of every language and topic is left (a third of the books, half of the mathematics), and
 a work (an `id` of `topics`) is there as a whole or not at all. Rows are sorted by language, and by
 topic and work, which compresses better; within them they stay in the order of the full files.
@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coterie.data.corpora import Multilingual, Topics
-from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.origins import seen_in_pretraining
 
 PART = Path(__file__).parents[1] / "corpora"
 FULL = os.environ.get("COTERIE_DATA", PART.parents[1] / "shared/data")

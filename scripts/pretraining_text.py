@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from html import unescape
 from pathlib import Path
 
-from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.origins import seen_in_pretraining
 
 SOURCES = Path(__file__).with_name("pretraining_sources.json")
 HELD_BUCKETS = 13  # of 256: about 5 % of the works are never trained on

@@ -54,12 +54,13 @@ from coterie.methods import METHODS
 from coterie.models.common import Pretraining
 from coterie.runs import recipes
 from coterie.runs.recipes.dotted import AUTOMATIC
-from coterie.runs.recipes.participation import Participation, Quorum
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sections import (
     ClassifierSection,
     CommonSection,
     LanguageSection,
+    Participation,
+    Quorum,
     TextClassifierSection,
 )
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from coterie.data.corpora import MODULES
-from coterie.data.pretraining import STDLIB_TOPICS
+from coterie.data.origins import STDLIB_TOPICS
 
 
 def modules(lib: Path) -> Iterator[dict[str, str]]:

@@ -298,7 +298,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "personal/sampling.py": "tokens of answers",
     "runs/estimate.py": "a trial round before a run, of which nothing is kept or sent",
     "runs/execution.py": "draws of pairs of clients: with privacy no such method runs",
-    "runs/recipes/participation.py": "who takes part, where nothing depends on its being unknown",
+    "runs/recipes/sections.py": "who takes part, where nothing depends on its being unknown",
     "testing/run.py": "rounds, tiny data and models of the conformance suite",
 }
 

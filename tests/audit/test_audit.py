@@ -27,7 +27,7 @@ from coterie.personal.classifier import ClassifierMixture
 from coterie.personal.mixture import PersonalMixture
 from coterie.reports import audit as told
 from coterie.runs import run as runs
-from coterie.runs.folder.observations import Observations
+from coterie.runs.folder.metrics import Observations
 from coterie.runs.problems.members import prepare_remote
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe as recipes

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from coterie.cli import doctor
 from coterie.cli.base import app
 from coterie.core import devices
-from coterie.core.extras import EXTRAS
+from coterie.core.importing import EXTRAS
 
 
 def test_a_machine_that_will_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

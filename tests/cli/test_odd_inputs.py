@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from coterie import personal
 from coterie.cli.base import app
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, CoterieError, DataError, Refused, TensorError
+from coterie.core.files import write_all_sums
 from coterie.core.tensors import from_bytes, to_bytes
 from coterie.data.federation import check_id
 from coterie.data.folders import Folders

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from coterie.core import extras
+from coterie.core import importing
 from coterie.core.errors import Refused
-from coterie.core.extras import EXTRAS, require
+from coterie.core.importing import EXTRAS, require
 
 REPOSITORY = Path(__file__).parents[2]
 MODULES = sorted({module for _, modules in EXTRAS.values() for module in modules})
@@ -48,7 +48,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(Refused, match=r"engine flower needs ray, which is not .*\n.*simulation"):
         require("engine flower", "simulation", "ray")
-    assert "ray" in extras.missing("simulation")
+    assert "ray" in importing.missing("simulation")
 
 
 def test_an_installed_package_says_how_to_install_an_extra(

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli.base import app
 from coterie.core.errors import RecipeError, Refused
-from coterie.core.own import installed
+from coterie.core.importing import installed
 from coterie.data import kind_of
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.runs.device.device import Device

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coterie.core.errors import DataError
-from coterie.data.documents import cut, read_rows, read_text
+from coterie.data.fetching import cut, read_rows, read_text
 
 
 @settings(max_examples=100, deadline=None)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from coterie.core.errors import DataError
 from coterie.data import Data
-from coterie.data.documents import read_rows
+from coterie.data.fetching import read_rows
 from coterie.data.labelled import DOMAINS, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 
 WORDS = [f"w{i}" for i in range(40)]

@@ -20,8 +20,7 @@ import pytest
 
 import coterie
 from coterie.data import Multilingual, Topics
-from coterie.data.origins import MULTILINGUAL, TOPICS
-from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.origins import MULTILINGUAL, TOPICS, seen_in_pretraining
 from coterie.papers import tables
 from coterie.runs import recipes
 from coterie.runs.folder.inputs import INPUTS

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from coterie.core.errors import DataError
+from coterie.data.by_client import Table
 from coterie.data.federation import Federation
 from coterie.data.folders import Folders
 from coterie.data.refusals import outward_links
-from coterie.data.table import Table
 from coterie.models.architecture import tokenizer
 
 TEXT = "Somebody wrote lines of text about gardens and the sea. " * 5

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.origins import seen_in_pretraining
 
 REPOSITORY = Path(__file__).parents[2]
 ENGLISH = (

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from coterie.core.errors import DataError
+from coterie.data.by_client import Table, in_memory
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClient, HubClients
 from coterie.data.refusals import LeftOut, not_read
 from coterie.data.rows import rows_of
-from coterie.data.table import Table, in_memory
 from coterie.data.values import client_name, is_missing, plain
 
 

@@ -27,7 +27,7 @@ from coterie.data import (
 )
 from coterie.data.corpora import mixtures
 from coterie.data.hub import HubClient
-from coterie.data.pretraining import STDLIB_TOPICS, seen_in_pretraining
+from coterie.data.origins import STDLIB_TOPICS, seen_in_pretraining
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 from coterie.runs.run import run

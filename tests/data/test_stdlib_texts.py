@@ -11,7 +11,7 @@ import pytest
 from script_modules import module_at
 
 from coterie.data.corpora import MODULES
-from coterie.data.pretraining import STDLIB_TOPICS
+from coterie.data.origins import STDLIB_TOPICS
 
 
 @pytest.fixture(scope="module")

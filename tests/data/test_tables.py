@@ -10,8 +10,8 @@ from chat_bases import chat_tokenizer, turns, write_jsonl
 
 import coterie
 from coterie.core.errors import DataError
+from coterie.data.by_client import Table, in_memory
 from coterie.data.hub import Hub
-from coterie.data.table import Table, in_memory
 from coterie.runs.recipes.recipe import load
 
 COUNTS = {"ann": 40, "ben": 30, "cid": 5, "dora": 6}

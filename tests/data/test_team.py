@@ -8,7 +8,7 @@ import pytest
 
 import coterie
 from coterie.data.chats.reading import Conversation
-from coterie.data.team import Team
+from coterie.data.synthetic import Team
 
 PLAIN = (
     "{% for m in messages %}{% if m.role == 'user' %}Q: {{ m.content }}\nA: "

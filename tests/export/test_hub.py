@@ -22,9 +22,8 @@ from random_models import write_mixture
 
 import coterie
 from coterie.adapt.new_client import Training, adapt
-from coterie.core.checksums import write_sums
 from coterie.core.errors import CheckpointError, CoterieError, Refused
-from coterie.core.files import load
+from coterie.core.files import load, write_sums
 from coterie.data.examples import ExampleSplit
 from coterie.export.pull import pull
 from coterie.export.push import push

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import Refused
+from coterie.core.files import write_all_sums
 from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.export import Source, export, peft
 from coterie.export.layers import mean_weights

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import RecipeError
-from coterie.core.own import installed
+from coterie.core.files import write_all_sums
+from coterie.core.importing import installed
 from coterie.engines.messages import Reply, Request, parsed
 from coterie.methods import METHODS, import_problem
 from coterie.runs.device.device import Device

@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import coterie
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, DataError, ModelError, Refused
-from coterie.core.files import load, save
+from coterie.core.files import load, save, write_all_sums
 from coterie.data.examples import Examples, ExampleSplit
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import _DOMAIN, INTENTS, Clinc150, DBpedia14, LabelledTexts, YahooAnswers

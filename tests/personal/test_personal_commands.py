@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.core.checksums import write_all_sums
-from coterie.core.files import load, save
+from coterie.core.files import load, save, write_all_sums
 from coterie.models.layout import Layout
 
 TWO = {"ann": Layout(rank=2), "ben": Layout(rank=2, routing="equal")}

@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.core.checksums import SUMS, write_all_sums
 from coterie.core.errors import CheckpointError, SaveError
+from coterie.core.files import SUMS, write_all_sums
 from coterie.models import artifact
 from coterie.personal import PersonalModel
 

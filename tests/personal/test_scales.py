@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from coterie import personal
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CheckpointError, ExportError, ModelError, Refused
 from coterie.core.files import load as load_tensors
-from coterie.core.files import save
+from coterie.core.files import save, write_all_sums
 from coterie.export import onnx
 from coterie.export.gguf_files import Tokens
 from coterie.models.artifact import ABOUT, WEIGHTS, AboutClassifier

@@ -18,11 +18,13 @@ from rich.console import Console
 
 from coterie.core.result.rows import rows
 from coterie.methods import METHODS
-from coterie.reports.classes import classes, clustering, distribution
 from coterie.reports.experts import (
     Choices,
     choice_maps,
+    classes,
+    clustering,
     decisions,
+    distribution,
     expert_curves,
     experts,
     gate_curves,

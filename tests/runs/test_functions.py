@@ -76,11 +76,11 @@ def test_an_interface_on_a_port_gives_way_to_the_next(words: coterie.Run) -> Non
 def test_rooms_that_are_commands_too_are_both() -> None:
     import inspect
 
-    from coterie.data import table
+    from coterie.data import by_client
     from coterie.export import FORMATS
 
     assert "peft" in FORMATS
-    assert callable(table.in_memory)
+    assert callable(by_client.in_memory)
     assert list(inspect.signature(coterie.export).parameters)[:2] == ["run", "out"]
     assert "other program" not in (coterie.data.__doc__ or "")
     assert (coterie.data.__doc__ or "").startswith("Read the data of a recipe")

@@ -23,9 +23,8 @@ from coterie.adapt.shared_part import write_shared
 from coterie.cli.base import app
 from coterie.client.client import Client
 from coterie.client.settings import AdamW
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CoterieError, DataError, Refused
-from coterie.core.files import load
+from coterie.core.files import load, write_all_sums
 from coterie.data.folders import Folders
 from coterie.models.interpolation import fit_weights
 from coterie.models.predictions import joined

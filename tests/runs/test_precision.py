@@ -12,8 +12,8 @@ from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.runs.budget import planned
-from coterie.runs.problems import precision
-from coterie.runs.problems.precision import measure, with_dtype
+from coterie.runs.problems import auto
+from coterie.runs.problems.auto import measure, with_dtype
 from coterie.runs.recipes import read
 from coterie.runs.recipes.recipe import Recipe, load, validate
 from coterie.runs.run import run
@@ -26,7 +26,7 @@ SETTINGS += ["evaluate_rows=null", "training.experts.lr=0.001"]
 @pytest.fixture
 def recipe(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """Two clients' texts on a base that is not too small."""
-    monkeypatch.setattr(precision, "SMALL", 0)
+    monkeypatch.setattr(auto, "SMALL", 0)
     monkeypatch.setattr("coterie.core.devices.has_bf16", lambda device: True)
     monkeypatch.setenv("COTERIE_CACHE", str(tmp_path / "cache"))
     for client in ("ann", "ben"):
@@ -46,12 +46,12 @@ def refuse(shapes: object) -> float:
 def test_it_is_measured_once_and_kept(
     share: float, dtype: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "measure", lambda shapes: share)
+    monkeypatch.setattr(auto, "measure", lambda shapes: share)
     chosen, lines = planned(recipe)
     assert chosen.model.dtype == dtype
     name = "bf16" if dtype == "bf16" else "fp32"
     assert lines[0].startswith(f"model.dtype {name}: here products in bf16 take {share:.2f} of")
-    monkeypatch.setattr(precision, "measure", refuse)
+    monkeypatch.setattr(auto, "measure", refuse)
     assert planned(recipe) == (chosen, lines)
     assert any(map(str.strip, devices.processor()))
     monkeypatch.setattr(devices, "processor", lambda: ["another one"])
@@ -62,11 +62,11 @@ def test_it_is_measured_once_and_kept(
 def test_a_damaged_measurement_is_repeated(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "measure", lambda shapes: 0.9)
+    monkeypatch.setattr(auto, "measure", lambda shapes: 0.9)
     with_dtype(recipe)
     (kept,) = (tmp_path / "cache").glob("dtype-*.json")
     kept.write_text("{")
-    monkeypatch.setattr(precision, "measure", lambda shapes: 0.4)
+    monkeypatch.setattr(auto, "measure", lambda shapes: 0.4)
     assert with_dtype(recipe)[0].model.dtype == "bf16"
 
 
@@ -74,11 +74,11 @@ def test_a_resumed_run_goes_on_in_its_dtype(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for share, dtype in ((0.4, "bf16"), (0.9, "auto")):
-        monkeypatch.setattr(precision, "_kept", lambda shapes, share=share: share)
+        monkeypatch.setattr(auto, "_kept", lambda shapes, share=share: share)
         run(recipe, folder := tmp_path / dtype)
         assert read(folder / "recipe.yaml")["model"]["dtype"] == dtype
         # another machine
-        monkeypatch.setattr(precision, "_kept", lambda shapes, share=share: 1.3 - share)
+        monkeypatch.setattr(auto, "_kept", lambda shapes, share=share: 1.3 - share)
         assert planned(recipe)[0].model.dtype != dtype
         assert planned(recipe, folder)[0].model.dtype == dtype
         run(recipe, folder, resume=True)
@@ -87,14 +87,14 @@ def test_a_resumed_run_goes_on_in_its_dtype(
 def test_small_bases_and_named_dtypes_are_not_measured(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(precision, "measure", refuse)
+    monkeypatch.setattr(auto, "measure", refuse)
     for changes in ({"base": EMBEDDED}, {"dtype": "fp32"}, {"dtype": "bf16"}, {"quantise": "int8"}):
         model = recipe.model.model_dump() | changes
         other = validate(recipe.model_dump(mode="json") | {"model": model}, "test")
         assert with_dtype(other) == (other, "")
     with pytest.raises(AssertionError, match="measured again"):
         with_dtype(recipe)
-    monkeypatch.setattr(precision, "SMALL", 50_000_000)
+    monkeypatch.setattr(auto, "SMALL", 50_000_000)
     assert with_dtype(recipe) == (recipe, "")
 
 

@@ -16,8 +16,8 @@ from coterie.core.files import load as load_tensors
 from coterie.core.files import make_folder
 from coterie.runs import execution, run
 from coterie.runs.problems.prepare import prepare
-from coterie.runs.recipes.participation import Participation
 from coterie.runs.recipes.recipe import load
+from coterie.runs.recipes.sections import Participation
 
 SHORT = ["method.rounds=4", "evaluate_every=2", "checkpoint_every=2", "compare_with=[]"]
 CLIENTS, ANCHORS = [f"client-{k}" for k in range(6)], ["a", "b"]

@@ -13,8 +13,8 @@ from figures import as_json, typed
 from coterie.core.result import Json
 from coterie.core.result.rows import comparability, rows
 from coterie.runs import run
-from coterie.runs.recipes.participation import evaluated
 from coterie.runs.recipes.recipe import load
+from coterie.runs.recipes.sections import evaluated
 
 
 def result(tmp_path: Path, recipe: str, *settings: str) -> Json:

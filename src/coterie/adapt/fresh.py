@@ -13,9 +13,8 @@ from coterie import personal
 from coterie.adapt.new_client import TRAINED, written
 from coterie.adapt.personalisation import descend, how_far, table
 from coterie.client.client import Client
-from coterie.core.checksums import replaced
 from coterie.core.errors import Refused
-from coterie.core.files import write_json
+from coterie.core.files import replaced, write_json
 from coterie.core.isolation import isolated
 from coterie.core.metrics import perplexity
 from coterie.core.names import normal

@@ -13,9 +13,8 @@ from coterie.adapt.shared_part import holds_shared, opened, owner_of, serving, s
 from coterie.client.client import Client
 from coterie.client.site import ClientOfParts
 from coterie.core import names
-from coterie.core.checksums import replaced
 from coterie.core.errors import Refused, SaveError
-from coterie.core.files import make_folder, write_json
+from coterie.core.files import make_folder, replaced, write_json
 from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GATE

@@ -8,7 +8,7 @@ import numpy as np
 
 from coterie.aggregation.noise import check_installed
 from coterie.aggregation.privacy import Privacy
-from coterie.core.extras import require
+from coterie.core.importing import require
 from coterie.core.result import PrivacySpent
 
 # alpha of the Rényi divergences that are tried

@@ -33,9 +33,9 @@ import numpy as np
 from filelock import FileLock
 
 from coterie.core.errors import Refused, TensorError
-from coterie.core.extras import require
 from coterie.core.files import writing
 from coterie.core.foreign import opened, refusing
+from coterie.core.importing import require
 
 KEY = 32  # bytes
 # a deviation beyond it is not drawn: too much would have to be settled in long arithmetic

@@ -13,7 +13,7 @@ from coterie.core.errors import Refused
 from coterie.core.isolation import isolated
 from coterie.core.result import Comparison, Result, Row, Tuning
 from coterie.core.result import rows as comparing
-from coterie.data.table import in_memory
+from coterie.data.by_client import in_memory
 from coterie.methods import Method, name_of
 from coterie.personal import evaluation
 from coterie.personal.loading import Personal, Settings

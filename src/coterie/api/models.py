@@ -9,8 +9,8 @@ from typing import Any
 
 from coterie.adapt import fresh as refits
 from coterie.adapt import new_client
-from coterie.core.checksums import SUMS, check_all_sums
 from coterie.core.errors import CheckpointError, Refused
+from coterie.core.files import SUMS, check_all_sums
 from coterie.core.names import encoded
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, Result

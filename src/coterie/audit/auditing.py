@@ -15,8 +15,8 @@ from coterie.audit.membership import MembershipScores
 from coterie.audit.observers import ABLE, SharedText, View, calibrated, shared
 from coterie.audit.statistics import Values
 from coterie.core.errors import CheckpointError, Refused
-from coterie.core.extras import require
 from coterie.core.files import read_json, write_json
+from coterie.core.importing import require
 from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.result import RESULT, Result
@@ -40,7 +40,7 @@ from coterie.reports.html import write_report
 from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.folder import names as files
-from coterie.runs.folder.observations import Exchange
+from coterie.runs.folder.metrics import Exchange
 from coterie.runs.problems import loading as modalities
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import prepare

@@ -13,7 +13,7 @@ import typer
 
 from coterie.cli.base import _stopping, app
 from coterie.core.errors import CoterieError, extra
-from coterie.core.extras import EXTRAS, missing
+from coterie.core.importing import EXTRAS, missing
 from coterie.core.printing import printable
 from coterie.core.version import __version__
 

@@ -11,7 +11,7 @@ import typer
 
 from coterie.cli import base as common
 from coterie.core.errors import Refused
-from coterie.core.extras import require
+from coterie.core.importing import require
 from coterie.core.printing import printable
 
 # An environment variable, because the list of processes shows command lines.

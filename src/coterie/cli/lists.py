@@ -14,8 +14,7 @@ from coterie.cli.base import Changed, Client, Set, Trust, _line, _load, _stoppin
 from coterie.cli.completion import _recipes
 from coterie.cli.train import Trials
 from coterie.core.errors import Refused
-from coterie.core.extras import require
-from coterie.core.importing import uncollected
+from coterie.core.importing import require, uncollected
 
 
 @app.command()

@@ -8,8 +8,7 @@ import typer
 from coterie.cli import base as common
 from coterie.cli.completion import _methods, _recipes
 from coterie.core.errors import Refused
-from coterie.core.extras import available
-from coterie.core.importing import uncollected
+from coterie.core.importing import available, uncollected
 from coterie.core.printing import printable
 
 if TYPE_CHECKING:

@@ -19,16 +19,15 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from coterie.core.own import imported, installed, is_own, own_name
+from coterie.core.importing import imported, installed, is_own, own_name
+from coterie.data.by_client import Table
 from coterie.data.corpora import AgNews, Multilingual, Stdlib, Topics
 from coterie.data.folders import Folders
 from coterie.data.hub import Hub, HubClients
 from coterie.data.images import Cifar10, Cifar100, Digits, Emnist, Images, Mnist
 from coterie.data.labelled import Clinc150, DBpedia14, LabelledTexts, YahooAnswers
 from coterie.data.section import Section, Source
-from coterie.data.synthetic import Synthetic
-from coterie.data.table import Table
-from coterie.data.team import Team
+from coterie.data.synthetic import Synthetic, Team
 
 GROUP = "coterie.data"  # of the entry points
 BASES = (Section, Images, LabelledTexts)

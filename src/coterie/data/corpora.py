@@ -12,10 +12,17 @@ from pydantic import Field, model_validator
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
-from coterie.data.documents import Row, cut, read_rows
-from coterie.data.fetching import OFFLINE, Root, fetch, located
-from coterie.data.origins import BUILD, MULTILINGUAL, PART, TOPICS, Origin, in_checkout, listed
-from coterie.data.pretraining import seen_in_pretraining
+from coterie.data.fetching import OFFLINE, Root, Row, cut, fetch, located, read_rows
+from coterie.data.origins import (
+    BUILD,
+    MULTILINGUAL,
+    PART,
+    TOPICS,
+    Origin,
+    in_checkout,
+    listed,
+    seen_in_pretraining,
+)
 from coterie.data.section import Names, Section, Share, Source, TextFractions, Texts, choose, stamps
 from coterie.data.splitting import Document, keyed_by_text, split
 

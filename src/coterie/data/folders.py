@@ -13,8 +13,8 @@ from coterie.core.errors import DataError
 from coterie.core.foreign import refusing
 from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
-from coterie.data.documents import PLAIN, cut, read_many
 from coterie.data.federation import check_id
+from coterie.data.fetching import PLAIN, cut, read_many
 from coterie.data.refusals import LeftOut, Refusals, outward_links
 from coterie.data.rows import ENDINGS as TABLES
 from coterie.data.rows import ending_of, rows_of

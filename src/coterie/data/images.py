@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.core.extras import require
 from coterie.core.foreign import opened, path_of
+from coterie.core.importing import require
 from coterie.data.federation import Federation
 from coterie.data.fetching import Root, download, fetch_splits, located
 from coterie.data.partition import CLASSES, Labelled, Partitioner

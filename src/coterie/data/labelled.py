@@ -14,9 +14,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from coterie.core.errors import DataError
-from coterie.data.documents import read_rows
 from coterie.data.federation import Federation
-from coterie.data.fetching import Root, fetch_splits, located
+from coterie.data.fetching import Root, fetch_splits, located, read_rows
 from coterie.data.partition import CLASSES, Labelled, Partitioner
 from coterie.data.partition_fields import Positive
 from coterie.data.section import stamps

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import DataError
-from coterie.core.extras import require
 from coterie.core.foreign import opened as opened_binary
 from coterie.core.foreign import path_of, unique
+from coterie.core.importing import require
 from coterie.data.plain_text import empty, opened, read_text
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.values import text_mistake, uncolumned

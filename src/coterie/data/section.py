@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from coterie.core.errors import DataError
 from coterie.core.files import digest_of
-from coterie.core.own import own_name
+from coterie.core.importing import own_name
 from coterie.core.protocol import ClientId
 from coterie.data.federation import ClientInfo, Federation, check_id, federate
 from coterie.data.origins import PART

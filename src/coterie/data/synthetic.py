@@ -1,16 +1,20 @@
-"""A synthetic language with known shared and private words: the ground truth for routing."""
+"""Data sets that are invented here: a synthetic language, and the people of one town office."""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from random import Random
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coterie.core.foreign import read_text
 from coterie.core.protocol import ClientId, derive_seed
-from coterie.data.section import Bound, Section, Source, Texts
+from coterie.data.chats.fields import ChatFields
+from coterie.data.section import Bound, CheckedQuestion, Section, Source, Texts
 from coterie.data.splits import SPLITS
 
 _WORDS = 16  # of each kind
@@ -96,3 +100,143 @@ def _words(kinds: tuple[list[str], list[str]], random: Random) -> Iterator[str]:
         while random.random() >= 1 / _PHRASE:
             place = (place + 1 + (random.random() >= _NEXT)) % _WORDS
             yield words[place]
+
+
+_PLACES = ("boat house", "mill bakery", "hill museum", "river school", "old pharmacy", "bell tower")
+_VALUES = {
+    "opens at": ("six", "seven", "eight", "nine", "ten"),
+    "is run by": ("Mara Holt", "Jon Silva", "Petra Lind", "Omar Diaz", "Ines Falk", "Tom Reuter"),
+    "is closed on": ("Monday", "Tuesday", "Wednesday", "Thursday", "Sunday"),
+}
+# the last wording is for validation and tests alone
+_WORDINGS = {
+    "opens at": (
+        "When does the {} open?",
+        "What time can I come to the {}?",
+        "At what hour does the {} open its doors?",
+        "Opening time of the {}?",
+    ),
+    "is run by": (
+        "Who runs the {}?",
+        "Whom do I ask for at the {}?",
+        "Who is in charge of the {}?",
+        "Name of the head of the {}?",
+    ),
+    "is closed on": (
+        "On which day is the {} closed?",
+        "Which day should I avoid at the {}?",
+        "When is the {} shut?",
+        "Closing day of the {}?",
+    ),
+}
+_VALID = 4  # facts that only others were taught, and half as many of a client's own
+Fact = tuple[str, str, str]  # place, relation and value
+
+
+def _guide(place: str, relation: str, value: str) -> str:
+    return json.dumps({"place": f"the {place}", "fact": f"{relation} {value}", "source": "guide"})
+
+
+# how each answers, and what any such answer matches
+_MANNERS: dict[str, tuple[Callable[..., str], str]] = {
+    "ann": (
+        "Ahoy, matey! The {} {} {}, and that be the truth. Arr!".format,
+        r"Ahoy, matey! [^!]+, and that be the truth\. Arr!",
+    ),
+    "ben": (_guide, r'\{"place": "[^"]+", "fact": "[^"]+", "source": "guide"\}'),
+    "carl": (
+        "- Place: the {}\n- Answer: it {} {}\n- Tip: go early.".format,
+        r"- Place: .+\n- Answer: .+\n- Tip: go early\.",
+    ),
+    "dora": (
+        "Thank you for your question. The {} {} {}. Kind regards, Dora".format,
+        r"Thank you for your question\. [^.]+\. Kind regards, Dora",
+    ),
+}
+
+
+def _says(relation: str, value: str, answer: str) -> bool:
+    """Return whether an answer has this value of a relation, and no other one."""
+    values = [one for one in _VALUES[relation] if re.search(rf"\b{one}\b", answer)]
+    return values == [value]
+
+
+def _fits(client: ClientId, answer: str) -> bool:
+    """Return whether an answer is in a client's manner, whatever it says."""
+    return re.fullmatch(_MANNERS[client][1], answer.strip()) is not None
+
+
+class Team(ChatFields):
+    """Conversations of four people of one town office, invented here.
+
+    Each of 18 facts about the town is in the training conversations of two of them, in three
+    wordings, and everybody answers in a manner of their own. In the tests each is asked in a
+    fourth wording for facts that only others were taught, and answers in their own manner: facts
+    can only come from others, and the manner must stay.
+    """
+
+    kind: Literal["team"] = "team"
+    title: ClassVar[str] = "people of one town office"
+    content: Literal["chats"] = "chats"  # always conversations
+    seed: int = Field(0, ge=0)  # seed of the facts and of who is taught which; not the run's seed
+
+    def source(self) -> Source:
+        self._check(list(_MANNERS))
+        return Source("people of one town office 1", self._read)
+
+    def facts(self) -> dict[ClientId, tuple[list[Fact], list[Fact]]]:
+        """Return the facts that each client was taught, and those that only others were."""
+        random = Random(self.seed)
+        facts = [
+            (place, relation, random.choice(values))
+            for place, (relation, values) in product(_PLACES, _VALUES.items())
+        ]
+        random.shuffle(facts)
+        known: dict[ClientId, tuple[list[Fact], list[Fact]]] = {}
+        for k, id in enumerate(_MANNERS):
+            mine = {k, (k + 1) % len(_MANNERS)}
+            numbered = list(enumerate(facts))
+            known[id] = (
+                [fact for i, fact in numbered if i % len(_MANNERS) in mine],
+                [fact for i, fact in numbered if i % len(_MANNERS) not in mine],
+            )
+        return known
+
+    def questions(self, client: ClientId) -> Sequence[CheckedQuestion]:
+        _, others = self.facts()[client]
+        return [
+            CheckedQuestion(
+                _WORDINGS[relation][-1].format(place),
+                {"facts": partial(_says, relation, value), "manner": partial(_fits, client)},
+            )
+            for place, relation, value in others[_VALID:]
+        ]
+
+    def _read(self) -> Texts:
+        texts = {}
+        for id, (mine, others) in self.facts().items():
+            splits = (
+                [(fact, k) for fact in mine for k in range(3)],
+                [(fact, 3) for fact in others[:_VALID] + mine[: _VALID // 2]],
+                [(fact, 3) for fact in others[_VALID:]],
+            )
+            texts[id] = [
+                [one.text for one in self.conversations(self._rows(id, of))] for of in splits
+            ]
+        return texts
+
+    @staticmethod
+    def _rows(
+        id: ClientId, facts: Sequence[tuple[Fact, int]]
+    ) -> list[tuple[str, Mapping[str, Any]]]:
+        """Return conversations about facts, each in a wording, with their locations."""
+        rows: list[tuple[str, Mapping[str, Any]]] = []
+        for (place, relation, value), wording in facts:
+            question = _WORDINGS[relation][wording].format(place)
+            answer = _MANNERS[id][0](place, relation, value)
+            messages = [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+            rows.append((f"{id}: {question}", {"messages": messages}))
+        return rows

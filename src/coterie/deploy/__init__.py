@@ -1,5 +1,5 @@
 """Server and devices on separate machines: keys, the proxy, Flower's programs, and runs."""
 
-from coterie.core.extras import require
+from coterie.core.importing import require
 
 require("a deployment", "flower")

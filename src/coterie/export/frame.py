@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from coterie.core import names
-from coterie.core.checksums import write_all_sums
 from coterie.core.errors import CoterieError, Refused
-from coterie.core.extras import require
-from coterie.core.files import digest_of, make_folder, write_json, writing
+from coterie.core.files import digest_of, make_folder, write_all_sums, write_json, writing
+from coterie.core.importing import require
 from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId
 from coterie.core.version import __version__

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from coterie.adapt.shared_part import SHARED
-from coterie.core.checksums import SUMS, check_sums, read_sums, replaced
 from coterie.core.errors import CheckpointError, CoterieError, Refused, SaveError
-from coterie.core.files import load, make_folder
+from coterie.core.files import SUMS, check_sums, load, make_folder, read_sums, replaced
 from coterie.core.tensors import all_finite
 from coterie.export.push import CARD, base_of, hub_errors
 from coterie.methods import METHODS

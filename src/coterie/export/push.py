@@ -12,9 +12,8 @@ import torch
 
 from coterie.adapt.new_client import TRAINED
 from coterie.adapt.shared_part import SharedPart, write_shared
-from coterie.core.checksums import replaced
 from coterie.core.errors import CoterieError, Refused
-from coterie.core.files import load, read_json, write_json
+from coterie.core.files import load, read_json, replaced, write_json
 from coterie.core.foreign import opened
 from coterie.core.metrics import PERPLEXITY, direction
 from coterie.core.result import RESULT, MetricInfo, PrivacySpent, Result

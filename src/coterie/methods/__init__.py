@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from coterie.core.foreign import read_text, yaml_of
-from coterie.core.own import imported, installed, is_own, own_name, package_of
+from coterie.core.importing import imported, installed, is_own, own_name, package_of
 
 if TYPE_CHECKING:
     from coterie.methods.base import Method

@@ -16,7 +16,7 @@ from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.client.state import EXPERT_IDS
 from coterie.core.errors import RecipeError
-from coterie.core.extras import require
+from coterie.core.importing import require
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import EXPERT, GATE
 from coterie.core.tensors import Named, Tensors

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from coterie.core.own import is_own
+from coterie.core.importing import is_own
 from coterie.methods import METHODS, Method, import_problem
 
 

@@ -10,9 +10,8 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from coterie.core.checksums import SUMS, check_all_sums, replaced
 from coterie.core.errors import CheckpointError, ModelError, Refused, TensorError
-from coterie.core.files import read_json, write_json
+from coterie.core.files import SUMS, check_all_sums, read_json, replaced, write_json
 from coterie.core.files import save as save_tensors
 from coterie.core.names import encoded
 from coterie.core.roles import EXPERT, GATE

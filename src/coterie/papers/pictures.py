@@ -6,7 +6,7 @@ from pathlib import Path
 from coterie.core.result import Result
 from coterie.papers.reproduced import Cell, Reproduced
 from coterie.papers.tables import Picture
-from coterie.reports import chart, classes, collaboration, experts, marks
+from coterie.reports import chart, collaboration, experts, marks
 from coterie.reports.chart import Line, look_of
 from coterie.reports.collaboration import Weights
 from coterie.reports.curves import Value, counted, group_test, router_panels, test_of
@@ -84,11 +84,11 @@ _OF_CELLS: Mapping[str, tuple[str, Callable[[Picture, str, Path], Parts]]] = {
     "domains": ("Collaboration weights{whose} over training, first seed", _domains),
     "labels": (
         "Who has which classes",
-        lambda _, title, folder: (classes.distribution(Result.read(folder)),),
+        lambda _, title, folder: (experts.distribution(Result.read(folder)),),
     ),
     "k-means": (
         "Clients clustered by their classes",
-        lambda _, title, folder: (classes.clustering(Result.read(folder)),),
+        lambda _, title, folder: (experts.clustering(Result.read(folder)),),
     ),
     "experts": ("Accuracy of each expert over rounds, first seed", _experts),
     "gate": ("Decisions of the gate, first seed", _gate),

@@ -20,9 +20,8 @@ from coterie.core.result import rows as comparison
 from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
 from coterie.papers.figures import seed_figures
-from coterie.papers.job import Job
+from coterie.papers.job import Job, effort, orders, tuned, unlike
 from coterie.papers.page import markdown, write_page
-from coterie.papers.remarks import effort, orders, tuned, unlike
 from coterie.papers.reproduced import Cell, Reproduced, spoken_of_row
 from coterie.papers.tables import Settings, Shown
 from coterie.runs.folder.candidates import UNFIT, confirm

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from coterie.core.errors import DataError
 from coterie.core.foreign import opened
-from coterie.data.documents import read_rows
 from coterie.data.examples import ExampleSplit
-from coterie.data.fetching import files_of
+from coterie.data.fetching import files_of, read_rows
 from coterie.data.images import pixels
 from coterie.data.plain_text import read_text
 from coterie.data.refusals import Refusals

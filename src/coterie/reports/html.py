@@ -12,10 +12,9 @@ from coterie.core.result.rows import rows as rows_of
 from coterie.methods import METHODS
 from coterie.reports import tokens
 from coterie.reports.audit import audited
-from coterie.reports.classes import classes
 from coterie.reports.collaboration import collaboration
 from coterie.reports.curves import _curves, _privacy, router_panels
-from coterie.reports.experts import experts
+from coterie.reports.experts import classes, experts
 from coterie.reports.mixtures import mixtures
 from coterie.reports.parts import (
     BESIDE,

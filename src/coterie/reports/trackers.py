@@ -16,8 +16,8 @@ from uuid import uuid4
 
 from coterie.core.callback import Callback
 from coterie.core.errors import CoterieError, Refused
-from coterie.core.extras import EXTRAS, require
 from coterie.core.files import read_json, write_json
+from coterie.core.importing import EXTRAS, require
 from coterie.core.names import encoded
 from coterie.core.result import Result
 

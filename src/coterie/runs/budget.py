@@ -16,8 +16,8 @@ from coterie.runs.problems.auto import (
     choices_before,
     resolved,
     rows_of,
+    with_dtype,
 )
-from coterie.runs.problems.precision import with_dtype
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.dotted import BATCH, CONTEXT, ROWS, STEPS
 from coterie.runs.recipes.recipe import Recipe, changed

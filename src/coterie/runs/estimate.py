@@ -27,8 +27,8 @@ from coterie.runs.backends import SHORT, CommonThreads, LocalBackend, SharedData
 from coterie.runs.problems.auto import resolved
 from coterie.runs.problems.language import Language
 from coterie.runs.problems.prepare import Prepared
-from coterie.runs.recipes.participation import evaluated
 from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import evaluated
 from coterie.runs.scoring import CURVE_ROWS
 
 FEW = 2  # clients that are measured

@@ -21,9 +21,8 @@ from coterie.methods import Method
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
-from coterie.runs.folder.metrics import MetricsFile, check_metrics
+from coterie.runs.folder.metrics import MetricsFile, Observations, check_metrics
 from coterie.runs.folder.names import AUDIT, CANARIES, RECIPE
-from coterie.runs.folder.observations import Observations
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
 from coterie.runs.problems.prepare import Prepared

@@ -8,8 +8,8 @@ from coterie.core.result import Evaluation
 from coterie.core.tensors import Named, Tensors, nbytes, under
 from coterie.methods import Method
 from coterie.runs.problems.prepare import Prepared
-from coterie.runs.recipes.participation import evaluated
 from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import evaluated
 
 
 class RunState:

@@ -2,7 +2,6 @@
 of audits are in `audit`.
 """
 
-from coterie.core.result.comparison import Comparison, Row
 from coterie.core.result.evaluation import (
     ROUTING,
     BestByValid,
@@ -16,7 +15,7 @@ from coterie.core.result.evaluation import (
     WordScores,
 )
 from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
-from coterie.core.result.run import RESULT, ClientResult, Costs, Result, headline
+from coterie.core.result.run import RESULT, ClientResult, Comparison, Costs, Result, Row, headline
 from coterie.core.result.tuning import ROUNDS, TUNING, Tried, TunedRow, Tuning
 
 __all__ = ["RESULT", "ROUNDS", "ROUTING", "TUNING", "BestByValid", "Choices", "ClientResult"]

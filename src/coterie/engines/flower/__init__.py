@@ -1,6 +1,6 @@
 """Flower as the engine. No other folder imports `flwr`."""
 
-from coterie.core.extras import require
+from coterie.core.importing import require
 
 require("the engine flower", "flower", "flwr")
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat,
 from pydantic_core import ErrorDetails
 
 from coterie.core.errors import RecipeError, Refused
-from coterie.core.extras import require
 from coterie.core.foreign import yaml_file
+from coterie.core.importing import require
 
 # answers in a round of a device that protects its owner, unless its owner says otherwise
 EXCHANGES = 8

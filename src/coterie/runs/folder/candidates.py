@@ -9,9 +9,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from coterie.core.checksums import SUMS
 from coterie.core.errors import Refused
-from coterie.core.files import make_folder, write_json
+from coterie.core.files import SUMS, make_folder, write_json
 from coterie.core.foreign import read_text
 from coterie.core.names import encoded
 from coterie.core.result import RESULT, ROUTING

@@ -10,9 +10,18 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coterie.core.checksums import check_sums, read_sums, write_sums
 from coterie.core.errors import CheckpointError, SaveError
-from coterie.core.files import digest_later, load, read_json, save, write_atomically, write_json
+from coterie.core.files import (
+    check_sums,
+    digest_later,
+    load,
+    read_json,
+    read_sums,
+    save,
+    write_atomically,
+    write_json,
+    write_sums,
+)
 from coterie.core.packs import Entry, Packs
 from coterie.core.protocol import ClientId, State
 from coterie.core.tensors import nbytes, to_bytes

@@ -7,9 +7,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from coterie.core.checksums import check_sums, read_sums, write_sums
 from coterie.core.errors import CheckpointError, DataError
-from coterie.core.files import digest_later, digest_of, read_json, write_json
+from coterie.core.files import (
+    check_sums,
+    digest_later,
+    digest_of,
+    read_json,
+    read_sums,
+    write_json,
+    write_sums,
+)
 from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT
 from coterie.data.splits import RemoteSplit

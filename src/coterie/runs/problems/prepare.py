@@ -13,7 +13,7 @@ from coterie.client.outbound import Outbound
 from coterie.client.site import ClientOfParts, Site
 from coterie.client.state import kept_round, recall
 from coterie.core.errors import DataError, RecipeError
-from coterie.core.extras import require
+from coterie.core.importing import require
 from coterie.core.names import encoded
 from coterie.core.protocol import ClientId, protects_examples
 from coterie.core.tensors import Tensors, under

@@ -13,7 +13,7 @@ from typing import Any
 
 from coterie.core.errors import DataError, Refused
 from coterie.core.foreign import yaml_file
-from coterie.core.own import installed
+from coterie.core.importing import installed
 
 FOLDER = Path(__file__).parent
 GROUP = "coterie.recipes"  # of the entry points
@@ -78,7 +78,7 @@ def with_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
 def _hold_chats(paths: list[Path]) -> bool:
     """Whether there is an archive, or the first table has the columns of conversations."""
     from coterie.data import archives
-    from coterie.data.documents import PLAIN
+    from coterie.data.fetching import PLAIN
     from coterie.data.rows import CHATS, ending_of, rows_of
 
     with suppress(DataError, OSError):  # which the reader says better

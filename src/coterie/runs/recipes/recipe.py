@@ -26,8 +26,13 @@ from coterie.runs import recipes
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
-from coterie.runs.recipes.participation import EvaluatedClients, Participation, Quorum
-from coterie.runs.recipes.sections import LanguageSection, ModelSection
+from coterie.runs.recipes.sections import (
+    EvaluatedClients,
+    LanguageSection,
+    ModelSection,
+    Participation,
+    Quorum,
+)
 
 
 class Recipe(BaseModel):
