@@ -80,9 +80,7 @@ def scored(
 
 
 def measured(clients: Mapping[ClientId, CanaryScores], delta: float, seed: int) -> CanaryResult:
-    """Return exposure, the AUC of planted against left out, and a lower bound on epsilon, over the
-    canaries of all clients.
-    """
+    """Return exposure, AUC and a lower bound on epsilon, over the canaries of all clients."""
     all_scores = list(clients.values())
     exposures = [scores.exposures for scores in all_scores if scores.planted.any()]
     groups = []

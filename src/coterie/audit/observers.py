@@ -138,9 +138,7 @@ class SharedClassifier(Shared):
 
 
 def shared(prepared: Prepared, client: ClientId) -> Shared:
-    """Return the shared part of a client's model at its initial values, at which a language model
-    equals its base. Raises Refused.
-    """
+    """Return the shared part of a client's model at its initial values. Raises Refused."""
     kind = SharedText if isinstance(prepared.problem, Language) else SharedClassifier
     return kind(prepared, client)
 

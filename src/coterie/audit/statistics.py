@@ -32,9 +32,7 @@ def bootstrapped(
 
 
 def proportion(successes: int, trials: int) -> Estimate:
-    """Estimate a probability, with the exact binomial interval (Clopper and Pearson, 1934). Raises
-    ValueError without trials.
-    """
+    """Estimate a probability, by Clopper and Pearson (1934). Raises ValueError without trials."""
     from scipy.stats import binomtest
 
     ends = binomtest(successes, trials).proportion_ci(LEVEL, "exact")

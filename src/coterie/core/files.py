@@ -211,9 +211,7 @@ def write_all_sums(folder: Path) -> None:
 
 
 def check_all_sums(folder: Path) -> None:
-    """Raise CheckpointError for the first file that has changed, is missing, or was added.
-    Subfolders and hidden files are not checked.
-    """
+    """Raise CheckpointError for a changed, missing or added file; not below or hidden."""
     try:
         sums, present = read_sums(folder), _files(folder)
         sums.pop(SUMS, None)  # of `sha256sum *`, whose own output was empty then

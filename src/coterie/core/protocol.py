@@ -112,9 +112,7 @@ def _undeclared(sends: Sends, name: str, sent: Named, reply: Named) -> str | Non
 
 
 def protects_examples(method: Any) -> bool:
-    """Return whether all that a method's clients send protects single examples, as the method's own
-    class declares with `by_examples`.
-    """
+    """Return whether all that clients send protects examples, as the own class declares."""
     return "by_examples" in vars(type(method)) and bool(method.by_examples)
 
 
@@ -197,9 +195,7 @@ Adaptation = Generator[Ask, Replies, Mapping[ClientId, Tensors]]
 
 
 def find_task(method: Any, name: str) -> Task:
-    """Return the bound task `name` of `method`. Raises TensorError: it has no such task; nothing
-    else can be called by name from outside.
-    """
+    """Return the bound task `name`, nothing else. Raises TensorError if there is none."""
     task = getattr(method, name, None)
     if not hasattr(task, _SENDS):
         problem = f"{type(method).__name__} has no task {name!r}"
@@ -208,9 +204,7 @@ def find_task(method: Any, name: str) -> Task:
 
 
 def drive(round: Generator[Ask, Replies, R], answer: Callable[[Ask, int], Replies]) -> R:
-    """Run a round or an adaptation to its end: send each Ask, with its phase, to `answer`, and the
-    replies back.
-    """
+    """Run a round or an adaptation: send each Ask and phase to `answer`, and replies back."""
     try:
         ask, phase = next(round), 0
         while True:

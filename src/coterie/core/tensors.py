@@ -23,9 +23,7 @@ MOST_OF_ONE = 2 << 20  # of what one client sends or has: some 20,000 tensors, r
 
 
 def check_alike(expected: Named, tensors: Named, what: str = "tensors") -> None:
-    """Raise TensorError for the first tensor that is missing, or has not the name, shape and dtype
-    of one of `expected`.
-    """
+    """Raise TensorError for the first tensor that is missing, or unlike that of `expected`."""
     if foreign := sorted(tensors.keys() - expected.keys()):
         problem = f"{what}: unexpected tensor {foreign[0]!r} ({len(foreign)} in all)"
         raise TensorError(problem, "Expected only: " + _few(expected))

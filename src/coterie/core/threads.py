@@ -45,9 +45,7 @@ def check_stopped() -> None:
 
 
 def wait_briefly() -> None:
-    """Have waiting threads sleep soon, unless the environment says how they wait; call it before
-    PyTorch is imported.
-    """
+    """Have waiting threads sleep soon, unless the environment says; before PyTorch's import."""
     if not any(name in os.environ for name in _WAITING):
         os.environ.update(_BRIEFLY)
 

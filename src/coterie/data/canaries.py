@@ -22,9 +22,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class Audit(BaseModel):
-    """The canaries and observations that a run keeps so that `coterie audit` can measure what the
-    shared part reveals.
-    """
+    """Canaries and observations that a run keeps, for `coterie audit` to measure what leaks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

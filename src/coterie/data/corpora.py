@@ -264,9 +264,7 @@ class Multilingual(_OneFile):
 
 
 class Topics(_OneFile):
-    """Four kinds of English text in place of SlimPajama's (CoMiGS): one per client, split by
-    work.
-    """
+    """Four kinds of English text for SlimPajama's (CoMiGS): one per client, split by work."""
 
     kind: Literal["topics"] = "topics"
     title: ClassVar[str] = "topics"
@@ -289,9 +287,7 @@ MODULES = Path(__file__).parent / "python/modules.jsonl.gz"  # by scripts/stdlib
 
 
 class Stdlib(Section):
-    """Four topics of the standard library of Python 3.11.7: real text that comes with the package,
-    and that the embedded base has not seen.
-    """
+    """Four topics of Python 3.11.7's standard library, which the embedded base has not seen."""
 
     kind: Literal["stdlib"] = "stdlib"
     title: ClassVar[str] = "Python's standard library"

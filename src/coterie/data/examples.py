@@ -141,9 +141,7 @@ class ExampleSplit(Split):
         )  # indexing by an array copies
 
     def digest(self) -> str:
-        """Return the SHA-256 of the client's inputs and labels; of texts, not their features, which
-        machines round differently.
-        """
+        """Return the SHA-256 of inputs and labels; of texts, not of features, which are rounded."""
         inputs = self.inputs if self.texts is None else self.texts
         sha256 = hashlib.sha256(np.ascontiguousarray(self.labels[self.rows]))
         for start in range(0, len(self.rows), _HASHED):

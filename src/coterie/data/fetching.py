@@ -51,9 +51,7 @@ def files_of(path: Path | None) -> list[Path]:
 
 
 def located(root: Path | None, files: Sequence[str]) -> list[Path] | None:
-    """Return files below a root, or else below $COTERIE_DATA; None if neither is named. Raises
-    DataError with all missing files.
-    """
+    """Return files below a root, or $COTERIE_DATA; None: neither is named. Raises DataError."""
     name = root or os.environ.get("COTERIE_DATA")
     if not name:
         return None
@@ -220,9 +218,7 @@ def read_rows(path: Path, columns: Mapping[str, type]) -> list[Row]:
 
 
 def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> list[str]:
-    """Return the texts of several files: one per text file, one per row of a table. Raises
-    DataError with all mistakes.
-    """
+    """Return the texts of several files, one per text file or row of a table. Raises DataError."""
     texts: list[str] = []
     with Refusals(alike=True) as refusals:
         for path in paths:

@@ -62,9 +62,7 @@ class Images(Partitioner):
 
 
 class StoredImages(Images):
-    """Images in files (parquet but for EMNIST) below `root` or $COTERIE_DATA, otherwise on the
-    Hub: decoded once, then memory-mapped.
-    """
+    """Images in files below `root` or $COTERIE_DATA, or on the Hub: decoded once, memory-mapped."""
 
     root: Root = None
 
@@ -174,9 +172,7 @@ def _write(images: Labelled, folder: Path) -> None:
 
 
 class Digits(Images):
-    """Handwritten digits of 8 x 8 pixels, which come with scikit-learn. A third of each class is
-    for testing.
-    """
+    """Handwritten digits of 8 x 8 pixels, from scikit-learn; a third of each class for tests."""
 
     kind: Literal["digits"] = "digits"
 
@@ -203,9 +199,7 @@ class Digits(Images):
 
 
 class Cifar100(StoredImages):
-    """CIFAR-100 (Krizhevsky, 2009): colour photographs of 32 x 32 pixels, a hundred kinds of
-    things.
-    """
+    """CIFAR-100 (Krizhevsky, 2009): colour photographs of 32 x 32 pixels, of a hundred kinds."""
 
     kind: Literal["cifar100"] = "cifar100"
 

@@ -37,9 +37,7 @@ TestTexts = Annotated[Positive | None, Field(description=f"test {_DRAWN}")]
 
 
 class LabelledTexts(Partitioner, ABC):
-    """A `data` section of labelled texts: JSON lines below `root` or $COTERIE_DATA, otherwise on
-    the Hub. They are encoded once.
-    """
+    """Labelled texts: JSON lines below `root` or $COTERIE_DATA, or on the Hub; encoded once."""
 
     root: Root = None
     examples: TrainingTexts = None
@@ -247,9 +245,7 @@ class Clinc150(LabelledTexts):
 
 
 class DBpedia14(LabelledTexts):
-    """DBpedia (Zhang et al., 2015): the first sentences of Wikipedia's articles about 14 kinds
-    of things, without their titles.
-    """
+    """DBpedia (Zhang et al., 2015): sentences of articles on 14 kinds of things, no titles."""
 
     kind: Literal["dbpedia14"] = "dbpedia14"
 

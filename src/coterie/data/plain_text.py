@@ -81,9 +81,7 @@ def empty(path: Path) -> DataError:
 
 @contextmanager
 def opened(path: Path, newline: str | None = None) -> Iterator[TextIO]:
-    """Open a text file, with `newline` as in Python's `open`. Errors while reading are raised as
-    DataError, too; see `read_text`.
-    """
+    """Open a text file, see `read_text`. Errors while reading are raised as DataError, too."""
     encoding = ""
     with _readable(path):
         try:

@@ -50,9 +50,7 @@ class PartitionSchemes(PartitionFields, ABC):
     """The partition defined by the fields of a `data` section of labelled examples."""
 
     def partitioned(self, train: Numbers, test: Numbers) -> Partition:
-        """Return the partition of examples with (N,) training and (M,) test labels. Raises
-        DataError for too few examples or label sets.
-        """
+        """Return the partition, by (N,) training and (M,) test labels. Raises DataError."""
         public = self._published(train)
         left = np.setdiff1d(np.arange(len(train)), public)
         labels = train[left]

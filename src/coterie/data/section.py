@@ -56,9 +56,7 @@ class CheckedQuestion:
 
 
 def stamps(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Return path, size in bytes and modification time in nanoseconds of files, as a fingerprint.
-    Raises DataError for a missing file.
-    """
+    """Return path, size and time (ns) of files, as a fingerprint. Raises DataError if missing."""
     try:
         return [
             (str(path.resolve()), (status := path.stat()).st_size, status.st_mtime_ns)
@@ -194,9 +192,7 @@ class Section(BaseModel, ABC):
     def enough(
         self, arrays: Mapping[ClientId, Mapping[str, Tokens]], context: int
     ) -> tuple[Mapping[ClientId, Mapping[str, Tokens]], str]:
-        """Return the streams of the clients with enough text for windows of this length, and a
-        phrase about the others. Raises DataError.
-        """
+        """Return the streams of clients with enough text, a phrase on others. Raises DataError."""
         return arrays, ""
 
     def encoder(self, tokenizer: Tokenizer) -> StreamEncoder:

@@ -170,9 +170,7 @@ class TextEncoder:
         return marked
 
     def encode_marked(self, text: str) -> tuple[Ids, Ids]:
-        """Return the ids of marked text, (T,), and the first and end character of each, (T, 2);
-        white space before a token is part of it.
-        """
+        """Return ids of marked text, (T,), and characters of each, (T, 2), with space before it."""
         (encoding,) = self._encodings([text])
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
         return np.array(self._ids(encoding), dtype=np.int64), offsets

@@ -180,9 +180,7 @@ def _check_known(what: str, names: Sequence[str], known: Sequence[str]) -> None:
 
 
 def orders(cells: Sequence[Cell]) -> dict[str, float]:
-    """Return by column Kendall's tau between the measured and the published order of the rows, 1
-    for the same order and -1 for the reverse.
-    """
+    """Return Kendall's tau of the measured and the published order of rows, by column."""
     from scipy.stats import kendalltau
 
     orders_of = {}
@@ -199,9 +197,7 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
 
 
 def effort(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
-    """Describe how many settings of those in the table each row tried, equal columns together, and
-    which rows went beyond them.
-    """
+    """Describe how many settings each row tried, and which rows went beyond them."""
     alike: dict[str, list[str]] = {}
     for c in dict.fromkeys(c for _, c in job.cells):
         counts = {

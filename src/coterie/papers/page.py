@@ -100,9 +100,7 @@ def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
 
 
 def terminal(reproduced: Reproduced) -> list[Table]:
-    """Return tables that fit 80 columns, one for each column, and a second one for classifiers and
-    if the paper reports more than the metric.
-    """
+    """Return tables that fit 80 columns, one for each column, and one of what is beside."""
     shown = []
     for c, title in reproduced.columns.items():
         cells, metric = reproduced.of(c), reproduced.metrics[c]
@@ -198,9 +196,7 @@ def _about(reproduced: Reproduced) -> str:
 
 
 def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], runs: Path) -> None:
-    """Write the reproduction as one self-contained HTML file, with `pictures` drawn from the cells'
-    folders in `runs`. Raises SaveError.
-    """
+    """Write one self-contained HTML file; `pictures` are drawn from `runs`. Raises SaveError."""
     parts = [
         section(f"picture-{k}", *_picture(picture, reproduced, runs))
         for k, picture in enumerate(pictures)

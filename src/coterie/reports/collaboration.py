@@ -139,9 +139,7 @@ def scale(top: float) -> str:
 
 
 def heat_map(weights: Weights, stages: Sequence[tuple[int, Matrix]]) -> str:
-    """Return W at a stage as fields of colour, with paths around the true clusters; of several
-    stages, the map moves with the slider.
-    """
+    """Return W as fields of colour with paths around clusters; stages move by the slider."""
     names, clusters = weights.clients, list(weights.clusters or ())
     # clients of a cluster are neighbours
     blocks = ((clusters.index(c), clusters.count(c)) for c in dict.fromkeys(clusters))
@@ -169,9 +167,7 @@ def at_stages(weights: Weights, iterations: Sequence[int]) -> str:
 
 
 def shares(all_weights: Sequence[Weights]) -> str:
-    """Return a panel of the share of weight within true clusters over training, with a line for
-    each method; "" if clusters are unknown.
-    """
+    """Return a panel of the weight within true clusters over training; "" if they are unknown."""
     known = [w for w in all_weights if w.clusters is not None]
     if not known:
         return ""

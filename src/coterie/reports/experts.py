@@ -35,9 +35,7 @@ def classes(result: Result) -> tuple[str, ...]:
 
 
 def distribution(result: Result) -> str:
-    """Return a heat map of the share of each class for each kind of client: anchors, normal
-    clients, and the groups of unseen ones (Fig. 2).
-    """
+    """Return a heat map of the shares of classes for each kind of client (Fig. 2)."""
     shares = {i: percentages(counts) for i, counts in (result.label_counts or {}).items()}
     order = class_order(len(next(iter(shares.values()))), anchored_classes(result))
     top = max(map(max, shares.values()))
@@ -194,9 +192,7 @@ class Choices:
         return self._heat(group, rows, "each class", tooltip, frames)
 
     def confusion(self, group: str) -> Heat:
-        """Return the percentage of each anchor's classes that each expert was given, (M, M), and in
-        a last row that of the classes of no anchor.
-        """
+        """Return how much of each anchor's classes, and of nobody's, experts got, percent."""
         orphans = [c for c in self.order if not any(c in classes for classes in self.anchored)]
         rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
             {"no anchor": orphans} if orphans else {}
@@ -268,9 +264,7 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
 
 
 def choice_maps(all_choices: Sequence[Choices]) -> str:
-    """Return for each method heat maps by class and by anchor, with one slider for all; those of
-    all groups but the first are folded away.
-    """
+    """Return heat maps by class and by anchor, one slider for all; other groups are folded."""
     first, *others = all_choices[0].groups
     anchored = any(choices.anchors for choices in all_choices)
     outlined = " The classes of the expert's own anchor are outlined." * anchored

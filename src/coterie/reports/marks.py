@@ -149,9 +149,7 @@ class Bar:
 
 
 def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
-    """Return groups of bars, by the name below them, on one axis that starts at 0.
-    Values that are not finite are left out.
-    """
+    """Return groups of bars by name, on one axis from 0, without values that are not finite."""
     shown = {
         name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()
     }

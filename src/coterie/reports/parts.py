@@ -35,9 +35,7 @@ class Cell:
 
 
 def escape(text: str) -> str:
-    """Return untrusted text escaped for a page, without invisible characters and those that reverse
-    the direction of writing.
-    """
+    """Return untrusted text escaped for a page, without invisible and reversing characters."""
     return html_escape(printable(text, lines=True))
 
 
@@ -181,9 +179,7 @@ _CLASSES: Mapping[bool | None, str] = {True: "holds", False: "fails", None: "ope
 def verdicts(
     items: Iterable[tuple[bool | None, str, str]], typeset: Callable[[str], str] | None = None
 ) -> str:
-    """Return a list of checked sentences: whether each holds, or None if that is open; the
-    sentence; and the numbers behind the verdict.
-    """
+    """Return a list of checked sentences: whether each holds (None: open), it, and its numbers."""
     shown = typeset or escape
     lines = (
         f'<li class="{_CLASSES[holds]}"><b>{VERDICTS[holds]}</b>'
@@ -200,9 +196,7 @@ def section(id: str, title: str, *parts: str) -> str:
 
 
 def page(title: str, header: str, main: str, nav: str = "") -> bytes:
-    """Return the whole file: styles and script inline, nothing from elsewhere. `header`, `main` and
-    `nav`, which is between the two, are HTML.
-    """
+    """Return the whole file, nothing from elsewhere; `header`, `main` and `nav` are HTML."""
     style, script = (
         files("coterie.reports").joinpath(name).read_text(encoding="utf-8")
         for name in ("page.css", "page.js")

@@ -33,9 +33,7 @@ def clock(seconds: float) -> str:
 
 
 def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) -> None:
-    """Print the estimated cost of one method. Before the `first` of several, the clients and data
-    that all share are printed.
-    """
+    """Print a method's estimated cost, before the `first` also the data that all share."""
     federation, method = prepared.problem.federation, prepared.method
     what = prediction(prepared.problem.metric.about)
     if first:

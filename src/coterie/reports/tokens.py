@@ -52,9 +52,7 @@ class Expert:
 
 
 def experts(counts: Mixture | ClientResult) -> list[Expert]:
-    """Return the experts of a model in the order of its routing weights, generalists first; only
-    several of a kind are numbered.
-    """
+    """Return experts in the order of routing weights, generalists first, numbered if several."""
     kinds = {"generalist": counts.generalists, "specialist": counts.specialists}
     return [
         Expert(f"{kind[0]}{k}", kind if count == 1 else f"{kind} {k + 1}")

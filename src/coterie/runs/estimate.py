@@ -186,9 +186,7 @@ class Speed:
 
     @contextmanager
     def counting(self, prepared: Prepared) -> Iterator[Counted | None]:
-        """Count, within the block, what the models would compute; None: they compute, as their
-        steps are short, or not of language models.
-        """
+        """Count in the block what models would compute; None: they do, as their steps are short."""
         problem, site = prepared.problem, prepared.site
         if not isinstance(problem, Language):
             yield None
@@ -246,9 +244,7 @@ def _pace(prepared: Prepared) -> tuple[float, float] | None:
 
 
 class RunEstimator:
-    """Estimates the time of several methods: measures as many as the seconds allow, and
-    extrapolates to the others by how much they train.
-    """
+    """Estimates methods' times: measures what the seconds allow, extrapolates to the others."""
 
     def __init__(self, seconds: float = 1.5) -> None:
         self._left, self._speed = seconds, Speed()

@@ -103,9 +103,7 @@ class Execution:
     # The loop
 
     def execute(self) -> Result:
-        """Run the remaining rounds; return their result. After a ClientError or SaveError, the last
-        checkpoint can be resumed.
-        """
+        """Run the remaining rounds; return their result. After an error it can be resumed."""
         state, rounds = self.state, self.state.method.rounds
         with self.running():
             self._begin()

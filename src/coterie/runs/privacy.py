@@ -40,9 +40,7 @@ class PrivacySpending:
 
     @cached_property
     def secret(self) -> bytes | None:
-        """The key of what devices must not predict; None if they may. It is in the run's folder, so
-        that a resumed run draws the same.
-        """
+        """The key of what devices must not predict, in the run's folder; None if they may."""
         central = self.accountant.privacy.where == "central"
         return kept_key(self.folder / SECRET) if self.devices and central else None
 

@@ -75,9 +75,7 @@ class Scorer:
         self.requests.reporter.evaluated(state.round, means)
 
     def turned(self) -> bool:
-        """Return whether no client's validation score, nor any part's, has been better than before
-        for `patience` evaluations.
-        """
+        """Return whether no validation score or part's was better in `patience` evaluations."""
         patience, series = self.state.recipe.patience, dict[tuple[ClientId, str], list[float]]()
         if patience is None or self.state.round == 0:
             return False

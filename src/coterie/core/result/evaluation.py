@@ -113,9 +113,7 @@ class Evaluation(Record):
 
 @dataclass(frozen=True)
 class Curve(Record):
-    """Scores on a part of each test set, between evaluations: they show progress and are not part
-    of the results.
-    """
+    """Scores on a part of each test set, between evaluations, which are no results."""
 
     windows: int  # scored windows of each client's test set
     points: tuple[Evaluation, ...]

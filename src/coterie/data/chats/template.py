@@ -120,11 +120,7 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """Return the token ids that a model continues with its answer.
-
-        `messages` may have any form that `normal_messages` takes. Raises DataError for invalid
-        messages, or if the template refuses them or omits a part; TooLong beyond `most` tokens.
-        """
+        """Return the text of `prompt` and of an answer so far, marked. Raises DataError."""
         renders, text = self._rendered(messages, tools, most)
         ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()
         return ids

@@ -129,9 +129,7 @@ class Limits(BaseModel):
 
 
 def read(path: Path) -> Limits:
-    """Return the limits in a file. Raises Refused if it is missing, empty, or not YAML; RecipeError
-    with all mistakes, each naming its field.
-    """
+    """Return the limits in a file. Raises Refused, or RecipeError with all mistakes by field."""
     values = yaml_file(path, "limits", "Name the owner's file: see docs/deploy.md.")
     if not values:
         problem = f"limits {path}: the file is empty, so it would limit nothing"

@@ -75,9 +75,7 @@ class Memory:
         return {}, note[-_MOST_NOTE:]
 
     def commit(self, turn: Turn, state: State, kept: int) -> None:
-        """Write the state after a turn. Delete later states and those of rounds before `kept`,
-        which a server cannot go back to.
-        """
+        """Write the state after a turn; delete later ones and those of rounds before `kept`."""
         save(self.folder / f"round-{turn[0]:05d}-{turn[1]:03d}.safetensors", state)
         turns = self.turns()
         for then in [then for then in turns if then > turn]:

@@ -89,9 +89,7 @@ class Checkpoints:
         self.folder, self.recipe = folder, dict(recipe)
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint, delete all but the newest two, and return its folder. Raises
-        SaveError, with earlier ones intact.
-        """
+        """Write a checkpoint; delete all but the newest two; return its path. Raises SaveError."""
         final = self.folder / f"round-{checkpoint.round:05d}"
         new = self.folder / f"{final.name}.new"
         try:

@@ -121,9 +121,7 @@ class RecordedInputs:
         return any((self.folder / name).exists() for name in (RESULT, "checkpoints"))
 
     def check(self, now: Inputs) -> None:
-        """Refuse to continue a run that has begun with other inputs. Raises CheckpointError that
-        names what changed, or that it is unknown.
-        """
+        """Refuse to continue a begun run with other inputs. Raises CheckpointError on changes."""
         if not self.begun():
             return
         if changes := self._inputs().changes(now):

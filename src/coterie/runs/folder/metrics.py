@@ -160,9 +160,7 @@ class Exchange:
         return under("to/*", self.tensors) or under(f"to/{client}", self.tensors)
 
     def sent(self, client: ClientId) -> Tensors:
-        """Return what the server received from a client, or the mean if only a sum was received; {}
-        if it did not answer.
-        """
+        """Return what a client sent, or the mean if only a sum was received; {} without answer."""
         return under("from/*", self.tensors) or under(f"from/{client}", self.tensors)
 
 

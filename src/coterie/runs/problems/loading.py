@@ -167,8 +167,8 @@ def _common(
         if section.mean is not None and section.std is not None:
             preprocessing = Normalisation(section.mean, section.std)
         tensors = network_tensors.load(_file_of(section.path), shape)
-        own = Normalisation(data.mean, data.std)
-        return CommonExpert(shape, tensors, device, own, preprocessing)
+        expected = Normalisation(data.mean, data.std)
+        return CommonExpert(shape, tensors, device, expected, preprocessing)
     if section.pretraining is None:
         if isinstance(shape, TextShape):  # its base is pretrained
             return CommonExpert(shape, shape.initial(0), device)

@@ -17,9 +17,7 @@ _MOST_SAID = 1000  # characters of what is wrong with what a device says
 
 
 def check_member(recipe: Recipe, member: Member) -> None:
-    """Refuse impossible values in a device's report of its client, as far as the recipe tells.
-    Raises Refused, naming the field.
-    """
+    """Refuse impossible values in a device's report of its client. Raises Refused by field."""
     check_id(member.client)
     known = recipe.data.client_info(member.client)
     if known is None:
@@ -105,9 +103,7 @@ def federated(members: Sequence[Member]) -> Federation:
 
 
 def joined(prepared: Prepared, member: Member) -> Prepared:
-    """Return the same with one more, last client. Raises Refused if it is held out, or the method
-    needs all clients from the start.
-    """
+    """Return the same with a last client. Raises Refused if it is held out, or comes too late."""
     name, problem = prepared.recipe.method["name"], copy(prepared.problem)
     if not prepared.method.dynamic_membership:
         raise Refused(

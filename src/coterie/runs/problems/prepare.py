@@ -56,9 +56,7 @@ class Prepared:
     def keep(
         self, client: Client | ClientOfParts, tensors: Tensors, round: int, folder: Path
     ) -> None:
-        """Write a client's personal model after a round: the one that it kept, or else its state
-        with these tensors. Raises SaveError.
-        """
+        """Write a client's personal model: the one that it kept, or its state. Raises SaveError."""
         if isinstance(client, ClientOfParts):
             return self._keep_parts(client, tensors, round, folder)
         client.bind()  # clients of one layout take turns in one model
@@ -101,9 +99,7 @@ class Prepared:
 
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-    """Load base and data, unless shared with another recipe (`share_data`), and check that they fit
-    the recipe. Raises Refused.
-    """
+    """Load base and data, unless shared, and check that they fit the recipe. Raises Refused."""
     recipe, _ = resolved(recipe)
     problem = loading.load(recipe) if loaded is None else loaded
     planted = _plant(recipe, problem)

@@ -62,9 +62,7 @@ def section_of(source: str) -> dict[str, Any]:
 
 
 def with_content(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a recipe's fields, with `data.content` by what the files of its clients hold if it is
-    not given.
-    """
+    """Return a recipe's fields, with `data.content` by the files of its clients if not given."""
     data = section.get("data")
     if not isinstance(data, dict) or data.get("kind") not in ("folders", "table"):
         return section

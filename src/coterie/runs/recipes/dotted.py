@@ -48,9 +48,7 @@ FAMILIAR = {
 
 
 def with_our_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe's fields, of which those with others' names have ours. Raises RecipeError if
-    one is given by both.
-    """
+    """Return fields, of which those with others' names have ours. Raises RecipeError for both."""
     renamed = dict(section)
     for theirs, ours in FAMILIAR.items():
         above, _, name = theirs.rpartition(".")

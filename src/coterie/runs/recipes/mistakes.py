@@ -34,9 +34,7 @@ class Mistakes(ValueError):
 
 
 def impossible(value: Any, where: str = "", depth: int = 0) -> Iterator[str]:
-    """Yield values that no field can have: numbers that are not finite or beyond 64 bits, lone
-    surrogates, endless sections.
-    """
+    """Yield values that no field can have: infinite, beyond 64 bits, surrogates, endless."""
     if depth > _DEEPEST:
         yield f"{where}: sections nested more than {_DEEPEST} deep"
     elif isinstance(value, Mapping):

@@ -107,9 +107,7 @@ Channels = Annotated[
 
 
 class CommonSection(BaseModel):
-    """A frozen, pretrained expert that every client has. It embeds the data for a gate, and
-    networks may start from it.
-    """
+    """A frozen, pretrained expert of all clients; embeds data for a gate, may start networks."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -334,9 +332,7 @@ def evaluated(
 
 
 class Quorum(BaseModel):
-    """The conditions under which a server continues without some clients, because they did not
-    answer in time or their replies were invalid.
-    """
+    """When a server continues without clients that did not answer in time, or not validly."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
