@@ -14,6 +14,7 @@ from coterie.core.errors import DataError
 from coterie.core.files import digest_of
 from coterie.core.importing import own_name
 from coterie.core.protocol import ClientId
+from coterie.data.chats.encoding import StreamEncoder
 from coterie.data.federation import ClientInfo, Federation, check_id, federate
 from coterie.data.origins import PART
 from coterie.data.overlaps import Overlaps
@@ -21,7 +22,7 @@ from coterie.data.refusals import Refusals, not_read
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.store import Streams, Tokenizer, default_cache, dtype_for, key_of, stored
 from coterie.data.text_encoding import ControlTokens, TextEncoder
-from coterie.data.text_streams import RunningText, SplitTexts, StreamEncoder, text_streams
+from coterie.data.text_streams import RunningText, SplitTexts, text_streams
 
 Texts = Mapping[ClientId, Sequence[Sequence[str]]]  # train, valid and test documents by client
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,30 +39,6 @@ class SplitTexts:
     limit: int | None = None  # most tokens; None: all
 
 
-class StreamEncoder(Protocol):
-    """Interface of encoders of a section's documents."""
-
-    @property
-    def fingerprint(self) -> Any:
-        """JSON value on which token ids depend besides texts, fields and tokenizer."""
-
-    @property
-    def notes(self) -> Iterable[str]:
-        """Sentences about the documents, complete once the streams are read."""
-
-    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
-        """Return a split of a client's arrays. Raises DataError if it is empty."""
-
-    def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
-        """Return one split of a client as arrays. Raises DataError."""
-
-    def streams(self, parts: Iterable[SplitTexts], context: int) -> Streams:
-        """Return the arrays of splits as streams for the cache. Raises DataError."""
-
-    def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
-        """Return a phrase about the encoded documents."""
-
-
 @dataclass(frozen=True)
 class TextStreams(ABC):
     """The common part of encoders of texts."""
@@ -73,6 +49,7 @@ class TextStreams(ABC):
 
     @property
     def fingerprint(self) -> Any:
+        """What token ids depend on besides texts, fields and tokenizer, as JSON."""
         return ["text", self.texts.begin]
 
     def arrays(self, documents: Sequence[str], name: str, context: int) -> dict[str, Tokens]:
@@ -129,6 +106,7 @@ class RunningText(TextStreams):
     """Encodes documents as running text, each followed by the end token."""
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
+        """Return a split of a client's arrays. Raises DataError if it is too short."""
         return token_split(name, arrays, context, seed)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
@@ -156,6 +134,7 @@ class SeparateDocuments(TextStreams):
     """
 
     def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
+        """Return a split of a client's arrays. Raises DataError if it is empty."""
         lengths = arrays[f"{name}.lengths"]
         if not len(lengths):
             remedy = "Give this client more text, or use larger fractions or token bounds."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 import torch
@@ -44,21 +44,6 @@ ARRIVAL_S = 60.0  # seconds for devices that were there a moment ago
 GPUS = ("cuda", "xpu")  # devices that Ray counts as GPUs
 
 
-class Backend(Protocol):
-    """A place where clients run: it prepares the recipe and builds the engine."""
-
-    # whether they are on machines of their own: what they must not know is drawn from a secret
-    devices: ClassVar[bool]
-
-    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-        """Check all that can be checked in advance, see `prepare.prepare`. Raises Refused."""
-        ...
-
-    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        """Return the engine of one run. Raises ClientError if clients cannot be reached."""
-        ...
-
-
 @dataclass(frozen=True)
 class LocalBackend:
     """All clients in this process, or in Flower's simulation, which may span several machines."""
@@ -66,9 +51,11 @@ class LocalBackend:
     carrier: str | None = None  # the engine's name; None for the recipe's
     # where relative paths of recipes begin, since callbacks may change the current folder
     begun_in: Path = field(default_factory=Path.cwd)
+    # whether clients are on machines of their own: what they must not know is drawn from a secret
     devices: ClassVar[bool] = False
 
     def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
+        """Check all that can be checked in advance, see `prepare.prepare`. Raises Refused."""
         if self._carrier(recipe) == "flower":
             from coterie.engines.flower import engine  # noqa: F401 - refused at once where it is not installed
         if loaded is None and Path.cwd() != self.begun_in:
@@ -76,6 +63,7 @@ class LocalBackend:
         return prepare(recipe, loaded)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        """Return the engine of one run. Raises ClientError if clients cannot be reached."""
         if (name := self._carrier(prepared.recipe)) != "flower":
             kind, memory = ENGINES[name], prepared.recipe.memory
             if not issubclass(kind, InProcess):
@@ -100,6 +88,50 @@ class LocalBackend:
 
     def _carrier(self, recipe: Recipe) -> str:
         return self.carrier or recipe.engine
+
+
+@dataclass
+class DeviceBackend:
+    """Clients on separate devices: the connected ones of Flower's grid."""
+
+    grid: "Grid"
+    members: Sequence[Member]
+    devices: ClassVar[bool] = True
+
+    @classmethod
+    def connect(
+        cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
+    ) -> "DeviceBackend":
+        """Return the backend of the connected clients once there are enough. Raises ClientError."""
+        from coterie.engines.flower.engine import gathered
+
+        engine, announced = flower_engine(recipe, grid, listener), -1
+
+        def enough(members: Sequence[Member]) -> bool:
+            nonlocal announced
+            if announced < (connected := len(members)) < least:
+                names = ", ".join(member.client for member in members) or "none"
+                listener.noted(
+                    "the server",
+                    f"{connected} of {least} clients are connected ({names}); the run waits for "
+                    f"{least}, {patience:g} s at most",
+                )
+            announced = max(announced, connected)
+            return connected >= least
+
+        return cls(grid, gathered(engine, enough, patience))
+
+    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
+        return prepare_remote(recipe, self.members)
+
+    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
+        ids = tuple(prepared.site.data)
+        engine = flower_engine(prepared.recipe, self.grid, listener, ids, folder)
+        engine.await_clients([member.client for member in self.members], ARRIVAL_S)
+        return engine
+
+
+Backend = LocalBackend | DeviceBackend  # where clients run
 
 
 def computing_threads(prepared: Prepared) -> int:
@@ -278,47 +310,6 @@ def _passes(prepared: Prepared) -> Callable[[int], object]:
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
     """Answer as the simulated node, whose number is its position among the clients of the data."""
     return Device(Path(), index=int(node["partition-id"])).answer(text, body)
-
-
-@dataclass
-class DeviceBackend:
-    """Clients on separate devices: the connected ones of Flower's grid."""
-
-    grid: "Grid"
-    members: Sequence[Member]
-    devices: ClassVar[bool] = True
-
-    @classmethod
-    def connect(
-        cls, grid: "Grid", recipe: Recipe, least: int, patience: float, listener: Listener
-    ) -> "DeviceBackend":
-        """Return the backend of the connected clients once there are enough. Raises ClientError."""
-        from coterie.engines.flower.engine import gathered
-
-        engine, announced = flower_engine(recipe, grid, listener), -1
-
-        def enough(members: Sequence[Member]) -> bool:
-            nonlocal announced
-            if announced < (connected := len(members)) < least:
-                names = ", ".join(member.client for member in members) or "none"
-                listener.noted(
-                    "the server",
-                    f"{connected} of {least} clients are connected ({names}); the run waits for "
-                    f"{least}, {patience:g} s at most",
-                )
-            announced = max(announced, connected)
-            return connected >= least
-
-        return cls(grid, gathered(engine, enough, patience))
-
-    def prepare(self, recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
-        return prepare_remote(recipe, self.members)
-
-    def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:
-        ids = tuple(prepared.site.data)
-        engine = flower_engine(prepared.recipe, self.grid, listener, ids, folder)
-        engine.await_clients([member.client for member in self.members], ARRIVAL_S)
-        return engine
 
 
 def flower_engine(

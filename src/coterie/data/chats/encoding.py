@@ -17,7 +17,7 @@ from coterie.data.chats.splits import ChatSplit
 from coterie.data.chats.template import ChatTemplate
 from coterie.data.refusals import SHOWN, Refusals
 from coterie.data.splits import SPLITS, Tokens
-from coterie.data.text_streams import SplitTexts
+from coterie.data.text_streams import RunningText, SeparateDocuments, SplitTexts
 
 Arrays = Mapping[str, Tokens]
 
@@ -135,6 +135,9 @@ class Encoder:
             more = f" and {len(left) - SHOWN:,} more" if len(left) > SHOWN else ""
             sentences.append(f"left out, without an answer: {', '.join(left[:SHOWN])}{more}")
         return "; ".join(sentences)
+
+
+StreamEncoder = RunningText | SeparateDocuments | Encoder  # of a section's documents
 
 
 def few(arrays: Arrays) -> str:

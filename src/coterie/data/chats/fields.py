@@ -9,13 +9,12 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from coterie.core import names
 from coterie.core.foreign import read_text
 from coterie.data.chats.answers import Loss
-from coterie.data.chats.encoding import Encoder
+from coterie.data.chats.encoding import Encoder, StreamEncoder
 from coterie.data.chats.reading import Conversation, read_conversations
 from coterie.data.chats.template import ChatTemplate
 from coterie.data.section import Names, Section
 from coterie.data.splitting import Document, conversation_content
 from coterie.data.store import Tokenizer
-from coterie.data.text_streams import StreamEncoder
 
 _FIELDS_OF_CHATS = ("loss", "chat_template", "chat_column", "packing", "unanswered", "me")
 
