@@ -317,8 +317,7 @@ class _Auditor:
         backbone = problem.backbone
         search = Words(backbone, TextEncoder(backbone.tokenizer, problem.control_tokens))
         # loaded again without canaries, which are no words
-        plain = self.recipe.model_copy(update={"audit": None})
-        clients = modalities.load(plain).federation.clients
+        clients = modalities.load(self.recipe.model_copy(update={"audit": None})).federation.clients
         texts = {
             i: {split.name: words.documents(backbone.tokenizer, split) for split in data.splits}
             for i, data in clients.items()
@@ -352,7 +351,6 @@ class _Auditor:
         """Return a shared part for inference, with its current values."""
         like = next(iter(self.in_use.values()))
         assert isinstance(like, PersonalModel)
-        about = replace(like.about, layout=model.language.layout)
-        usable = PersonalModel(model.language, about)
+        usable = PersonalModel(model.language, replace(like.about, layout=model.language.layout))
         usable.fast  # noqa: B018 - a copy of the values is made when it is asked for first
         return usable

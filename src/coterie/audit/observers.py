@@ -132,8 +132,7 @@ class SharedClassifier(Shared):
         for part in rows.split(256):
             x, y = self.model.checked(part)
             logits = self.personal(part.x) if self.personal else self.model(x)
-            loss = cross_entropy(logits.float(), y, reduction="none")
-            scores.append(-loss.cpu().double())
+            scores.append(-cross_entropy(logits.float(), y, reduction="none").cpu().double())
         return np.concatenate(scores)
 
 

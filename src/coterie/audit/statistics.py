@@ -58,6 +58,5 @@ def tpr_at(rate: float, members: Values, others: Values) -> float:
     """Return the share of members above the lowest threshold that at most a share `rate` of the
     others is above; none of fewer than 1 / rate others.
     """
-    allowed = math.floor(rate * len(others) + 1e-9)
-    threshold = np.sort(others)[len(others) - 1 - allowed]
+    threshold = np.sort(others)[len(others) - 1 - math.floor(rate * len(others) + 1e-9)]
     return float((members > threshold).mean())

@@ -120,8 +120,7 @@ def nearest(text: str) -> str:
 
 def folded(name: str) -> str:
     """Return a key that is equal for names that differ only in case or joiners."""
-    plain = normal(name).casefold()
-    return normal("".join(c for c in plain if c not in _JOINERS))
+    return normal("".join(c for c in normal(name).casefold() if c not in _JOINERS))
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:

@@ -112,8 +112,7 @@ class ByClient(ChatFields):
 
     def _choose(self, documents: Mapping[str, Sequence[Document]], where: str) -> list[str]:
         if self.clients is not None:
-            column = f"column {self.client_column!r} of {where}"
-            choose(documents, self.clients, "clients", column)
+            choose(documents, self.clients, "clients", f"column {self.client_column!r} of {where}")
             chosen = list(self.clients)
         else:
             by_size = sorted(documents, key=lambda name: (-len(documents[name]), name))

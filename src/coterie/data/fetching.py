@@ -138,8 +138,7 @@ def tables(
 
     with _refused(dataset, path, remedy):
         if dataset.startswith("hf://"):
-            files = {"train": dataset}
-            builder = load_dataset_builder(_builder(Path(dataset)), data_files=files)
+            builder = load_dataset_builder(_builder(Path(dataset)), data_files={"train": dataset})
         else:
             builder = _described(str(path or dataset), subset, revision)
         urls = [str(url) for url in (builder.config.data_files or {}).get(split, ())]

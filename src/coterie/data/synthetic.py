@@ -63,8 +63,7 @@ class Synthetic(Section):
 
     def private_words(self, client: int) -> list[str]:
         """Return the words whose successors depend on the client, in this client's order."""
-        words = self._shuffled(_CONTENT.split(), "words")[:_WORDS]
-        return self._shuffled(words, "private", client)
+        return self._shuffled(self._shuffled(_CONTENT.split(), "words")[:_WORDS], "private", client)
 
     def _ids(self) -> list[ClientId]:
         return [f"client-{i}" for i in range(self.clients)]
@@ -157,8 +156,7 @@ _MANNERS: dict[str, tuple[Callable[..., str], str]] = {
 
 def _says(relation: str, value: str, answer: str) -> bool:
     """Return whether an answer has this value of a relation, and no other one."""
-    values = [one for one in _VALUES[relation] if re.search(rf"\b{one}\b", answer)]
-    return values == [value]
+    return [one for one in _VALUES[relation] if re.search(rf"\b{one}\b", answer)] == [value]
 
 
 def _fits(client: ClientId, answer: str) -> bool:

@@ -255,8 +255,7 @@ def missing_row(tokenizer: Any, id: int, rows: int) -> str:
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the texts, the longest first."""
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
 def _texts(value: Any) -> list[str]:

@@ -68,8 +68,7 @@ def text_of(value: Any, where: str, column: str) -> str | None:
         return value if not value.isspace() and value else None
     if is_missing(value):
         return None
-    kind = type(value).__name__
-    problem = f"{where}: column {column!r} is {kind}, not text"
+    problem = f"{where}: column {column!r} is {type(value).__name__}, not text"
     raise DataError(problem, "Name another: data.text_column.")
 
 

@@ -88,8 +88,7 @@ class Condition:
     def _side(self, value: float) -> int:
         """Return -1 below the bounds, 0 within them, 1 above."""
         below = value <= self.low if self.strict else value < self.low
-        above = value >= self.high if self.strict else value > self.high
-        return above - below
+        return (value >= self.high if self.strict else value > self.high) - below
 
     def _figure(self, value: float) -> str:
         small = max(map(abs, self.per_seed)) < 1

@@ -51,8 +51,7 @@ def _weights(picture: Picture, title: str, folder: Path) -> Parts:
     """Return W at some iterations."""
     if (weights := Weights.of(title, Result.read(folder))) is None:
         return ()
-    stages = collaboration.at_stages(weights, picture.iterations)
-    return (stages, collaboration.scale(weights.top))
+    return (collaboration.at_stages(weights, picture.iterations), collaboration.scale(weights.top))
 
 
 def _domains(picture: Picture, title: str, folder: Path) -> Parts:

@@ -105,5 +105,4 @@ def _percent(share: float) -> str:
 
 
 def _few(ids: Sequence[str]) -> str:
-    more = f" and {len(ids) - 5:,} more" if len(ids) > 5 else ""
-    return ", ".join(ids[:5]) + more
+    return ", ".join(ids[:5]) + (f" and {len(ids) - 5:,} more" if len(ids) > 5 else "")

@@ -63,8 +63,7 @@ def _kinds(result: Result) -> dict[str, list[str]]:
 
 def anchored_classes(result: Result) -> list[Sequence[int]]:
     """Return the classes of each anchor."""
-    labels = result.labels or {}
-    return [labels[q] for q in result.anchors or ()]
+    return [(result.labels or {})[q] for q in result.anchors or ()]
 
 
 def class_order(count: int, anchored: Sequence[Sequence[int]]) -> list[int]:
@@ -332,8 +331,7 @@ def decisions(title: str, result: Result) -> str:
         rows = []
         for i, w in wrong.items():
             incorrect, correct = (f"{sum(counts[i]) * share:.0f}" for share in (w, 1 - w))
-            numbers = ", ".join(map(str, chosen[i]))
-            rows.append([i, numbers, incorrect, correct, f"{100 * w:.1f} %"])
+            rows.append([i, ", ".join(map(str, chosen[i])), incorrect, correct, f"{100 * w:.1f} %"])
         rows.append(["average", "", "", "", f"{100 * fmean(wrong.values()):.1f} %"])
         header = [unseen(group), "experts", "incorrect", "correct", "error rate"]
         tables.append(table(header, rows, len(wrong)))

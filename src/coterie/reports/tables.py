@@ -180,8 +180,7 @@ def _lines(
     lines = []
     for row, values in zip(rows, numbers, strict=True):
         name, mean, *others = titles[row.method], *(f"{value:.2f}" for value in values)
-        spread = f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""
-        lines.append([name, mean + spread, *others])
+        lines.append([name, mean + (f" ± {row.std:.2f}" if len(row.per_seed) > 1 else ""), *others])
     return lines
 
 

@@ -137,8 +137,7 @@ class ResultWriter:
         for i, data in self.state.federation.everyone.items():
             split = data.test if i in groups else data.train
             if isinstance(split, ExampleSplit):
-                labels = split.labels[split.rows]
-                counts[i] = np.bincount(labels, minlength=split.classes).tolist()
+                counts[i] = np.bincount(split.labels[split.rows], minlength=split.classes).tolist()
         return counts or None
 
     def _weights_error(self, evaluated: Evaluation) -> float | None:

@@ -193,8 +193,7 @@ def _announce(
 ) -> None:
     """Report what people should know before training, and the seconds of each row."""
     limits = [recipe.limit for recipe in recipes]
-    hint = advice(recipes[-1], sum(expected))
-    notes = [*first.problem.federation.notes, *limits, hint]
+    notes = [*first.problem.federation.notes, *limits, advice(recipes[-1], sum(expected))]
     reporter.noted(list(dict.fromkeys(note for note in notes if note)))
     reporter.expects(expected)
 

@@ -206,8 +206,7 @@ class Scorer:
         if not any(down.values()):
             return {i: score.test for i, score in scores.items()}
         replies = self.requests.ask(state.method.score_test, down, self._spec("test"))
-        metric = state.prepared.problem.metric
-        return {i: metric.of(reply["test"]) for i, reply in replies.items()}
+        return {i: state.prepared.problem.metric.of(reply["test"]) for i, reply in replies.items()}
 
     def add_point(self) -> None:
         """Score a part of each test set: a point of the curves, which decides nothing. Clients

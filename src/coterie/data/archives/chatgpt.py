@@ -53,8 +53,7 @@ def _post(message: Any, where: str) -> Post | None:
         or content.get("content_type") not in ("text", "multimodal_text")
     ):
         return None
-    parts = member(content, "parts", list, where)
-    text = "\n".join(filter(None, map(_text, parts))).strip()
+    text = "\n".join(filter(None, map(_text, member(content, "parts", list, where)))).strip()
     return Post(where, role, text) if text else None
 
 

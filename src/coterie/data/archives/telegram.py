@@ -26,8 +26,7 @@ _NOBODY = "Deleted Account"  # as the program itself calls it
 
 def chats(path: Path) -> Iterator[Chat]:
     """Yield the chats of an export. Raises DataError."""
-    export = load(path)
-    lists = [_messages(chat, path) for chat in _chats_of(export, path)]
+    lists = [_messages(chat, path) for chat in _chats_of(load(path), path)]
     messages_of_all = (message for messages in lists for _, message in messages)
     people = {
         id: plain_name(str(message.get("from") or _NOBODY))

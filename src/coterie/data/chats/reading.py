@@ -159,8 +159,7 @@ def answers_apart(conversation: Conversation) -> Iterator[Conversation]:
     first = next((i for i, role in enumerate(roles) if role in ("user", "tool")), len(roles))
     for number in conversation.trained:
         if number > first:
-            messages = conversation.messages[: number + 1]
-            yield replace(conversation, messages=messages, given=number)
+            yield replace(conversation, messages=conversation.messages[: number + 1], given=number)
 
 
 def longest_that(

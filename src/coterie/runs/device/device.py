@@ -80,8 +80,7 @@ class OutboundCheck:
     def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
         request = self.request
         section = {k: v for k, v in request.recipe.items() if k not in _INDIFFERENT}
-        decisive = json.dumps(section, sort_keys=True).encode()
-        recipe = blake2b(decisive, digest_size=16).hexdigest()
+        recipe = blake2b(json.dumps(section, sort_keys=True).encode(), digest_size=16).hexdigest()
         return OutgoingReply(
             request.run, recipe, (request.round, request.number), contents, cost, request.masked
         )

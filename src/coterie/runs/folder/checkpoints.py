@@ -100,8 +100,7 @@ class Checkpoints:
             if checkpoint.clients:
                 states = _linked(checkpoint.clients, new / _PACKS)
                 digests |= {f"{_PACKS}/{path.name}": d for path, d in states.digests.items()}
-                index = _Index.of(states).model_dump_json()
-                write_atomically(new / _CLIENTS, index.encode())
+                write_atomically(new / _CLIENTS, _Index.of(states).model_dump_json().encode())
                 digests[_CLIENTS] = digest_later(new / _CLIENTS)
             about = {
                 "round": checkpoint.round,

@@ -82,8 +82,7 @@ def text_of(
     assert recipe.model.kind == "language"
     section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer
     if trains:
-        otherwise = ", or give --no-train"
-        text = own_text(section, tokenizer, context, recipe.seed, id, data, otherwise)
+        text = own_text(section, tokenizer, context, recipe.seed, id, data, ", or give --no-train")
         return fitted(text, backbone)
     return whole_text(section, backbone, context, id, data)
 
@@ -94,6 +93,5 @@ def whole_text(
     """Return the text of a file or folder, the whole in each split. Raises DataError."""
     documents = section.of_client(id).documents(_files(section, data))
     texts = [document.text for document in documents]
-    parts = dict.fromkeys(SPLITS, texts)
-    arrays, make = _arrays(section, backbone.tokenizer, parts, context)
+    arrays, make = _arrays(section, backbone.tokenizer, dict.fromkeys(SPLITS, texts), context)
     return fitted(ClientData(id, *(make(name, arrays, context, 0) for name in SPLITS)), backbone)

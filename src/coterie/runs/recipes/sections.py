@@ -325,8 +325,7 @@ def evaluated(
         return {group: tuple(clients) for group, clients in groups.items()}
     scored = {}
     for group, clients in groups.items():
-        ranked = sorted(clients, key=lambda i: derive_seed(seed, "evaluation", i))
-        drawn = set(ranked[:most])
+        drawn = set(sorted(clients, key=lambda i: derive_seed(seed, "evaluation", i))[:most])
         scored[group] = tuple(i for i in clients if i in drawn)
     return scored
 

@@ -58,8 +58,7 @@ class Field:
         if not self.graded or value <= 0:
             return None
         ends = [v for v in self.values if v > 0]
-        ratio = ends[-1] / ends[-2] if up else ends[0] / ends[1]
-        beyond = self._rounded(value * ratio)
+        beyond = self._rounded(value * (ends[-1] / ends[-2] if up else ends[0] / ends[1]))
         return None if beyond == value or beyond <= 0 else beyond
 
     def past_edge(self, value: Any, tried: Sequence[Any]) -> Any:
@@ -220,8 +219,7 @@ def halving(
         allowed: Whether a trial beyond the grid may be run.
     """
     judged: list[Judged] = []
-    grids = densified(fields, effort.trials)
-    alive = thinned(grids, effort.count(0), fields, default)
+    alive = thinned(densified(fields, effort.trials), effort.count(0), fields, default)
     rank = _rank(fields)
     for rung, share in enumerate(effort.shares(rounds)):
         trials = [Trial(candidate, share) for candidate in alive[: effort.count(rung)]]

@@ -135,8 +135,7 @@ class TrialRuns(Generic[K]):
 
     def runs_of(self, key: K, trial: Trial) -> list[RunAt]:
         """Return the runs of a trial, one for each seed."""
-        settings = self.settings(key, trial)
-        return [self.run(key, settings, seed) for seed in self.seeds]
+        return [self.run(key, self.settings(key, trial), seed) for seed in self.seeds]
 
     def evaluate(self, batch: Sequence[tuple[K, Trial]]) -> list[Score]:
         """Return the mean scores of trials over seeds; `LOST` if a run diverged or was refused."""

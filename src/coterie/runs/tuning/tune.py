@@ -110,8 +110,7 @@ def tune(
             return row, folder_of(row, folder / RUNS)
 
         trial_runs = TrialRuns(run, seeds, reporter, changed=changed, within=folder)
-        searches = {name: plan.search(name, trial_runs) for name in plan.trained}
-        searched = trial_runs.search(searches)
+        searched = trial_runs.search({name: plan.search(name, trial_runs) for name in plan.trained})
         return _write(folder, plan, trial_runs, searched)
 
 
@@ -123,8 +122,7 @@ def planned(methods: Sequence[str], recipe: Recipe, fields: Grid, effort: Effort
     if not plan.trained:
         problem = f"there is nothing to tune: {', '.join(plan.methods)} train nothing"
         raise Refused(problem, "Name a method that trains: see `coterie methods`.")
-    rows = [plan.recipes[name] for name in plan.trained]
-    return replace(plan, given=checked(rows, fields))
+    return replace(plan, given=checked([plan.recipes[name] for name in plan.trained], fields))
 
 
 def _claim(folder: Path, plan: Plan, resume: bool) -> None:
