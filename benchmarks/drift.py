@@ -32,7 +32,7 @@ from coterie.adapt.fresh import refit
 from coterie.core.metrics import perplexity
 from coterie.data.folders import Folders
 from coterie.personal import PersonalModel
-from coterie.runs.problems.own_text import own_text
+from coterie.runs.problems.loading import own_text
 
 WRITERS = {
     "ann": ("news:1", 4000),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from coterie.audit.canaries import CanaryScores, chance
-from coterie.audit.membership import MembershipScores, drawn, measured
+from coterie.audit.statistics import MembershipScores, drawn, measured
 from coterie.core.errors import CheckpointError, DataError
 from coterie.data.canaries import Audit, Canaries, PlantedCanaries, plant
 from coterie.data.chats import ChatSplit

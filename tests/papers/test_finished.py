@@ -18,8 +18,7 @@ from coterie.core.metrics import ACCURACY, PERPLEXITY
 from coterie.core.result import ROUTING, Result, Routing
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
-from coterie.papers.figures import SeedFigures, at_share, seed_figures
-from coterie.papers.judgement import Condition, Judgement
+from coterie.papers.figures import Condition, Judgement, SeedFigures, at_share, seed_figures
 from coterie.papers.reproduced import Verdict
 from coterie.papers.tables import Better, Figure, Near, Statement
 

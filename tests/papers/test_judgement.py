@@ -12,8 +12,7 @@ from reports.samples import classified
 from scipy import stats
 
 from coterie.papers.checks import _verdicts
-from coterie.papers.figures import SeedFigures, seed_figures
-from coterie.papers.judgement import Condition, Judgement
+from coterie.papers.figures import Condition, Judgement, SeedFigures, seed_figures
 from coterie.papers.reproduced import Verdict
 from coterie.papers.tables import Better, Figure, Near, Reproduction
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from test_verdict import result
 
 from coterie.reports.html import write_report
-from coterie.reports.mixtures import made_of, mixtures
+from coterie.reports.scores import made_of, mixtures
 from coterie.reports.tables import mixture_tables
 
 

@@ -31,7 +31,7 @@ from coterie.models.predictions import joined
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
 from coterie.runs import run as runs
-from coterie.runs.problems.own_text import text_of
+from coterie.runs.problems.loading import text_of
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes import recipe as recipes
 

@@ -13,7 +13,7 @@ from coterie.core.roles import ROUTER
 from coterie.models.backbone import Backbone
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
-from coterie.runs.problems.routing import CLIENTS, END, PART, TOKENS, beginning, look, pieces
+from coterie.runs.problems.language import CLIENTS, END, PART, TOKENS, beginning, look, pieces
 from coterie.runs.recipes import recipe as recipes
 
 

@@ -28,7 +28,7 @@ from coterie.personal.mixture import PersonalMixture
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.language import Language
-from coterie.runs.problems.own_text import text_of
+from coterie.runs.problems.loading import text_of
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import resolve
 

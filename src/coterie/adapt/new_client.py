@@ -35,7 +35,7 @@ from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import check_apart
 from coterie.runs.problems.classification import Classification
 from coterie.runs.problems.language import Language
-from coterie.runs.problems.own_text import text_of
+from coterie.runs.problems.loading import text_of
 from coterie.runs.problems.prepare import Prepared, prepare
 from coterie.runs.recipes.recipe import Recipe, resolve
 

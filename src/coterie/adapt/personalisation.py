@@ -20,8 +20,8 @@ from coterie.models.interpolation import fit_weights, interpolate
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.models.predictions import Prediction, joined, score_of
-from coterie.reports.mixtures import made_of
 from coterie.reports.parts import figure
+from coterie.reports.scores import made_of
 
 PATIENCE = 5  # evaluations without an improvement, after which training stops
 ONE = torch.ones(1, dtype=torch.float64)  # the weight of a model that is not mixed

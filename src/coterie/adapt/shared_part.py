@@ -23,8 +23,7 @@ from coterie.runs.backends import LocalBackend
 from coterie.runs.execution import Execution
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.problems.language import Language, load_backbone, pick_dtype
-from coterie.runs.problems.loading import language, pick_device
-from coterie.runs.problems.own_text import section_of, text_of
+from coterie.runs.problems.loading import language, pick_device, section_of, text_of
 from coterie.runs.problems.prepare import Prepared, assembled, prepare
 from coterie.runs.recipes.recipe import Recipe, resolve
 

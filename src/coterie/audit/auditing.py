@@ -10,10 +10,9 @@ import numpy as np
 
 from coterie import personal
 from coterie.audit import canaries as of_canaries
-from coterie.audit import membership, words
-from coterie.audit.membership import MembershipScores
+from coterie.audit import statistics, words
 from coterie.audit.observers import ABLE, SharedText, View, calibrated, shared
-from coterie.audit.statistics import Values
+from coterie.audit.statistics import MembershipScores, Values
 from coterie.core.errors import CheckpointError, Refused
 from coterie.core.files import read_json, write_json
 from coterie.core.importing import require
@@ -203,7 +202,7 @@ class _Auditor:
         if self.planted is not None:
             without = self.planted.canaries[client].windows
         most = min(self.settings.windows, data.test.windows)
-        trained = membership.drawn(data.train, cursor, without, most, rng)
+        trained = statistics.drawn(data.train, cursor, without, most, rng)
         if not len(trained):
             remedy = "Resume the run: coterie run --resume."
             raise Refused(f"audit: client {client!r} has not been trained yet", remedy)
@@ -213,7 +212,7 @@ class _Auditor:
         if not isinstance(problem, Language) or problem.content == "chats":
             return rows
         end = problem.backbone.tokenizer.eos_token_id
-        return membership.without_ends(rows[0], end), membership.without_ends(rows[1], end)
+        return statistics.without_ends(rows[0], end), statistics.without_ends(rows[1], end)
 
     def measured(self) -> AuditResult:
         """Return the content of `audit.json`."""
@@ -233,7 +232,7 @@ class _Auditor:
             secure=self.secure,
             privacy=None if result is None else result.privacy,
             observers=observers,
-            shift=membership.measured(shift, settings.seed),
+            shift=statistics.measured(shift, settings.seed),
             words=self._words(),
             settings=AuditSettings(
                 windows=settings.windows, words=settings.words, top=settings.top, seed=settings.seed
@@ -266,8 +265,8 @@ class _Auditor:
         seed = self.settings.seed
         return ObserverResult(
             exchanges=max(len(view.pairs) for view in views.values()),
-            membership=membership.measured(details, seed),
-            min_k=membership.measured(min_k, seed) if texts else None,
+            membership=statistics.measured(details, seed),
+            min_k=statistics.measured(min_k, seed) if texts else None,
             canaries=self._found_canaries(texts, views) if texts else None,
         )
 

@@ -186,14 +186,14 @@ def compare(
 
         from coterie import api
         from coterie.runs.recipes.rivals import rivals_of
-        from coterie.runs.tuning import spaces
+        from coterie.runs.tuning.trials import parse
 
         comparison = api.compare(
             list(dict.fromkeys([*rivals_of(loaded), *names])) if rivals else names,
             loaded,
             seeds=seeds,
             tune=tune,
-            fields=spaces.parse(field) if field else None,
+            fields=parse(field) if field else None,
             trials=trials,
             out=out,
             resume=resume,
@@ -234,13 +234,13 @@ def tune(
 
         from coterie import api
         from coterie.reports import tuning as reports
-        from coterie.runs.tuning import spaces
+        from coterie.runs.tuning.trials import parse
         from coterie.runs.tuning.tune import chosen_run
 
         tuned = api.tune(
             names or [loaded.method["name"]],
             loaded,
-            fields=spaces.parse(field or ()),
+            fields=parse(field or ()),
             trials=trials,
             seeds=seeds,
             out=out,

@@ -38,7 +38,7 @@ from coterie.models.artifact import model_folders
 from coterie.models.backbone import Backbone
 from coterie.personal import PersonalModel, clients_of, folder_of, load_all, read_about
 from coterie.runs.folder import names as files
-from coterie.runs.problems.own_text import own_text, section_of
+from coterie.runs.problems.loading import own_text, section_of
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.recipes.sections import LanguageSection

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import Literal
 
 from coterie.core import metrics
-from coterie.papers.figures import SeedFigures
-from coterie.papers.judgement import LAST, Condition, Judgement
+from coterie.papers.figures import LAST, Condition, Judgement, SeedFigures
 from coterie.papers.reproduced import Cell, Verdict
 from coterie.papers.tables import (
     FIGURES,

@@ -19,7 +19,7 @@ from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning import search
 from coterie.runs.tuning.search import Effort, Search, SearchResult, Trial
-from coterie.runs.tuning.spaces import RATES, around, fields_of, own_values
+from coterie.runs.tuning.trials import RATES, around, fields_of, own_values
 from coterie.runs.tuning.tune import stated
 
 

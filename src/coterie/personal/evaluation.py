@@ -29,7 +29,7 @@ from coterie.personal.model import ANSWER, PersonalModel
 from coterie.personal.text_inference import Words
 from coterie.personal.word_search import PUNCTUATION
 from coterie.runs.problems.language import Language
-from coterie.runs.problems.own_text import whole_text
+from coterie.runs.problems.loading import whole_text
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe
 

@@ -15,7 +15,6 @@ from coterie.reports.audit import audited
 from coterie.reports.collaboration import collaboration
 from coterie.reports.curves import _curves, _privacy, router_panels
 from coterie.reports.experts import classes, experts
-from coterie.reports.mixtures import mixtures
 from coterie.reports.parts import (
     BESIDE,
     computed_with,
@@ -28,7 +27,17 @@ from coterie.reports.parts import (
     size,
     table,
 )
-from coterie.reports.scores import COSTS, PEAK, _costs, _headline, _kept, _scores, _spread, _words
+from coterie.reports.scores import (
+    COSTS,
+    PEAK,
+    _costs,
+    _headline,
+    _kept,
+    _scores,
+    _spread,
+    _words,
+    mixtures,
+)
 from coterie.reports.verdict import verdict
 
 TEXTS = (

@@ -18,8 +18,8 @@ from coterie.core.printing import printable
 from coterie.core.result import Evaluated, MetricInfo, Result, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
-from coterie.reports.mixtures import mixtures
 from coterie.reports.parts import BESIDE, VERDICTS, rounded, size, unseen
+from coterie.reports.scores import mixtures
 
 W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
 ROWS = 16  # clients that a table has a line for

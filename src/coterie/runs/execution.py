@@ -28,10 +28,9 @@ from coterie.runs.problems.members import joined
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe, dump
-from coterie.runs.requests import Requests
+from coterie.runs.requests import Requests, RunState
 from coterie.runs.results import ResultWriter
 from coterie.runs.scoring import Scorer
-from coterie.runs.state import RunState
 
 # of the personal models in a run's folder: fields of `ClientResult` by client
 ScoreTexts = Callable[[Path, LearningProblem, Recipe], Mapping[ClientId, Mapping[str, Any]]]

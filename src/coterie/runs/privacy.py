@@ -16,7 +16,7 @@ from coterie.core.tensors import to_bytes
 from coterie.runs.backends import kept
 from coterie.runs.folder.metrics import Released
 from coterie.runs.folder.names import SECRET
-from coterie.runs.state import RunState
+from coterie.runs.requests import RunState
 
 
 class PrivacySpending:

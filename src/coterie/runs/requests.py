@@ -1,7 +1,9 @@
-"""The requests of a run to its clients: who answers, which replies are valid, and logging."""
+"""The state of a run between two rounds, and its requests to clients: who answers, which replies
+are valid, and logging.
+"""
 
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,70 @@ from coterie.core.callback import Callback
 from coterie.core.errors import ClientError, Divergence, SpoiltSum, TensorError
 from coterie.core.metrics import check_scores
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
-from coterie.core.tensors import Tensors
+from coterie.core.result import Evaluation
+from coterie.core.tensors import Named, Tensors, nbytes, under
 from coterie.core.threads import Watch
 from coterie.engines import Engine, Listener
+from coterie.methods import Method
 from coterie.runs.backends import Backend, computing_threads
 from coterie.runs.folder.metrics import METRICS, MetricsFile
-from coterie.runs.state import RunState
+from coterie.runs.problems.prepare import Prepared
+from coterie.runs.recipes.recipe import Recipe
+from coterie.runs.recipes.sections import evaluated
+
+
+class RunState:
+    """The state of a run between two rounds."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.recipe: Recipe = prepared.recipe
+        self.method: Method = prepared.method
+        self.take_in(prepared)
+        self.round = 0  # rounds done
+        self.server: Tensors = self.method.init(
+            prepared.blueprint, self.recipe.present(self.clients, 0)
+        )
+        self.evaluations: list[Evaluation] = []
+        self.points: list[Evaluation] = []
+        # as JSON: bytes by client, lost replies, rounds taken part in, seconds, the privacy spent
+        counts: dict[str, Any] = {name: {} for name in ("up", "down", "lost", "took_part")}
+        self.progress = counts | {"seconds": 0.0, "position": 0}
+        if not self.method.dynamic_membership:
+            self.progress["clients"] = list(self.federation.everyone)
+
+    def take_in(self, prepared: Prepared) -> None:
+        """Set participants and scored clients, at the start and when a client joins."""
+        self.prepared, self.clients = prepared, prepared.clients
+        self.federation = prepared.problem.federation
+        self.groups = {
+            i: group for group, members in self.federation.unseen.items() for i in members
+        }
+        self.evaluated = evaluated(self.federation, self.recipe.evaluate_clients, self.recipe.seed)
+        self.scored = tuple(i for group in self.evaluated.values() for i in group)
+
+    @property
+    def iteration(self) -> int:
+        """The number of local iterations done."""
+        return self.round * self.method.local_steps
+
+    @property
+    def keeps_models(self) -> bool:
+        """Whether scored clients keep models of their own between rounds."""
+        return not (self.groups or self.recipe.training.stateless or self.method.stateless)
+
+    def count(self, direction: str, client: ClientId, message: Named) -> None:
+        """Add the bytes that a client sent (`up`) or received (`down`), and those of each part."""
+        of_parts = {f"{direction}/{part}": under(part, message) for part in self.method.methods}
+        for key, named in {direction: message, **of_parts}.items():
+            counts = self.progress.setdefault(key, {})
+            counts[client] = counts.get(client, 0) + nbytes(named)
+
+    def absent(self) -> Sequence[ClientId]:
+        """Return clients that have not taken part yet and have no model of their own."""
+        if not self.round or self.method.centralized or not self.keeps_models:
+            return ()
+        return tuple(i for i in self.clients if i not in self.progress["took_part"])
+
 
 WATCHED_S = 5.0  # seconds of such looks before a judgement
 AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum is waited for

@@ -29,9 +29,8 @@ from coterie.core.version import __version__
 from coterie.data.examples import ExampleSplit
 from coterie.models.layout import Layout
 from coterie.runs.privacy import PrivacySpending
-from coterie.runs.requests import Requests
+from coterie.runs.requests import Requests, RunState
 from coterie.runs.scoring import CURVE_ROWS, Scorer
-from coterie.runs.state import RunState
 
 
 class ResultWriter:

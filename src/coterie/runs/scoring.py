@@ -13,8 +13,7 @@ from coterie.core.result import Choices, Evaluation, Scores
 from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes
 from coterie.runs.folder.metrics import METRICS
-from coterie.runs.requests import Requests
-from coterie.runs.state import RunState
+from coterie.runs.requests import Requests, RunState
 
 CURVE_ROWS = 8  # windows of text, or examples, of each client for a point of a curve
 Values = Mapping[ClientId, Mapping[str, float]]  # by split, in the metric of the problem

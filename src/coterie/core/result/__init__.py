@@ -2,19 +2,23 @@
 of audits are in `audit`.
 """
 
-from coterie.core.result.evaluation import (
+from coterie.core.result.parsing import (
     ROUTING,
     BestByValid,
     Choices,
     Curve,
     Evaluated,
     Evaluation,
+    Json,
+    Machine,
+    MetricInfo,
     Mixture,
+    PrivacySpent,
     Routing,
     Scores,
+    Versions,
     WordScores,
 )
-from coterie.core.result.parsing import Json, Machine, MetricInfo, PrivacySpent, Versions
 from coterie.core.result.run import RESULT, ClientResult, Comparison, Costs, Result, Row, headline
 from coterie.core.result.tuning import ROUNDS, TUNING, Tried, TunedRow, Tuning
 

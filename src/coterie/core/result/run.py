@@ -8,15 +8,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
-from coterie.core.result.evaluation import (
+from coterie.core.result.parsing import (
     BestByValid,
     Choices,
     Curve,
     Evaluation,
+    Machine,
+    MetricInfo,
+    PrivacySpent,
+    Record,
     Scores,
+    Versions,
     WordScores,
 )
-from coterie.core.result.parsing import Machine, MetricInfo, PrivacySpent, Record, Versions
 
 RESULT = "result.json"
 

@@ -18,8 +18,8 @@ from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 from coterie.personal.loading import ManyModels
 from coterie.personal.model import PersonalModel
-from coterie.reports.mixtures import made_of
 from coterie.reports.parts import COLOURS
+from coterie.reports.scores import made_of
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes import recipe as recipes
 

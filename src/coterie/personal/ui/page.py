@@ -24,7 +24,7 @@ from coterie.personal.loading import ManyModels
 from coterie.personal.model import ANSWER, PersonalModel
 from coterie.personal.samples import of_image
 from coterie.personal.ui import keyboard
-from coterie.reports.mixtures import made_of
+from coterie.reports.scores import made_of
 
 HOST = "127.0.0.1"
 LARGEST = 16 << 20  # bytes of an image to classify

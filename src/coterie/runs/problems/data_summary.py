@@ -19,8 +19,7 @@ from coterie.data.splitting import where_of
 from coterie.data.summary import DataSummary, Token, summarised
 from coterie.runs.problems import loading
 from coterie.runs.problems.auto import resolved
-from coterie.runs.problems.language import Language
-from coterie.runs.problems.routing import pieces
+from coterie.runs.problems.language import Language, pieces
 from coterie.runs.recipes.recipe import Recipe
 
 _SHOWN = 8  # clients whose texts are shown

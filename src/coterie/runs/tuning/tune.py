@@ -20,8 +20,16 @@ from coterie.runs.folder.lock import alone
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 from coterie.runs.tuning.search import Effort, Search, SearchResult, halving, part_of
-from coterie.runs.tuning.spaces import Grid, checked, fields_of, own_values, trains
-from coterie.runs.tuning.trials import RunAt, Settings, TrialRuns
+from coterie.runs.tuning.trials import (
+    Grid,
+    RunAt,
+    Settings,
+    TrialRuns,
+    checked,
+    fields_of,
+    own_values,
+    trains,
+)
 
 SEARCH = "search.json"  # what a folder is the search of
 CHOSEN, RUNS, TUNED = "chosen", "runs", "tune"  # folders; the last one in that of a comparison
