@@ -95,11 +95,10 @@ def fetch_splits(
     data = [fetch(dataset, subset, split, OFFLINE) for split in splits]
     for part in data:
         if missing := [column for column in columns if column not in part.column_names]:
-            problem = (
-                f"data set {dataset}: no column {', '.join(map(repr, missing))}, only "
-                f"{', '.join(part.column_names)}"
+            lacks = (
+                f"no column {', '.join(map(repr, missing))}, only {', '.join(part.column_names)}"
             )
-            raise DataError(problem, OFFLINE)
+            raise DataError(f"data set {dataset}: {lacks}", OFFLINE)
     return data
 
 

@@ -285,11 +285,9 @@ class Emnist(StoredImages):
         """Return the images and labels of two files. Raises DataError if their shapes differ."""
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
-            problem = (
-                f"{self.name}, {name}: images of shape {list(images.shape)} with labels of shape "
-                f"{list(labels.shape)}"
-            )
-            raise DataError(problem, f"Use the files of {self.dataset}.")
+            sizes = list(images.shape), list(labels.shape)
+            shapes = "images of shape {} with labels of shape {}".format(*sizes)
+            raise DataError(f"{self.name}, {name}: {shapes}", f"Use the files of {self.dataset}.")
         return images.swapaxes(1, 2)[:, None], labels.astype(np.int64)
 
 

@@ -147,10 +147,8 @@ class LabelledTexts(Partitioner, ABC):
                 islice((row for row in candidates if self.text(rows[row]).strip()), len(share))
             )
             if len(rows_of_class) < len(share):
-                problem = (
-                    f"{field}: {len(share):,} texts of class {label} are wanted, {self.name} has "
-                    f"{len(rows_of_class):,}"
-                )
+                wants = f"{len(share):,} texts of class {label} are wanted"
+                problem = f"{field}: {wants}, {self.name} has {len(rows_of_class):,}"
                 raise DataError(
                     problem,
                     f"Use at most {len(rows_of_class) * self.classes:,}, or null for all there "

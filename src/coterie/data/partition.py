@@ -120,10 +120,7 @@ class Partitioner(PartitionSchemes):
             clusters or None,
             tuple(part.id for part in partition.clients[: self.anchors]),
             {part.id: part.labels for part in partition.everyone},
-            {
-                group: {part.id: clients[part.id] for part in parts}
-                for group, parts in partition.unseen.items()
-            },
+            {g: {part.id: clients[part.id] for part in of} for g, of in partition.unseen.items()},
             public,
         )
 
@@ -210,10 +207,8 @@ class Partitioner(PartitionSchemes):
         with Refusals() as refusals:
             for name, labels in (("train", held.train_labels), ("test", held.test_labels)):
                 if len(foreign := np.flatnonzero((labels < 0) | (labels >= self.classes))):
-                    problem = (
-                        f"{self.name}, {name}: row {foreign[0]} has label {labels[foreign[0]]} "
-                        f"of {self.classes} classes"
-                    )
+                    label = f"label {labels[foreign[0]]} of {self.classes} classes"
+                    problem = f"{self.name}, {name}: row {foreign[0]} has {label}"
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:

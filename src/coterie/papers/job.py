@@ -218,16 +218,12 @@ def effort(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[s
         for cell, search in searched.items()
         if (count := sum(j.rung is None for j in search.judged))
     ]
-    return [
-        f"Settings that a row tried on validation at the first seed (1: those of the recipe, "
-        f"which all rows share): {listed}.",
-        *(
-            [f"Beyond the edges of these grids, where the best lay there: {', '.join(beyond)}."]
-            if beyond
-            else []
-        ),
-        *_edges(job, searched),
-    ]
+    those = "(1: those of the recipe, which all rows share)"
+    lines = [f"Settings that a row tried on validation at the first seed {those}: {listed}."]
+    if beyond:
+        text = "Beyond the edges of these grids, where the best lay there"
+        lines.append(f"{text}: {', '.join(beyond)}.")
+    return lines + _edges(job, searched)
 
 
 def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:

@@ -155,7 +155,9 @@ def _cell(
     number = job.reproduction.published.get(row, {}).get(column)
     mean, std = number if isinstance(number, tuple) else (number, None)
     recipe = runs[0][0]
-    shown = _shown(results, job.reproduction.shows)
+    shows, paths = job.reproduction.shows, [path for _, path in runs]
+    spoken, fused = spoken_of_row(job.reproduction, row), job.reproduction.rows[row].fused
+    shown = _shown(results, shows)
     return Cell.of(
         replace(comparison.row(recipe.method["name"], results, alone), **shown),
         row=row,
@@ -167,16 +169,9 @@ def _cell(
         valid=metrics.mean(result.valid for result in results),
         choice=dict(choice),
         settings=recipe.method,
-        folders=[path.relative_to(job.folder).as_posix() for _, path in runs],
+        folders=[path.relative_to(job.folder).as_posix() for path in paths],
         evaluations=[_brief(e) for e in results[0].evaluations],
-        seeds=seed_figures(
-            _FIGURES[job.reproduction.shows],
-            results,
-            alone,
-            [path for _, path in runs],
-            spoken_of_row(job.reproduction, row),
-            job.reproduction.rows[row].fused,
-        ),
+        seeds=seed_figures(_FIGURES[shows], results, alone, paths, spoken, fused),
     )
 
 

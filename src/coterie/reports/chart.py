@@ -36,18 +36,14 @@ class Style:
     def sample(self) -> str:
         """The line's sample in a legend."""
         marker = _marker(self, "14", 6) if self.marked else ""
-        return (
-            f'<svg class="sample" viewBox="0 0 28 12" width="28" height="12" '
-            f'aria-hidden="true">{self.path("M0 6H28")}{marker}</svg>'
-        )
+        size = 'viewBox="0 0 28 12" width="28" height="12" aria-hidden="true"'
+        return f'<svg class="sample" {size}>{self.path("M0 6H28")}{marker}</svg>'
 
     def path(self, d: str) -> str:
         dash = DASHES[self.number % len(DASHES)]
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        return (
-            f'<path class="line" d="{d}" stroke="{self.colour}" '
-            f'stroke-opacity="{self.strength:.2f}"{dashed}/>'
-        )
+        look = f'stroke="{self.colour}" stroke-opacity="{self.strength:.2f}"{dashed}'
+        return f'<path class="line" d="{d}" {look}/>'
 
 
 @dataclass(frozen=True)
@@ -166,10 +162,8 @@ def grid(drawn: Sequence[str], broad: bool = False) -> str:
     if not drawn:
         return ""
     columns = level(len(drawn), COLUMNS)
-    return (
-        f'<div class="panels{" broad" if broad else ""}" '
-        f'style="--columns:{columns}">{"".join(drawn)}</div>'
-    )
+    kind = "panels broad" if broad else "panels"
+    return f'<div class="{kind}" style="--columns:{columns}">{"".join(drawn)}</div>'
 
 
 def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) -> str:

@@ -143,18 +143,11 @@ def heat_map(weights: Weights, stages: Sequence[tuple[int, Matrix]]) -> str:
     names, clusters = weights.clients, list(weights.clusters or ())
     # clients of a cluster are neighbours
     blocks = ((clusters.index(c), clusters.count(c)) for c in dict.fromkeys(clusters))
-    return heat.heat_map(
-        Heat(
-            names,
-            names,
-            stages,
-            weights.top,
-            f"{weights.title}: weights of {len(names)} clients for each other",
-            "{row} takes {value} from {column}",
-            masked=True,
-            frames="".join(f"M{start} {start}h{k}v{k}h{-k}z" for start, k in blocks),
-        )
-    )
+    frames = "".join(f"M{start} {start}h{k}v{k}h{-k}z" for start, k in blocks)
+    label = f"{weights.title}: weights of {len(names)} clients for each other"
+    texts = label, "{row} takes {value} from {column}"
+    matrix = Heat(names, names, stages, weights.top, *texts, masked=True, frames=frames)
+    return heat.heat_map(matrix)
 
 
 def at_stages(weights: Weights, iterations: Sequence[int]) -> str:

@@ -268,14 +268,8 @@ def choice_maps(all_choices: Sequence[Choices]) -> str:
     anchored = any(choices.anchors for choices in all_choices)
     outlined = " The classes of the expert's own anchor are outlined." * anchored
     about = ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
-    return (
-        about
-        + _staged_maps(all_choices, first)
-        + "".join(
-            folded(f"The same of {unseen(group)}", _staged_maps(all_choices, group))
-            for group in others
-        )
-    )
+    more = (folded(f"The same of {unseen(g)}", _staged_maps(all_choices, g)) for g in others)
+    return about + _staged_maps(all_choices, first) + "".join(more)
 
 
 def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:

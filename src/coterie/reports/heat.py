@@ -143,10 +143,8 @@ def _packed(matrix: Matrix, top: float) -> str:
 def scale(least: str, most: str) -> str:
     """Return the legend of a heat map's colours, with a text at each end."""
     steps = "".join(f'<i class="w{k}"></i>' for k in range(LEVELS + 1))
-    return (
-        f'<div class="scale"><span>{escape(least)}</span><span class="steps" '
-        f'aria-hidden="true">{steps}</span><span>{most}</span></div>'
-    )
+    shades = f'<span class="steps" aria-hidden="true">{steps}</span>'
+    return f'<div class="scale"><span>{escape(least)}</span>{shades}<span>{most}</span></div>'
 
 
 def slider(moments: Sequence[int], unit: str) -> str:

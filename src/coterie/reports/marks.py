@@ -131,10 +131,9 @@ def intervals(
     for k, (title, row) in enumerate(rows.items()):
         low, high = (min(max(v, scale.low), scale.high) for v in (row.low, row.high))
         y = _middle(k, step)
-        drawn[title] = (
-            f'<g>{_whisker(scale, low, high, y)}<circle cx="{scale.at(row.value)}" cy="{y}" '
-            f'r="4.5" fill="{row.colour}"/><title>{escape(row.name)}</title></g>'
-        )
+        dot = f'<circle cx="{scale.at(row.value)}" cy="{y}" r="4.5" fill="{row.colour}"/>'
+        whisker = _whisker(scale, low, high, y)
+        drawn[title] = f"<g>{whisker}{dot}<title>{escape(row.name)}</title></g>"
     return _beside_names(drawn, columns, height, step, unit)
 
 
@@ -181,10 +180,8 @@ def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
             f'text-anchor="middle">{escape(name)}</text>'
         )
         left += widths[name] + gap
-    label = (
-        f'<text class="label" transform="translate(11 {(TOP + height - BOTTOM) / 2}) '
-        f'rotate(-90)" text-anchor="middle">{escape(y)}</text>'
-    )
+    turned = f"translate(11 {(TOP + height - BOTTOM) / 2}) rotate(-90)"
+    label = f'<text class="label" transform="{turned}" text-anchor="middle">{escape(y)}</text>'
     return _fixed(width, height, y, f"{rules}{''.join(drawn)}{label}")
 
 
@@ -201,10 +198,8 @@ def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> s
 
 def _fixed(width: float, height: float, label: str, drawn: str) -> str:
     """Return a picture whose size does not follow the page's."""
-    return (
-        f'<figure class="fixed"><svg width="{width:.0f}" height="{height}" role="img" '
-        f'aria-label="{escape(label)}">{drawn}</svg></figure>'
-    )
+    size = f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(label)}"'
+    return f'<figure class="fixed"><svg {size}>{drawn}</svg></figure>'
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from html import escape as html_escape
 from importlib.resources import files
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from coterie.core.metrics import best
 from coterie.core.printing import printable
@@ -60,10 +59,8 @@ def table(
                 look = f' class="bar" style="--share:{100 * cell.share:.1f}%"'
             lines += f"<td{look}>{shown(cell.text)}</td>"
         lines += "</tr>"
-    return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
-        "</div>"
-    )
+    shown_rows = f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>"
+    return f'<div class="wide"><table>{shown_rows}</table></div>'
 
 
 def by_columns(columns: Mapping[str, Sequence[Cell | str]], best: int | None = None) -> str:
@@ -228,79 +225,44 @@ class Beside:
     """A figure that a table shows beside the metric."""
 
     name: str  # the heading of its column
-    of: Callable[[Row], float | None]  # the figure of a row; None if it is unknown
+    path: str  # of the figure in a row: a field, or one within `words` or `answers`
     digits: int  # behind the point
     lower_is_better: bool
-    about: str  # a description in a few words
-    sentence: str  # the description as the rest of a sentence that begins with the name
+    sentence: str  # a description as the rest of a sentence that begins with the name
+    about: str  # the same in a few words
+
+    def of(self, row: Row) -> float | None:
+        """Return the figure of a row; None if it is unknown."""
+        value: Any = row
+        for part in self.path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        return None if value is None else float(value)
 
     def known(self, rows: Sequence[Row]) -> bool:
         """Return whether any row has the figure."""
         return any(self.of(row) is not None for row in rows)
 
 
-def _of_answers(check: str, row: Row) -> float | None:
-    """Return the share of answers that pass a check; None without such a check."""
-    return (row.answers or {}).get(check)
-
-
-def _of_words(field: str, row: Row) -> float | None:
-    """Return a figure of a row's word scores; None without any."""
-    return None if row.words is None else float(getattr(row.words, field))
-
-
+_BETWEEN = "standard deviation of the {metric} over clients"
+_GAIN = "the share of clients that do better than their own Local run of the same seed"
+_WRONG = "the share of collaboration weights on the wrong side of a threshold in the end"
+_SAVED = (
+    "the share of keystrokes that need not be made if every word is taken as soon as it is among "
+    "the three suggestions"
+)
+_SHARES = (  # in percent: the digits, the name, the path, and the sentence
+    (0, "right facts", "answers.facts", "the share of a model's own answers with the right fact"),
+    (0, "right manner", "answers.manner", "the share in the client's manner"),
+    (0, "both right", "answers.all", "the share that is right in every respect"),
+    (1, "first word", "words.first", "the share of words that a keyboard's first suggestion is"),
+    (1, "first three", "words.first_three", "the share that is among its three suggestions"),
+    (1, "keystrokes saved", "words.keystrokes_saved", _SAVED),
+)
+_SPREAD = "the standard deviation of the score over clients"
 BESIDE = (
-    Beside(
-        "loss",
-        lambda row: row.loss,
-        3,
-        True,
-        "mean test loss in nats",
-        "is the mean test loss in nats",
-    ),
-    Beside(
-        "± between clients",
-        lambda row: row.between_clients,
-        2,
-        True,
-        "±: standard deviation of the {metric} over clients",
-        "the standard deviation of the score over clients",
-    ),
-    Beside(
-        "Imp.%",
-        lambda row: row.improved,
-        0,
-        False,
-        "Imp.%: clients that do better than alone",
-        "the share of clients that do better than their own Local run of the same seed",
-    ),
-    *(
-        Beside(name, partial(_of_answers, check), 0, False, f"{name}, %", sentence)
-        for name, check, sentence in (
-            ("right facts", "facts", "the share of a model's own answers with the right fact"),
-            ("right manner", "manner", "the share in the client's manner"),
-            ("both right", "all", "the share that is right in every respect"),
-        )
-    ),
-    *(
-        Beside(name, partial(_of_words, field), 1, False, f"{name}, %", sentence)
-        for name, field, sentence in (
-            ("first word", "first", "the share of words that a keyboard's first suggestion is"),
-            ("first three", "first_three", "the share that is among its three suggestions"),
-            (
-                "keystrokes saved",
-                "keystrokes_saved",
-                "the share of keystrokes that need not be made if every word is taken as soon as "
-                "it is among the three suggestions",
-            ),
-        )
-    ),
-    Beside(
-        "W error",
-        lambda row: row.weights_error,
-        2,
-        True,
-        "W error: wrong collaboration weights",
-        "the share of collaboration weights on the wrong side of a threshold in the end",
-    ),
+    Beside("loss", "loss", 3, True, "is the mean test loss in nats", "mean test loss in nats"),
+    Beside("± between clients", "between_clients", 2, True, _SPREAD, f"±: {_BETWEEN}"),
+    Beside("Imp.%", "improved", 0, False, _GAIN, "Imp.%: clients that do better than alone"),
+    *(Beside(name, at, n, False, says, f"{name}, %") for n, name, at, says in _SHARES),
+    Beside("W error", "weights_error", 2, True, _WRONG, "W error: wrong collaboration weights"),
 )

@@ -224,19 +224,9 @@ def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
 def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     what = prediction(rows[0].metric)
     once = f"; common expert, once: {size(rows[0].once_bytes)}" if rows[0].once_bytes else ""
-    shown = _plain(
-        f"cost per client: parameters trained, and active per {what}; work of a forward pass; "
-        f"seconds of all clients{once}",
-        (
-            "method",
-            "parameters",
-            "active",
-            f"MFLOPs /{what}",
-            "kB up /round",
-            "kB down /round",
-            "s",
-        ),
-    )
+    names = ("method", "parameters", "active", f"MFLOPs /{what}", "kB up /round", "kB down /round")
+    parts = f"parameters trained, and active per {what}; work of a forward pass"
+    shown = _plain(f"cost per client: {parts}; seconds of all clients{once}", (*names, "s"))
     for row in rows:
         kilobytes = (
             rounded(count / 1000, ",.0f")

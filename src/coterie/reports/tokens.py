@@ -110,10 +110,8 @@ def _selector(slots: Sequence[str], routing: Routing) -> str:
 def _legend(kinds: Sequence[Expert]) -> str:
     items = "".join(f'<li><span class="t {e.key}">{escape(e.name)}</span></li>' for e in kinds)
     steps = "".join(f'<i class="t" style="--k:{k}"></i>' for k in range(0, 101, 25))
-    return (
-        f'<ul class="legend">{items}<li>equal weights <span class="shades" '
-        f'aria-hidden="true">{steps}</span> one expert only</li></ul>'
-    )
+    shades = f'<span class="shades" aria-hidden="true">{steps}</span>'
+    return f'<ul class="legend">{items}<li>equal weights {shades} one expert only</li></ul>'
 
 
 def _choices(routing: Routing) -> str:
@@ -165,10 +163,8 @@ def _token(
         full.append(f"--{slot[0]}:{100 * lead(w):.0f}")
     permille = ";".join(",".join(f"{1000 * value:.0f}" for value in w) for w in weights)
     shown = piece.replace("\r\n", "\n").replace("\n", "↵\n")
-    return (
-        f'<span class="t {" ".join(top)}" style="{";".join(full)}" data-w="{permille}">'
-        f"{escape(shown)}</span>"
-    )
+    look = f'class="t {" ".join(top)}" style="{";".join(full)}" data-w="{permille}"'
+    return f"<span {look}>{escape(shown)}</span>"
 
 
 def lead(weights: Sequence[float]) -> float:
@@ -184,7 +180,5 @@ def _shares(block: Sequence[Sequence[float]], mixture: Sequence[Expert], slot: s
         f'<i style="flex:{share:.3f};background:{e.colour}"></i>' for e, share in shares if share
     )
     words = ", ".join(f"{e.name} {100 * share:.0f} %" for e, share in shares)
-    return (
-        f'<div class="share share-{slot}"><span class="mix" '
-        f'aria-hidden="true">{parts}</span><small>{escape(words)}</small></div>'
-    )
+    mix = f'<span class="mix" aria-hidden="true">{parts}</span>'
+    return f'<div class="share share-{slot}">{mix}<small>{escape(words)}</small></div>'

@@ -75,15 +75,11 @@ def write_tuning(folder: Path, tuning: Tuning, description: str) -> None:
     computed = parts.computed_with(tuning.machine, tuning.versions)
     about = f"seeds {', '.join(map(str, tuning.seeds))}{computed}"
     which = f"{str(tuning.metric).capitalize()}, averaged over clients; {direction(tuning.metric)}."
+    how = f"<p>{parts.escape(which)}</p><p>{parts.escape(tuning.effort)}</p>"
+    reading = "".join(f"<p class=note>{parts.escape(note)}</p>" for note in READING)
+    below = reading + parts.notes(tuning.notes)
     contents = [
-        parts.section(
-            "chosen",
-            "What was chosen",
-            f"<p>{parts.escape(which)}</p><p>{parts.escape(tuning.effort)}</p>",
-            _table(tuning),
-            "".join(f"<p class=note>{parts.escape(note)}</p>" for note in READING),
-            parts.notes(tuning.notes),
-        ),
+        parts.section("chosen", "What was chosen", how, _table(tuning), below),
         *(_picture(k, row, tuning.metric) for k, row in enumerate(tuning.rows) if row.tried),
     ]
     title = f"{tuning.recipe}: settings of {len(tuning.rows)} methods"

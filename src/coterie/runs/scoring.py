@@ -225,15 +225,9 @@ class Scorer:
             for group, of in state.evaluated.items()
         }
         test = next(iter(means.values()))
-        state.points.append(
-            Evaluation(
-                round=state.round,
-                iteration=state.iteration,
-                test=test,
-                clients=scores,
-                groups=means if state.groups else None,
-            )
-        )
+        done, at, groups = state.round, state.iteration, means if state.groups else None
+        point = Evaluation(round=done, iteration=at, test=test, clients=scores, groups=groups)
+        state.points.append(point)
         for i, score in scores.items():
             self.requests.write("curve", i, {"test": score.test})
         self.requests.reporter.point(state.round, test, CURVE_ROWS)

@@ -49,6 +49,8 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
     of_clients = {i: [r.clients[i].test for r in results if i in r.clients] for i in first.clients}
     costs = [c for r in results for c in (r.training or r.clients).values()]
     rounds = max(first.rounds, 1)
+    spread = {i: deviation(values) for i, values in of_clients.items()}
+    absentees = [None if (i := r.never_took_part) is None else len(i) for r in results]
     return Row(
         method=name,
         metric=first.metric,
@@ -71,9 +73,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         weights_error=_average([r.weights_error for r in results]),
         iterations=first.evaluations[-1].iteration if first.evaluations else None,
         clients={i: mean(values) for i, values in of_clients.items()},
-        clients_std={i: deviation(values) for i, values in of_clients.items()}
-        if len(results) > 1
-        else None,
+        clients_std=spread if len(results) > 1 else None,
         trainable_parameters=round(mean(c.trainable_parameters for c in costs)),
         active_parameters=_known([c.active_parameters for c in costs]),
         flops_per_token=round(mean(c.flops_per_token for c in costs)),
@@ -85,9 +85,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         wall_s=mean(r.wall_s for r in results),
         part_of=first.part_of,
         lost=_lost(results),
-        never_took_part=_known(
-            [None if r.never_took_part is None else len(r.never_took_part) for r in results]
-        ),
+        never_took_part=_known(absentees),
         privacy=first.privacy,
         drawn_of=first.drawn_of,
     )

@@ -15,16 +15,9 @@ Message = dict[str, Any]
 
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
-_ALIASES = {  # ShareGPT's names among them
-    "human": "user",
-    "gpt": ASSISTANT,
-    "chatgpt": ASSISTANT,
-    "bot": ASSISTANT,
-    "model": ASSISTANT,
-    "observation": "tool",
-    "function_call": ASSISTANT,
-    "function": "tool",
-}
+# ShareGPT's names among them
+_ALIASES = {"human": "user", "observation": "tool", "function": "tool"}
+_ALIASES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), ASSISTANT)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names for it; the first is ours
 _WEIGHTS = ("weight", "loss_weight", "loss_mask", "loss", "train", "training", "trainable")
 WEIGHT = _WEIGHTS[0]  # 0 in a message that is context alone; missing in all others

@@ -88,16 +88,14 @@ def federated(members: Sequence[Member]) -> Federation:
         raise Refused(f"none of {len(members)} clients trains", remedy)
     clusters = {m.client: m.cluster for m in training if m.cluster is not None}
     anchors = sorted((m for m in ordered if m.anchor is not None), key=lambda m: m.anchor or 0)
+    groups = dict.fromkeys(m.group for m in ordered if m.group)
     return Federation(
         {m.client: data[m.client] for m in training},
         f"{len(ordered)} clients on separate devices",
         clusters=clusters if len(clusters) == len(training) else None,
         anchors=tuple(m.client for m in anchors),
         labels={m.client: m.labels for m in ordered if m.labels is not None},
-        unseen={
-            g: {m.client: data[m.client] for m in ordered if m.group == g}
-            for g in dict.fromkeys(m.group for m in ordered if m.group)
-        },
+        unseen={g: {m.client: data[m.client] for m in ordered if m.group == g} for g in groups},
         open=True,
     )
 

@@ -151,16 +151,9 @@ def assembled(recipe: Recipe, problem: LearningProblem) -> Prepared:
     _check_privacy(recipe, method, problem, layouts[clients[0]])
     fewest = _fewest(recipe, federation)
     _check_secure(recipe, method, fewest)
-    site = Site(
-        problem.build,
-        layouts,
-        data,
-        training,
-        recipe.seed,
-        method.total_iterations,
-        outbound(recipe, clients),
-        (recipe.evaluate_rows, recipe.final_rows),
-    )
+    leaving, rows = outbound(recipe, clients), (recipe.evaluate_rows, recipe.final_rows)
+    iterations = method.total_iterations
+    site = Site(problem.build, layouts, data, training, recipe.seed, iterations, leaving, rows)
     prepared = Prepared(recipe, method, problem, site, clients)
     method.check(replace(prepared.blueprint, fewest=fewest), clients, training)
     return prepared
@@ -218,10 +211,8 @@ def _beyond_examples(recipe: Recipe, method: Method, model: Trainable) -> list[s
     """Return the problems of protecting single examples with a method and its model."""
     if not protects_examples(method):
         able = [name for name, entry in METHODS.items() if "by_examples" in vars(entry.method)]
-        problem = (
-            f"privacy.unit: {recipe.method['name']} shares values that gradients of single "
-            f"examples do not train"
-        )
+        why = "shares values that gradients of single examples do not train"
+        problem = f"privacy.unit: {recipe.method['name']} {why}"
         return [f"{problem}; possible with {', '.join(able)}"]
     if method.shared and isinstance(model, Classifier) and not model.separable:
         return [

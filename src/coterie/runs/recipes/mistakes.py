@@ -61,10 +61,8 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
     if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{where}: unknown key" + _suggest(location, recipe)
     if error["type"] == "union_tag_invalid":
-        return (
-            f"{where}.kind: unknown kind {error['ctx']['tag']!r}; choose one of "
-            f"{error['ctx']['expected_tags']}"
-        )
+        tag, others = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        return f"{where}.kind: unknown kind {tag!r}; choose one of {others}"
     if error["type"] == "union_tag_not_found":
         return f"{where}.kind: missing"
     if error["type"] == "missing":

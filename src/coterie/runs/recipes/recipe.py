@@ -27,7 +27,6 @@ from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
 from coterie.runs.recipes.sections import (
-    EvaluatedClients,
     LanguageSection,
     ModelSection,
     Participation,
@@ -77,7 +76,9 @@ class Recipe(BaseModel):
     # seconds, or 30m or 2h, in which `coterie run` ends on this machine: the run chooses rounds,
     # iterations and the fields that are auto by it; null: no bound
     time: float | None = Field(None, gt=0)
-    evaluate_clients: EvaluatedClients = None
+    # number of clients that are scored, and on this machine keep a personal model; drawn once from
+    # the seed, of each group of unseen clients if there are any; null: all
+    evaluate_clients: int | None = Field(None, ge=1)
     # whose scores and personal models a run ends with: last, those after the last round; best, of
     # each client those of the evaluation at which its own validation score was best, that before
     # the first round included

@@ -235,11 +235,7 @@ ModelSection = Annotated[
     | Annotated[ClassifierSection, Tag("classifier")]
     | Annotated[TextClassifierSection, Tag("text-classifier")],
     Discriminator(
-        lambda section: (
-            section.get("kind", "language")
-            if isinstance(section, dict)
-            else getattr(section, "kind", None)
-        ),
+        lambda s: s.get("kind", "language") if isinstance(s, dict) else getattr(s, "kind", None),
         custom_error_type="kind",
         custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
     ),
@@ -301,16 +297,6 @@ def _repeatable(seed: int, round: int) -> Callable[[Sequence[str], int], Sequenc
     """Return a function that draws some of several, reproducibly by seed and round."""
     random = np.random.default_rng(derive_seed(seed, "participation", round))
     return lambda clients, most: list(map(str, random.choice(clients, most, replace=False)))
-
-
-EvaluatedClients = Annotated[
-    int | None,
-    Field(
-        ge=1,
-        description="number of clients that are scored, and on this machine keep a personal model; "
-        "drawn once from the seed, of each group of unseen clients if there are any; null: all",
-    ),
-]
 
 
 def evaluated(

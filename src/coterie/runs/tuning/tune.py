@@ -65,14 +65,9 @@ class Plan:
         """Return the search for a method."""
         recipe = self.recipes[method]
         fields = fields_of(recipe, self.given)
-        return halving(
-            fields,
-            self.effort,
-            self.rounds,
-            own_values(recipe, fields),
-            partial(trials.surely, method) if ROUNDS not in self.given else None,
-            partial(trials.allowed, method),
-        )
+        surely = partial(trials.surely, method) if ROUNDS not in self.given else None
+        values, allowed = own_values(recipe, fields), partial(trials.allowed, method)
+        return halving(fields, self.effort, self.rounds, values, surely, allowed)
 
     def chosen(self, method: str, settings: Settings) -> Recipe:
         """Return the recipe of a method with other settings."""
