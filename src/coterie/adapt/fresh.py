@@ -64,26 +64,17 @@ def refit(
     iterations: int | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Refitted:
-    """Refit the personal model of somebody who trained to new text. The shared part is unchanged.
+    """Refit the personal model of somebody who trained in a finished run of language models to new
+    text, a file or folder in the format of `data.kind: folders`. The shared part is unchanged.
 
     At first the router alone descends on the new validation text, and the best iteration is that
     with the lowest perplexity of the training text, from which nothing has learned yet; models that
     are mixed get new weights. Then the client's own experts train on the training text by the local
-    iterations of the method, and the best iteration is that of the validation text. What is kept is
-    the best stage on validation text, if it is better than before on test text too.
-
-    Args:
-        run: The folder of a finished run of language models.
-        client: The id of a client with a model in it.
-        data: A file or folder of texts, in the format of `data.kind: folders`.
-        out: The folder of the refitted model: a new one, or the client's own, which is overwritten
-            then. Default: `fresh` in the client's own.
-        iterations: The most iterations of a stage; None: as many as a client of the run does.
-        say: Called with a line after every evaluation.
-
-    Raises:
-        Refused: There is no such model or text, all of the model is shared, or `out` exists.
-        SaveError: The model could not be written.
+    iterations of the method, at most `iterations` (None: as many as a client of the run does), and
+    the best iteration is that of the validation text. What is kept is the best stage on validation
+    text, if it is better than before on test text too, in `out`: a new folder, by default `fresh`
+    in the client's own, or that itself, which is overwritten then. Raises Refused: there is no such
+    model or text, all of the model is shared, or `out` exists; SaveError.
     """
     client, recipe = normal(client), resolve(run)
     source = personal.folder_of(run, client)

@@ -81,27 +81,17 @@ def adapt(
     *,
     training: Training | None = None,
 ) -> Adapted:
-    """Make a personal model for a new client, by the exchange with which the run itself scores
-    clients that it did not train with.
+    """Make a personal model for a new client from a run's newest checkpoint, by the exchange with
+    which the run itself scores clients that it did not train with.
 
-    The data are embedded on the client, and the gate's outputs are added up; the server sees only
-    this sum. In a run of language models the client then has the shared part alone, see
-    `personalisation.shared_part`, and can train from it on its own text.
-
-    Args:
-        run: The folder of a run, finished or not; its newest checkpoint is used.
-        data: A file or folder of images or texts, see `personal.samples.read`; for training, texts
-            in the format of `data.kind: folders`.
-        client: The id of the client; default: the name of `data`.
-        out: The new folder of the personal model, written whole or not at all; default: clients/ID
-            in the run's folder.
-        training: The settings of the training; None: no training.
-
-    Raises:
-        Refused: The run or a checkpoint is missing, its method does not support new clients, the
-            data are unsuitable, or the client exists already.
-        ClientError: The client's computation failed.
-        SaveError: The model could not be written.
+    `data`, a file or folder of images or texts (see `personal.samples.read`; for training, texts in
+    the format of `data.kind: folders`), are embedded on the client, and the gate's outputs are
+    added up; the server sees only this sum. In a run of language models the client then has the
+    shared part alone, see `personalisation.shared_part`, and can train from it on its own text. Its
+    id is by default the name of `data`; the model's new folder, written whole or not at all,
+    clients/ID in the run's. Raises Refused: the run or a checkpoint is missing, its method does not
+    support new clients, the data are unsuitable, or the client exists already; ClientError;
+    SaveError.
     """
     recipe = _recipe(run, training is not None)
     if client is None:

@@ -93,26 +93,17 @@ def train(
     say: Callable[[str], None],
     shared: tuple[str, Snapshot, float] | None = None,
 ) -> tuple[Snapshot, Personalised]:
-    """Train a client alone, by the local iterations of its method. Raises ModelError if nothing can
-    be trained.
+    """Train a client alone, which has loaded what it received, by the local iterations of its
+    method. Return the model to keep and the effect. Raises ModelError if nothing can be trained.
 
     If the client has specialists, the shared part is frozen, and specialists and router are trained
     from their initial values. Otherwise a copy of the shared part is trained. The best iteration is
     that with the lowest perplexity of the whole validation text, evaluated after every round's
     number of iterations; training ends after `PATIENCE` evaluations in a row without improvement.
-
-    Args:
-        client: A client of a language model, with what it received loaded.
-        method: The method of the run.
-        most: The most local iterations, over which the learning rate is scheduled.
-        say: Called with a line after every evaluation on validation text.
-        shared: The shared part, by the name of its method, that the predictions of the trained
-            model are mixed with, and the prior of their weights from validation text; None: the
-            client has loaded it.
-
-    Returns:
-        The model to keep (the shared part alone, unless the trained model, or the mixture with it,
-        is better), and the effect of the training.
+    The learning rate is scheduled over `most` iterations. With `shared`, a shared part by the name
+    of its method, the predictions of the trained model are mixed with its, with weights of a prior
+    from validation text. The shared part alone is kept unless the trained model, or that mixture,
+    is better.
     """
     before = shared_part(client, method)
     has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])

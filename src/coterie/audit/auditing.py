@@ -73,11 +73,8 @@ def audit(
 ) -> AuditResult:
     """Measure what the shared part of a run reveals, by its newest checkpoint, and write it to
     `audit.json` and `report.html` in the run's folder. `say` is called with each progress message.
-
-    Raises:
-        Refused: There is no run, or no checkpoint in it; it shares nothing; what it shares is no
-            model; or there is no such client.
-        SaveError: The result could not be written.
+    Raises Refused: there is no run, no checkpoint or no such client, it shares nothing, or no
+    model; SaveError.
     """
     require("coterie audit", "scipy")
     result = _Auditor(run, settings or Settings(), say).measured()

@@ -138,17 +138,13 @@ def lower_bound(
 
 
 def audited(scores: Values, planted: npt.NDArray[np.bool_], delta: float) -> EpsilonBound:
-    """Guess each coin by a score, and bound epsilon by how many guesses are right.
+    """Guess each coin, (m,), by a score, the higher, the likelier planted, and bound epsilon by how
+    many guesses are right; `delta` is that of the guarantee that is tested. Scores may depend on
+    the coins only through the observations.
 
     Half of the guesses are that the highest scores were planted, half that the lowest were not.
     Several shares of the coins are tried, each at its part of the error, so that the best of them
     may be reported.
-
-    Args:
-        scores: (m,) the higher, the likelier planted. They may depend on the coins only through the
-            observations.
-        planted: (m,) the coins.
-        delta: The delta of the guarantee that is tested.
     """
     coins, error = len(scores), (1 - LEVEL) / len(SHARES)
     order = np.argsort(-scores, kind="stable")

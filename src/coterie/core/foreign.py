@@ -87,11 +87,9 @@ def refusing(kind: type[CoterieError], what: str, remedy: str) -> Iterator[None]
 def json_of(text: str | bytes, finite: bool = True) -> Any:
     """Return the value of a JSON text, as str, or as bytes in UTF-8, or UTF-16 or UTF-32 with a
     mark. Without `finite`, NaN, infinite numbers and integers of more than 40 digits are allowed,
-    so that the caller can check the values and name the field.
-
-    Raises:
-        ValueError: It is not JSON, has a duplicate key, an endless number or half of a surrogate
-            pair, or is nested more than `DEEPEST` deep.
+    so that the caller can check the values and name the field. Raises ValueError: it is not JSON,
+    has a duplicate key, an endless number or half of a surrogate pair, or is nested more than
+    `DEEPEST` deep.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))

@@ -97,13 +97,9 @@ def metric_of(score: Tensor) -> Metric:
 
 
 def choices(counts: Sequence[Tensor], anchored: Sequence[Sequence[int]]) -> Choices:
-    """Return how many samples gates sent to each expert of a pool, over clients (DDOME, Table 5,
-    Fig. 7).
-
-    Args:
-        counts: (2, classes, M) for each client: samples of each class sent to each expert, and how
-            many of these it classified correctly.
-        anchored: The classes of each expert's anchor; empty without anchors.
+    """Return how many samples gates sent to each expert of a pool (DDOME, Table 5, Fig. 7), from
+    (2, classes, M) counts of each client: samples of each class sent to each expert, and those that
+    it classified correctly. `anchored` are the classes of each expert's anchor, if there are any.
     """
     given, right = (total.long() for total in torch.stack(list(counts)).sum(dim=0))
     gate = None

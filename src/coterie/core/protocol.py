@@ -156,11 +156,9 @@ class Ask:
         return self.task.__name__
 
     def check(self, client: ClientId, reply: Named) -> None:
-        """Refuse a reply that does not fit `reply_spec`.
-
-        Raises:
-            TensorError: A tensor is unexpected, missing or of the wrong shape, a value is not
-                finite, or an integer is out of range.
+        """Refuse a reply that does not fit `reply_spec`. Raises TensorError: a tensor is
+        unexpected, missing or of the wrong shape, a value is not finite, or an integer is out of
+        range.
         """
         spec = dict(self.reply_spec(self.to[client]))
         what = f"reply of client {client!r} to {self.name}"

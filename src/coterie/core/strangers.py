@@ -7,13 +7,9 @@ C = TypeVar("C")
 
 
 class Strangers(Generic[C]):
-    """The open connections of unknown callers. If there are too many, the oldest is closed: a
-    silent or slow caller keeps its place until others need it, and one that identifies itself at
-    once gets through, whatever others from its address do.
-
-    Args:
-        of_an_address: Most connections from one address.
-        close: Closes a connection.
+    """The open connections of unknown callers. If there are too many, or more of an address, the
+    oldest is closed: a silent or slow caller keeps its place until others need it, and one that
+    identifies itself at once gets through, whatever others from its address do.
     """
 
     def __init__(self, of_an_address: int, close: Callable[[C], object]) -> None:

@@ -133,17 +133,10 @@ def federate(
     description: str,
     make: MakeSplit = token_split,
 ) -> Federation:
-    """Return a federation of token streams.
-
-    Args:
-        arrays: (tokens,) ids by client and split name.
-        context: Window length C in tokens.
-        seed: Fixes the orders of all walks; every client's is its own.
-        description: The data in one line.
-        make: Returns a split, given its name, a client's arrays, C and the seed of its walk.
-
-    Raises:
-        DataError: All clients and splits that are shorter than one window.
+    """Return a federation of token streams, (tokens,) ids by client and split name, in windows of
+    length C. `seed` fixes the orders of all walks, of each client its own; `make` returns a split,
+    given its name, a client's arrays, C and the seed of its walk. Raises DataError with all clients
+    and splits that are shorter than one window.
     """
     clients: dict[ClientId, ClientData] = {}
     with Refusals() as refusals:

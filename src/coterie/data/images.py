@@ -48,15 +48,10 @@ class Images(Partitioner):
         """Return all images. Raises DataError if they are missing."""
 
     def load(self, cache: Path | None = None, order_seed: int = 0) -> Federation:
-        """Return the federation. Its clients are views of the same arrays.
-
-        Args:
-            cache: Folder of the cache; None: `store.default_cache`.
-            order_seed: Fixes the order in which images are drawn: the run's seed.
-
-        Raises:
-            DataError: The images are missing, damaged or invalid, or too few for the clients.
-            SaveError: The cache cannot be written.
+        """Return the federation, whose clients are views of the same arrays, decoded into a cache
+        (None: `store.default_cache`); `order_seed`, the run's seed, fixes the order in which images
+        are drawn. Raises DataError: they are missing, damaged, invalid, or too few for the clients;
+        SaveError.
         """
         return self.federated(lambda: self.images(cache or default_cache()), order_seed)
 

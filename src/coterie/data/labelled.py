@@ -59,18 +59,11 @@ class LabelledTexts(Partitioner, ABC):
     def load(
         self, tokenizer: Any, length: int, cache: Path | None = None, order_seed: int = 0
     ) -> Federation:
-        """Return the federation. Its clients are views of the same arrays.
-
-        Args:
-            tokenizer: A fast tokenizer of transformers; its special tokens surround every text.
-            length: Most tokens of a text, with special ones; a longer text is cut.
-            cache: Folder of the cache; None: `store.default_cache`.
-            order_seed: Fixes the order in which texts are drawn: the run's seed.
-
-        Raises:
-            DataError: The tokenizer cannot be used, or the texts are missing, damaged, blank or
-                invalid, or too few for the clients.
-            SaveError: The cache cannot be written.
+        """Return the federation, whose clients are views of the same arrays, encoded into a cache
+        (None: `store.default_cache`) by a fast tokenizer, in at most `length` tokens, special ones
+        included; `order_seed`, the run's seed, fixes the order in which texts are drawn. Raises
+        DataError: the tokenizer cannot be used, or the texts are missing, damaged, blank, invalid,
+        or too few for the clients; SaveError.
         """
         return self.federated(
             lambda: self._encoded(tokenizer, length, cache or default_cache()), order_seed

@@ -86,12 +86,9 @@ def cached(
 ) -> T:
     """Return an entry of the cache, written first if it is missing or damaged. Raises SaveError.
 
-    Args:
-        entry: Its folder.
-        kind: What the cache holds, for messages.
-        read: Returns the entry in a folder; None if it is missing or damaged.
-        build: Makes the content before anything is written, so that a refusal leaves nothing in the
-            cache; returns what writes it to an empty folder.
+    `read` returns the entry in a folder, None if it is missing or damaged; `build` makes the
+    content before anything is written, so that a refusal leaves nothing in the cache, and returns
+    what writes it to an empty folder; `kind` is what the cache holds, for messages.
     """
     if (content := read(entry)) is None:
         with writing(f"the {kind} cache {entry}", NO_SPACE):

@@ -85,15 +85,9 @@ def summarised(
     plain: Callable[[str], str],
     not_read: Mapping[ClientId, Mapping[str, int]],
 ) -> DataSummary:
-    """Return a summary of the texts of a federation.
-
-    Args:
-        federation: A federation of token streams.
-        texts: The documents from which it was made, by client and split.
-        end: The id of the token that ends documents.
-        content: Returns the part of a document that is compared.
-        plain: Returns the text of a document.
-        not_read: Numbers of files that are not read, by client and ending.
+    """Return a summary of a federation of token streams, and of the documents from which it was
+    made, by client and split; `end` is the id that ends documents, `content` returns the part of
+    one that is compared, `plain` its text, and `not_read` counts files by client and ending.
     """
     overlaps, nearly = Overlaps.of(texts, content), _nearly(texts, content)
     clients = {}

@@ -49,13 +49,9 @@ def backend_of(tokenizer: Any) -> Tokenizer:
 
 
 class TextEncoder:
-    """Encodes people's text for one base. Raises DataError for a slow tokenizer.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        control_tokens: Whether control tokens in people's text stay text, become tokens, or are
-            refused.
-        template: A chat template; the added tokens that it writes are control tokens, too.
+    """Encodes people's text for one base by a fast tokenizer of transformers. `control_tokens` in
+    the text stay text, become tokens, or are refused; the added tokens that a chat `template`
+    writes are such, too. Raises DataError for a slow tokenizer.
     """
 
     def __init__(

@@ -172,15 +172,9 @@ def seed_figures(
     spoken: Collection[str],
     fused: bool = False,
 ) -> list[SeedFigures]:
-    """Return the figures of each seed of a row.
-
-    Args:
-        shown: Returns the value of a run that the table shows.
-        results: The results of the row.
-        alone: The results of Local, with the same seeds in the same order; () if it was not run.
-        folders: The folders of the row's runs.
-        spoken: The names of figures that statements need beside the metric.
-        fused: As of a row of a table.
+    """Return the figures of each seed of a row: `shown` returns the value of a run that the table
+    shows, `alone` are Local's results with the same seeds (() if it was not run), `spoken` names
+    the figures that statements need beside the metric, and `fused` is as of a row of a table.
     """
 
     def of(result: Result, others: Sequence[Result], folder: Path, end: float) -> SeedFigures:

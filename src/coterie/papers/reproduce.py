@@ -37,10 +37,8 @@ _UNSEEN = "of clients never trained with, the model that each got without labels
 @isolated()
 def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     """Run a table or figure; finished runs in the folder are reused, and unfinished ones resumed.
-
-    Raises:
-        Refused: As `Job`, or a base or data cannot be used; nothing was started.
-        CoterieError: A run failed; the same call resumes it.
+    Raises Refused as `Job`, or if a base or data cannot be used, before anything starts;
+    CoterieError if a run failed, which the same call resumes.
     """
     reproduction, folder = job.reproduction, job.folder
     trial_runs, searched = search(job, reporter or Callback())

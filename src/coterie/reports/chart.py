@@ -119,18 +119,13 @@ def panels(
     ratios: bool = False,
     kinds: Mapping[str, str] | None = None,
 ) -> str:
-    """Return a panel for each title. If there are many, all but the first are folded away, and in a
-    narrow window all of them.
+    """Return a panel for each title of `charts`. If there are many, all but the first are folded
+    away, and in a narrow window all of them.
 
-    Args:
-        charts: The lines of each panel, by title.
-        x: The unit that the horizontal axis counts; it starts at 0.
-        y: The name of the vertical axis, with its unit.
-        limits: The range of the vertical axes; default: one for all panels of a kind, as needed.
-        broad: Whether panels are large.
-        ratios: Whether only ratios of the values, all positive, count: then a large range has a
-            logarithmic scale.
-        kinds: The kind of each title; only panels of one kind are compared. Default: one for all.
+    `x` is the unit that the horizontal axis counts from 0, `y` the vertical axis with its unit; its
+    `limits` are by default one range for all panels of a kind (`kinds` of titles, by default one),
+    as needed. If only `ratios` of the values, all positive, count, a large range has a logarithmic
+    scale.
     """
     kind = kinds or dict.fromkeys(charts, "")
     axes = {

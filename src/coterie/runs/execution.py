@@ -40,17 +40,10 @@ LATER = ("patience", "evaluate_rows", "final_rows")  # fields that older checkpo
 
 
 class Execution:
-    """One method on one federation, from the start or a checkpoint to its result.
-
-    Args:
-        prepared: The recipe with its base and data.
-        folder: The run's folder.
-        reporter: Called at the events of the run; default: none.
-        title: The name of the run for the reporter.
-        backend: Where the clients are; default: on this machine.
-        parts: Recipes and folders of rows that are one part of this method each, see `leave`.
-        score_texts: Scores the personal models in the run's folder by what they write.
-        until: A time, by `time.monotonic`, by which a round must end to be begun; None: none.
+    """One method on one federation, from the start or a checkpoint to its result, in a run's
+    folder, reported to `reporter` under a title. `parts` are recipes and folders of rows that are
+    one part of this method each, see `leave`; `score_texts` scores the personal models by what they
+    write; a round begins only if it would end before `until`, by `time.monotonic`.
     """
 
     def __init__(

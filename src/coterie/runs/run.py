@@ -106,24 +106,18 @@ def execute_all(
     score_texts: ScoreTexts | None = None,
     until: float | None = None,
 ) -> list[Result]:
-    """Run or resume every row in its folder; return the results of those that have one.
+    """Run or resume every row, a recipe and its folder; return the results of those that have one.
 
     All are prepared before the first one starts, so that mistakes are refused at once. Rows with
     the same base and data share them. Otherwise a later row reloads its own when it starts, so that
     memory never holds those of all rows.
 
-    Args:
-        rows: Recipes and the folders of their runs.
-        reporter: Called at the events of the runs.
-        titles: What the reporter calls each row; default: its method.
-        backend: Where the clients are; default: on this machine.
-        changed: Whether unfinished rows continue with changed base, data, clients or metrics.
-        within: The folder of all of them, which is locked; None: each row's own folder alone.
-        unfit: Called with folder and error of a row without a result, as its method refuses it or
-            it diverged. By default the error is raised.
-        ended: Called with the folder of each row that has ended.
-        score_texts: See `Execution`.
-        until: The time, by `time.monotonic`, at which all should have ended; None: none.
+    `titles` are what the reporter calls the rows, by default their methods. With `changed`,
+    unfinished rows continue with changed base, data, clients or metrics. `within`, the folder of
+    all, is locked; by default each row's own. `unfit` is called with folder and error of a row
+    without a result, as its method refuses it or it diverged; by default that is raised. `ended` is
+    called with the folder of each row that has ended; by `until`, of `time.monotonic`, all should
+    have.
     """
     backend = backend or LocalBackend()
     if not backend.devices:

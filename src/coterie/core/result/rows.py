@@ -174,13 +174,9 @@ def comparability(
     rows: Sequence[Row], own_method: str | None = None, titles: Mapping[str, str] | None = None
 ) -> list[str]:
     """Return sentences on what a reader of a table must know: bounds, lost replies, privacy, and
-    budgets that differ by more than 5 % in parameters or 10 % in work.
-
-    Args:
-        rows: The rows that `row` returns.
-        own_method: The method to compare budgets with; by default, or if it is missing, the first
-            row that trains.
-        titles: The methods' titles; default: their names.
+    budgets that differ by more than 5 % in parameters or 10 % in work from those of `own_method`,
+    or if it is missing, of the first row that trains. Methods are called by `titles`, or their
+    names.
     """
     called = {r.method: r.method for r in rows} | dict(titles or {})
     trained = [r for r in rows if r.trainable_parameters]

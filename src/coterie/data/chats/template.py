@@ -64,13 +64,9 @@ class TooLong(DataError):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, or another one in its place.
-
-    Args:
-        tokenizer: A fast tokenizer of transformers.
-        template: Jinja; None: the tokenizer's own. Without either, only prompts and completions of
-            plain text can be encoded.
-        control_tokens: How control tokens in messages are treated.
+    """A chat template: of a fast tokenizer of transformers, or another one (Jinja) in its place.
+    Without either, only prompts and completions of plain text can be encoded. `control_tokens` says
+    how control tokens in messages are treated.
     """
 
     def __init__(
@@ -135,16 +131,10 @@ class ChatTemplate:
         self, conversation: Conversation, loss: Loss = "answers", room: int | None = None
     ) -> list[Rendered]:
         """Return a conversation as token ids, or as several if the template rewrites earlier
-        messages.
-
-        Args:
-            conversation: The conversation.
-            loss: Which tokens are counted.
-            room: Most tokens of each: the oldest messages except a system's are left out; if the
-                last exchange alone is too long, its beginning is cut. None: no bound.
-
-        Raises:
-            DataError: It cannot be rendered, a part of it is omitted, or an answer has no end.
+        messages. `loss` says which tokens are counted, `room` how many tokens each may have: the
+        oldest messages except a system's are left out, and if the last exchange alone is too long,
+        its beginning is cut. Raises DataError: it cannot be rendered, a part of it is omitted, or
+        an answer has no end.
         """
         try:
             whole = self._whole(conversation, loss)

@@ -42,11 +42,8 @@ def check_metrics(folder: Path, position: int, digest: str | None) -> None:
 
 class MetricsFile:
     """`metrics.jsonl`, one JSON object per line, and TensorBoard events if that is installed.
-
-    Args:
-        folder: The run's folder.
-        position: Bytes of metrics.jsonl at the resumed checkpoint; the rest is cut off.
-        step: Local iterations done at that checkpoint; later TensorBoard events are marked void.
+    Behind `position`, its bytes at the resumed checkpoint, the file is cut off; events after
+    `step`, the local iterations done then, are marked void.
     """
 
     def __init__(self, folder: Path, position: int = 0, step: int = 0) -> None:

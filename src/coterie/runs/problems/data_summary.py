@@ -28,14 +28,10 @@ _SHOWN = 8  # clients whose texts are shown
 def summary_of(
     recipe: Recipe, examples: int = 0, files: bool = False, client: ClientId | None = None
 ) -> DataSummary:
-    """Load the texts of a language model's recipe as a run does, and return their summary. Raises
-    Refused for classifiers, or if a run would be refused.
-
-    Args:
-        recipe: Of a language model.
-        examples: Rows of training text to show for each of the first eight clients.
-        files: Whether to name the splits of each file or row.
-        client: The only client to show; None: all.
+    """Load the texts of a language model's recipe as a run does, and return their summary: of
+    `client` or all, with so many `examples` of training rows for each of the first eight, and, with
+    `files`, the splits of each file or row. Raises Refused for classifiers, or if a run would be
+    refused.
     """
     recipe, _ = resolved(recipe)
     if not isinstance(recipe.data, Section):

@@ -206,17 +206,11 @@ def halving(
 ) -> Search:
     """Choose by successive halving; then extend the grid if the best is at its edge.
 
-    The best has the lowest score among runs of all rounds; ties go to trials within the grid, then
-    to smaller values, field by field. A run of fewer rounds replaces it if `shorter` says so.
-
-    Args:
-        fields: What is searched; refined until there are as many candidates as asked for.
-        effort: The limits of the search.
-        rounds: Of the whole run, which bounds the number of rungs.
-        default: The candidate that is always among the first; default: none.
-        shorter: Whether the best run of fewer rounds is surely better than the best of all rounds:
-            when to stop is then part of the search. Default: it never is.
-        allowed: Whether a trial beyond the grid may be run.
+    The best has the lowest score among runs of all `rounds`, which bound the number of rungs; ties
+    go to trials within the grid, then to smaller values, field by field. Fields are refined until
+    there are as many candidates as asked for; `default` is always among the first. If `shorter`
+    says that the best run of fewer rounds is surely better, it replaces the best: when to stop is
+    then part of the search. `allowed` says whether a trial beyond the grid may be run.
     """
     judged: list[Judged] = []
     alive = thinned(densified(fields, effort.trials), effort.count(0), fields, default)
