@@ -76,10 +76,8 @@ class AgNews(Corpus):
                 files,
             )
         data = [fetch("fancyzhx/ag_news", None, name, OFFLINE) for name in ("train", "test")]
-        return Source(
-            [part._fingerprint for part in data],
-            lambda: self._read(*(part.to_list() for part in data)),
-        )
+        prints = [part._fingerprint for part in data]
+        return Source(prints, lambda: self._read(*(part.to_list() for part in data)))
 
     def _read(self, train: list[Row], test: list[Row]) -> Texts:
         fractions = (1 - self.valid_fraction, self.valid_fraction)

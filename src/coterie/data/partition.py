@@ -241,10 +241,10 @@ class Partitioner(PartitionSchemes):
             problem = "data.fraction and data.per_client: both fix how much a client has"
             refusals.add(problem, "Give one of them.")
         if self.replacement and self.partition != "quantity":
-            refusals.add(
-                f"data.replacement: {self.partition} divides {self.things} without replacement",
-                "Leave it out, or use data.partition=quantity.",
+            problem = (
+                f"data.replacement: {self.partition} divides {self.things} without replacement"
             )
+            refusals.add(problem, "Leave it out, or use data.partition=quantity.")
         if self.replacement and self.per_client is None:
             refusals.add(
                 "data.replacement: without data.per_client each client would have all examples "
@@ -265,10 +265,10 @@ class Partitioner(PartitionSchemes):
         if (
             self.partition == "quantity" or "random" in self.unseen
         ) and self.classes_per_client > self.classes:
-            refusals.add(
-                f"data.classes_per_client: {self.classes_per_client} of {self.classes} classes",
-                f"Use at most {self.classes}.",
+            problem = (
+                f"data.classes_per_client: {self.classes_per_client} of {self.classes} classes"
             )
+            refusals.add(problem, f"Use at most {self.classes}.")
 
     def _check_anchors(self, refusals: Refusals) -> None:
         if self.partition in ("permuted-clusters", "iid"):

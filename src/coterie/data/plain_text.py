@@ -194,10 +194,8 @@ def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
     if encoding := _detected(path, sample):
         problem = f"{path}:{number}: not UTF-8 text but {encoding}"
         return DataError(problem, f"Convert it: {_command(encoding, path)}.")
-    return DataError(
-        f"{path}:{number}: not UTF-8 text, and its encoding cannot be told for sure",
-        "Save it as UTF-8 in the program that it is from.",
-    )
+    problem = f"{path}:{number}: not UTF-8 text, and its encoding cannot be told for sure"
+    return DataError(problem, "Save it as UTF-8 in the program that it is from.")
 
 
 def _mostly_utf8(sample: bytes) -> bool:

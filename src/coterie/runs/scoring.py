@@ -34,10 +34,8 @@ class Scorer:
         """Score the personal models of all scored clients on their valid and test sets."""
         state, method = self.state, self.state.method
         self.requests.reporter.evaluating(state.round)
-        received = drive(
-            method.before_scores(self._to_score(state.round > 0 or not method.rounds)),
-            lambda ask, phase: self.requests.answer(ask, -1),
-        )
+        exchange = method.before_scores(self._to_score(state.round > 0 or not method.rounds))
+        received = drive(exchange, lambda ask, phase: self.requests.answer(ask, -1))
         task = method.score_and_keep if self.keeps_best else method.score
         spec = self._spec("valid", "test", "choices", "parts", "weights")
         replies = self.requests.ask(task, received, spec)
