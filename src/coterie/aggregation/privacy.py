@@ -31,15 +31,12 @@ class Adaptive(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    quantile: float = Field(
-        0.5, gt=0, lt=1, description="gamma, the share of updates that should not be clipped"
-    )
-    lr: float = Field(0.2, gt=0, description="eta_C, the step of the geometric update of C")
-    noise: float = Field(
-        gt=0,
-        description="sigma_b, the standard deviation of the noise on the number of updates "
-        "within C; the paper uses n / 20",
-    )
+    # gamma, the share of updates that should not be clipped
+    quantile: float = Field(0.5, gt=0, lt=1)
+    lr: float = Field(0.2, gt=0)  # eta_C, the step of the geometric update of C
+    # sigma_b, the standard deviation of the noise on the number of updates within C; the paper uses
+    # n / 20
+    noise: float = Field(gt=0)
 
 
 class Privacy(BaseModel):
@@ -47,41 +44,22 @@ class Privacy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    unit: Literal["client", "example"] = Field(
-        "client",
-        description="what is protected; client: all data of a client; example: each window or "
-        "image of a client, by DP-SGD on the client",
-    )
-    where: Literal["central", "local"] | None = Field(
-        None,
-        description="who clips and adds noise, for unit client: central: the server, which is "
-        "trusted; local: each client, before anything leaves it; for unit example: null, each "
-        "client in every step",
-        validate_default=True,
-    )
-    clip: float = Field(
-        gt=0,
-        description="C, the clipping norm of an update, or of an example's gradient, over all "
-        "shared tensors as one vector",
-    )
-    noise: float = Field(
-        ge=0,
-        description="z, the noise multiplier: the standard deviation of the noise is z C; 0: "
-        "none, and no privacy",
-    )
-    delta: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="delta of the guarantee; should be well below 1 / N; null: 1 / N^1.1 with "
-        "N clients (which says little for few clients), or with N examples of the largest "
-        "client",
-    )
-    adaptive: Adaptive | None = Field(
-        None,
-        description="adapt C to a quantile of the norms, starting from `clip`; null: C is "
-        "fixed; central only",
-    )
+    # what is protected; client: all data of a client; example: each window or image of a client, by
+    # DP-SGD on the client
+    unit: Literal["client", "example"] = "client"
+    # who clips and adds noise, for unit client: central: the server, which is trusted; local: each
+    # client, before anything leaves it; for unit example: null, each client in every step
+    where: Literal["central", "local"] | None = Field(None, validate_default=True)
+    # C, the clipping norm of an update, or of an example's gradient, over all shared tensors as one
+    # vector
+    clip: float = Field(gt=0)
+    # z, the noise multiplier: the standard deviation of the noise is z C; 0: none, and no privacy
+    noise: float = Field(ge=0)
+    # delta of the guarantee; should be well below 1 / N; null: 1 / N^1.1 with N clients (which says
+    # little for few clients), or with N examples of the largest client
+    delta: float | None = Field(None, gt=0, lt=1)
+    # adapt C to a quantile of the norms, starting from `clip`; null: C is fixed; central only
+    adaptive: Adaptive | None = None
 
     @field_validator("where")
     @classmethod

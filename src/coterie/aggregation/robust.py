@@ -326,16 +326,12 @@ class Attack(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    kind: Literal["sign-flip", "scaled", "noise", "nan"] = Field(
-        description="sign-flip: -scale u; scaled: scale u; noise: a random direction with the "
-        "norm of scale u; nan: NaN"
-    )
-    clients: Annotated[int, Field(ge=0)] | tuple[str, ...] = Field(
-        1, description="attackers: a number (the first ones by id), or a list of ids"
-    )
-    scale: float = Field(
-        10.0, gt=0, description="scale of the false update, relative to the true one"
-    )
+    # sign-flip: -scale u; scaled: scale u; noise: a random direction with the norm of scale u; nan:
+    # NaN
+    kind: Literal["sign-flip", "scaled", "noise", "nan"]
+    # attackers: a number (the first ones by id), or a list of ids
+    clients: Annotated[int, Field(ge=0)] | tuple[str, ...] = 1
+    scale: float = Field(10.0, gt=0)  # scale of the false update, relative to the true one
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
         """Return the attackers. Raises RecipeError: there are too few clients or an unknown id."""

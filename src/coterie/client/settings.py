@@ -17,26 +17,18 @@ class Scheduled(BaseModel, ABC):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    lr: float = Field(2e-3, gt=0, description="peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    schedule: Literal["cosine", "exponential", "constant"] = Field(
-        "constant", description="one cosine or exponential decay over the whole run, or constant"
-    )
-    final: float = Field(
-        0.1, ge=0, le=1, description="last learning rate of the schedule, as a share of the peak"
-    )
+    lr: float = Field(2e-3, gt=0)  # peak learning rate
+    weight_decay: float = Field(0.0, ge=0)  # decoupled weight decay
+    # one cosine or exponential decay over the whole run, or constant
+    schedule: Literal["cosine", "exponential", "constant"] = "constant"
+    # last learning rate of the schedule, as a share of the peak
+    final: float = Field(0.1, ge=0, le=1)
 
-    warmup_steps: int | None = Field(
-        None,
-        ge=1,
-        description="local iterations in which the learning rate rises linearly to lr; null: none",
-    )
-    max_grad_norm: float | None = Field(
-        None,
-        gt=0,
-        description="norm to which longer gradients are scaled, of generalists and of specialists "
-        "each by itself; null: none",
-    )
+    # local iterations in which the learning rate rises linearly to lr; null: none
+    warmup_steps: int | None = Field(None, ge=1)
+    # norm to which longer gradients are scaled, of generalists and of specialists each by itself;
+    # null: none
+    max_grad_norm: float | None = Field(None, gt=0)
 
     def lr_at(self, iteration: int, total: int) -> float:
         """Return the learning rate of the step after `iteration` of `total` local iterations."""
@@ -72,11 +64,9 @@ _Beta = Annotated[float, Field(ge=0, lt=1)]
 class AdamW(Scheduled):
     """AdamW (CoMiGS, Section B.1.2)."""
 
-    optimiser: Literal["adamw"] = Field("adamw", description="AdamW")
-    betas: tuple[_Beta, _Beta] = Field(
-        (0.9, 0.95), description="decay of the first and second moments"
-    )
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay")
+    optimiser: Literal["adamw"] = "adamw"  # AdamW
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)  # decay of the first and second moments
+    weight_decay: float = Field(0.01, ge=0)  # decoupled weight decay
 
     def _descend(
         self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
@@ -111,17 +101,10 @@ class SGD(Scheduled):
     0 it is the classical form, whose steps are 1 / (1 - beta) times as long.
     """
 
-    optimiser: Literal["sgd"] = Field(description="gradient descent")
-    momentum: float = Field(
-        0.0, ge=0, lt=1, description="beta of the moving average of gradients; 0: none"
-    )
-    dampening: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="tau, dampening of the gradients; null: the same as momentum; 0: "
-        "classical momentum",
-    )
+    optimiser: Literal["sgd"]  # gradient descent
+    momentum: float = Field(0.0, ge=0, lt=1)  # beta of the moving average of gradients; 0: none
+    # tau, dampening of the gradients; null: the same as momentum; 0: classical momentum
+    dampening: float | None = Field(None, ge=0, le=1)
 
     def _descend(
         self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
@@ -168,20 +151,15 @@ class Training(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    batch_size: int = Field(64, ge=1, description="sequences or images per optimiser step")
-    micro_batch: int | None = Field(
-        None, ge=1, description="rows per forward pass; gradients are accumulated to the same step"
-    )
-    experts: Optimiser = Field(
-        AdamW(schedule="cosine"),
-        description="lower level: LoRA experts and attention; of an image classifier: everything",
-    )
-    routers: Optimiser = Field(AdamW(), description="upper level: routers, and the gate of a pool")
-    stateless: bool = Field(
-        False,
-        description="clients keep nothing of the model between rounds, and optimisers start "
-        "anew; for many clients that rarely take part",
-    )
+    batch_size: int = Field(64, ge=1)  # sequences or images per optimiser step
+    # rows per forward pass; gradients are accumulated to the same step
+    micro_batch: int | None = Field(None, ge=1)
+    # lower level: LoRA experts and attention; of an image classifier: everything
+    experts: Optimiser = AdamW(schedule="cosine")
+    routers: Optimiser = AdamW()  # upper level: routers, and the gate of a pool
+    # clients keep nothing of the model between rounds, and optimisers start anew; for many clients
+    # that rarely take part
+    stateless: bool = False
 
     def optimiser(self, role: Role) -> Optimiser:
         return self.routers if role in UPPER else self.experts

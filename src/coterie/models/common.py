@@ -52,22 +52,13 @@ class Pretraining(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    epochs: int = Field(
-        20, ge=1, description="passes over the public examples, a tenth of which is held out"
-    )
-    lr: float = Field(0.05, gt=0, allow_inf_nan=False, description="the learning rate")
-    momentum: float = Field(0.9, ge=0, lt=1, description="beta")
-    batch_size: int = Field(64, ge=1, description="examples per step")
-    stop_at: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="stop once this share of the held-out examples is classified correctly; "
-        "null: train all epochs",
-    )
-    seed: int = Field(
-        0, ge=0, description="seed of the initial values, the held-out examples and the order"
-    )
+    epochs: int = Field(20, ge=1)  # passes over the public examples, a tenth of which is held out
+    lr: float = Field(0.05, gt=0, allow_inf_nan=False)  # the learning rate
+    momentum: float = Field(0.9, ge=0, lt=1)  # beta
+    batch_size: int = Field(64, ge=1)  # examples per step
+    # stop once this share of the held-out examples is classified correctly; null: train all epochs
+    stop_at: float | None = Field(None, gt=0, le=1)
+    seed: int = Field(0, ge=0)  # seed of the initial values, the held-out examples and the order
 
 
 class CommonExpert:
