@@ -21,10 +21,8 @@ def check_id(id: ClientId) -> None:
     if mistake := names.mistake(id):
         shown = repr(id) if len(id) <= _SHOWN else f"{id[:_SHOWN]!r}..."
         signs = " ".join(names.SIGNS.strip())
-        remedy = (
-            f"Rename it: letters and digits of any alphabet, single spaces, and {signs}; at most "
-            f"{names.LONGEST} characters."
-        )
+        valid = f"letters and digits of any alphabet, single spaces, and {signs}"
+        remedy = f"Rename it: {valid}; at most {names.LONGEST} characters."
         raise DataError(f"client id {shown} is not valid: {mistake}", remedy)
 
 

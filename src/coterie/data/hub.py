@@ -51,10 +51,8 @@ class Hub(ByClient):
         return f"{self.dataset}{f' ({self.subset})' if self.subset else ''} by {self.client_column}"
 
     def source(self) -> Source:
-        remedy = (
-            "Check data.dataset, data.subset and data.split; without a network, name a local "
-            "folder or file in data.dataset."
-        )
+        otherwise = "without a network, name a local folder or file in data.dataset"
+        remedy = f"Check data.dataset, data.subset and data.split; {otherwise}."
         where, notes = f"data set {self.dataset}", list[str]()
         if (paths := tables(self.dataset, self.subset, self.split, remedy)) is not None:
             return Source(

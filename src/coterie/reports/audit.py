@@ -128,10 +128,8 @@ def _members_found(who: str, data: str, auc: Estimate, shift: Estimate) -> str:
 def _words_suggested(words: WordsResult, others: Estimate) -> str:
     """Return how often other clients' models suggest rare words."""
     value, low, high = (f"{100 * end:.1f}" for end in (others.value, others.low, others.high))
-    sentence = (
-        f"Another client's model suggests {value} % ({low} to {high} %) of the {words.words} words "
-        "that only one client has and that the base does not suggest."
-    )
+    those = f"{words.words} words that only one client has and that the base does not suggest"
+    sentence = f"Another client's model suggests {value} % ({low} to {high} %) of the {those}."
     if (control := words.control) is None:
         return sentence
     return f"{sentence} Of words that nobody trained on it suggests {100 * control.value:.1f} %."

@@ -120,10 +120,8 @@ def _maps(all_weights: Sequence[Weights]) -> str:
         figures.append(captioned(w.title, error, drawn))
     figures += _truth(all_weights[0])
     slider = heat.slider(moments, "local iterations")
-    return (
-        f'<div class="staged">{slider}{scale(all_weights[0].top) if alike else ""}<div '
-        f'class="maps">{"".join(figures)}</div></div>'
-    )
+    legend = slider + (scale(all_weights[0].top) if alike else "")
+    return f'<div class="staged">{legend}<div class="maps">{"".join(figures)}</div></div>'
 
 
 def _truth(weights: Weights) -> list[str]:

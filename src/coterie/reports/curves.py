@@ -94,10 +94,8 @@ def _curves(results: Sequence[Result]) -> str:
         parts += folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels
     alone = ", without the base" if far else ""
     what = "windows" if prediction(metric) == "token" else "examples"
-    part = (
-        f"<p class=note>On {windows} {what} of each client's test set, to show progress; the "
-        f"tables use the whole test sets.</p>"
-    )
+    why = "to show progress; the tables use the whole test sets"
+    part = f"<p class=note>On {windows} {what} of each client's test set, {why}.</p>"
     return f"{samples}{part if windows else ''}{whole}<h3>Client by client{alone}</h3>{parts}"
 
 

@@ -281,10 +281,8 @@ def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
             detail, heat = "by anchor, its classes together", choices.confusion(group)
             figures.append(captioned(choices.title, detail, heat_map(heat)))
     moments = sorted({at for choices in all_choices for at, _ in choices.stages})
-    return (
-        f'<div class="staged">{slider(moments, "rounds")}{scale("0 % of the row", "100 %")}'
-        f'<div class="maps owned">{"".join(figures)}</div></div>'
-    )
+    legend = slider(moments, "rounds") + scale("0 % of the row", "100 %")
+    return f'<div class="staged">{legend}<div class="maps owned">{"".join(figures)}</div></div>'
 
 
 def gate_curves(all_choices: Sequence[Choices]) -> str:

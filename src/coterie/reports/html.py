@@ -122,10 +122,8 @@ def _parts(
     """Return the parts of sections by name; `results` are drawn, below `note`, the own one last."""
     own_first = {METHODS[r.method].title: r for r in [*results[-1:], *results[:-1]]}
     once = max((r.once_bytes or 0 for r in results), default=0)
-    in_addition = (
-        f"<p>In addition, the common expert is sent once to every client that embeds data with it: "
-        f"{size(once)}.</p>"
-    )
+    who = "every client that embeds data with it"
+    in_addition = f"<p>In addition, the common expert is sent once to {who}: {size(once)}.</p>"
     text = verdict(rows, own_method)
     pictures: Parts = {
         "training": (_curves(results),) if results else (),

@@ -60,10 +60,9 @@ def advice(recipe: Recipe, seconds: float, once: float = 0.0) -> str | None:
         return None
     method, share = recipe.build_method(), (SPARE * LONG_S - once) / (seconds - once)
     iterations = int(share * method.rounds * method.local_steps)
-    return (
-        f"about {seconds / 3600:.1f} hours: `--time 1h` chooses what ends in an hour, here about "
-        f"{iterations} iterations of a client in place of {method.rounds * method.local_steps}"
-    )
+    here = f"{iterations} iterations of a client in place of {method.rounds * method.local_steps}"
+    what = f"`--time 1h` chooses what ends in an hour, here about {here}"
+    return f"about {seconds / 3600:.1f} hours: {what}"
 
 
 def _in_time(
@@ -151,7 +150,6 @@ def _sentence(recipe: Recipe, limit: float, foreseen: float) -> str:
     scored = f"every {every} rounds" if every > 1 else "every round" if every else "at the end"
     end = f"{recipe.final_rows}" if recipe.final_rows else "everything"
     on = f" on {rows} rows of each set, at the end on {end}" if rows else " on everything"
-    return (
-        f"in {limit / 60:g} minutes: {method.rounds} rounds of {method.local_steps} iterations on "
-        f"{batch} rows{windows}, scored {scored}{on}; about {foreseen / 60:.1f} minutes"
-    )
+    each = f"{method.rounds} rounds of {method.local_steps} iterations on {batch} rows{windows}"
+    about = f"about {foreseen / 60:.1f} minutes"
+    return f"in {limit / 60:g} minutes: {each}, scored {scored}{on}; {about}"

@@ -160,14 +160,10 @@ def _models(row: Row) -> str:
     if row.groups:
         return "Clients that took no part in training, with the model that the server gives them."
     if row.kept_rounds:
-        return (
-            "Each client's best round by its own validation data (keep: best), the untrained "
-            "start included."
-        )
-    return (
-        "After the last round (keep: last): each client's model right after its last local "
-        "iteration; synced: after one more synchronisation."
-    )
+        best = "Each client's best round by its own validation data (keep: best)"
+        return f"{best}, the untrained start included."
+    model = "each client's model right after its last local iteration"
+    return f"After the last round (keep: last): {model}; synced: after one more synchronisation."
 
 
 def comparability(
@@ -195,10 +191,8 @@ def comparability(
     for r in rows:
         if r.part_of:
             whole = called.get(r.part_of, r.part_of)
-            text = (
-                f"trained as a part of {whole}, once, which costs what its parts cost together; "
-                f"their seconds are equal shares."
-            )
+            once = f"trained as a part of {whole}, once, which costs what its parts cost together"
+            text = f"{once}; their seconds are equal shares."
             spent.setdefault(text, []).append(called[r.method])
         if r.privacy:
             spent.setdefault(protected(r.privacy), []).append(called[r.method])
@@ -232,27 +226,21 @@ def lost(counts: Mapping[str, int]) -> str:
         f" and {len(counts) - NAMED} other clients" if len(counts) > NAMED else ""
     )
     replies = "1 reply was" if total == 1 else f"{total:,} replies were"
-    return (
-        f"{replies} lost, rejected as invalid or missing ({named}). See the lines of kind lost "
-        "in metrics.jsonl."
-    )
+    how = f"{replies} lost, rejected as invalid or missing ({named})"
+    return f"{how}. See the lines of kind lost in metrics.jsonl."
 
 
 def drawn(scored: int, of: int) -> str:
     """Return a sentence on scoring only some clients."""
-    return (
-        f"Scores and personal models are of {scored:,} of {of:,} clients, drawn once from the "
-        "seed; costs are of all that train."
-    )
+    who = f"{scored:,} of {of:,} clients, drawn once from the seed"
+    return f"Scores and personal models are of {who}; costs are of all that train."
 
 
 def absent(clients: int) -> str:
     """Return a sentence on clients that took part in no round."""
     who = "1 client" if clients == 1 else f"{clients:,} clients"
-    return (
-        f"{who} never took part in a round; a score of theirs is that of the model that the server "
-        "would give them."
-    )
+    score = "a score of theirs is that of the model that the server would give them"
+    return f"{who} never took part in a round; {score}."
 
 
 def protected(privacy: PrivacySpent) -> str:

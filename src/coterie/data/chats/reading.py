@@ -69,10 +69,8 @@ def read_conversations(
     that names file and row of those without one.
     """
     conversations = list[Conversation]()
-    remedy = (
-        f"Every row must have {column or _FORMS}; a message has a role "
-        f"({', '.join(ROLES)}) and its content."
-    )
+    message = f"a message has a role ({', '.join(ROLES)}) and its content"
+    remedy = f"Every row must have {column or _FORMS}; {message}."
     with Refusals(SHOWN) as refusals:
         for where, row in rows:
             try:

@@ -266,10 +266,9 @@ class Recipe(BaseModel):
     def limit(self) -> str:
         """A sentence on when the run ends before its last round; empty if it cannot."""
         wait, rounds = (self.patience or 0) * self.evaluate_every, self.build_method().rounds
-        sentence = (
-            f"at most {rounds} rounds: training ends when no validation score has become better "
-            f"for {wait} round{'s' * (wait > 1)}; times are estimated for all {rounds}"
-        )
+        span = f"{wait} round{'s' * (wait > 1)}"
+        ends = f"training ends when no validation score has become better for {span}"
+        sentence = f"at most {rounds} rounds: {ends}; times are estimated for all {rounds}"
         return sentence if 0 < wait < rounds else ""
 
     def trains(self, row: "Recipe") -> bool:
