@@ -156,11 +156,10 @@ class View:
 
 
 def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> Values:
-    """Return (N,) log p(x | after) - log p(x | before), summed over the pairs of a view.
-
-    That is the likelihood ratio by which RMIA ranks (Zarifzadeh, Liu and Shokri, ICML 2024) with
-    the model before as its reference: for one set of other texts z the share of them that x
-    dominates grows with it, so that both have the same ROC curve but for ties.
+    """Return (N,) log p(x | after) - log p(x | before), summed over the pairs of a view. That is
+    the likelihood ratio by which RMIA ranks (Zarifzadeh, Liu and Shokri, ICML 2024) with the model
+    before as its reference: for one set of other texts z the share of them that x dominates grows
+    with it, so that both have the same ROC curve but for ties.
     """
     initial = model.client.read(GENERALIST)
     total: Values | float = 0.0

@@ -47,10 +47,9 @@ def normal(name: str) -> str:
 
 
 def mistake(name: str) -> str:
-    """Return why a name is invalid, in a few words; "" if it is valid.
-
-    A name has at most `LONGEST` letters, marks and digits of any alphabet, `SIGNS`, and single
-    spaces between them; it begins with a letter, a digit, `-` or `_`, and is in normal form C.
+    """Return why a name is invalid, in a few words; "" if it is valid. A name has at most `LONGEST`
+    letters, marks and digits of any alphabet, `SIGNS`, and single spaces between them; it begins
+    with a letter, a digit, `-` or `_`, and is in normal form C.
     """
     return next(_mistakes(name), "")
 
@@ -133,10 +132,9 @@ def alike(names: Iterable[str]) -> list[tuple[str, str]]:
 
 def encoded(name: str) -> str:
     """Return the name of a file for a client's name: ASCII, never hidden, no path, no device of
-    Windows. Raises ValueError for an empty one.
-
-    Different names have different files: a name that is cut, beyond `LONGEST_FILE` bytes, ends in a
-    digest. Plain ASCII names are kept, except those with a meaning to Windows or a shell.
+    Windows. Raises ValueError for an empty one. Different names have different files: a name that
+    is cut, beyond `LONGEST_FILE` bytes, ends in a digest. Plain ASCII names are kept, except those
+    with a meaning to Windows or a shell.
     """
     if not name:
         raise ValueError("an empty name cannot name a file")

@@ -40,9 +40,8 @@ def kind_of(section: BaseModel) -> str:
 
 def _validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
     """Return the section of a mapping, of the class that `kind` names: shipped, installed or the
-    user's.
-
-    Raises ValueError if there is no such class, pydantic.ValidationError if a field is wrong.
+    user's. Raises ValueError if there is no such class, pydantic.ValidationError if a field is
+    wrong.
     """
     if isinstance(value, BASES) and "kind" not in type(value).model_fields:
         return value

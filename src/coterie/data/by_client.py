@@ -65,7 +65,6 @@ class ByClient(ChatFields):
 
     def by_client(self, rows: Iterable[Row], where: str, notes: list[str]) -> Texts:
         """Return the documents of each client in splits, from rows that have a client and text.
-
         `notes` get a sentence for each kind of omitted row. Raises DataError for missing columns
         and invalid values.
         """

@@ -104,9 +104,7 @@ class AgNews(Corpus):
 
 def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
     """Return as many disjoint uniform mixtures as there are categories, cut to the smallest
-    category.
-
-    Categories take turns, so that a mixture cut by a token bound stays uniform.
+    category. Categories take turns, so that a mixture cut by a token bound stays uniform.
     """
     count = len(categories)
     share = min(map(len, categories)) // count

@@ -159,7 +159,6 @@ class ExampleSplit(Split):
 
     def embedded(self, embeddings: Tensor) -> Self:
         """Return the same examples with (windows, e) float32 embeddings, in the order of `scoring`.
-
         Raises DataError if they are not one finite vector for each example.
         """
         if embeddings.ndim != 2 or len(embeddings) != self.windows:

@@ -124,10 +124,9 @@ def tables(
     streaming: bool = False,
 ) -> list[Path] | None:
     """Return the files of a split of CSV, TSV or JSON, for the exact `coterie.data.rows`:
-    `datasets` would guess types and merge columns. Files on the Hub are downloaded first.
-
-    None for streamed JSON, which `datasets` reads without guessing, for other formats, and if the
-    authors specify how the data are read. Raises DataError with `remedy`.
+    `datasets` would guess types and merge columns. Files on the Hub are downloaded first. None for
+    streamed JSON, which `datasets` reads without guessing, for other formats, and if the authors
+    specify how the data are read. Raises DataError with `remedy`.
     """
     require(f"data set {dataset}", "hub")
     path = local(dataset, remedy)

@@ -58,9 +58,8 @@ STDLIB_TOPICS: Mapping[str, Sequence[str]] = yaml_of(
 
 
 def seen_in_pretraining(corpus: str, key: str) -> bool:
-    """Whether an embedded base may have been pretrained on the document `key` of `corpus`.
-
-    For the corpus "multilingual" the key is the text, for "topics/<topic>" the document id.
+    """Whether an embedded base may have been pretrained on the document `key` of `corpus`. For the
+    corpus "multilingual" the key is the text, for "topics/<topic>" the document id.
     """
     if corpus == "topics/code" and any(
         fnmatch(key, pattern) for topic in STDLIB_TOPICS.values() for pattern in topic

@@ -71,11 +71,10 @@ class Partitioner(PartitionSchemes):
         return () if self.partition == "permuted-clusters" else self.class_names
 
     def federated(self, read: Callable[[], Labelled], order_seed: int) -> Federation:
-        """Return the federation. Its clients are views of the same arrays.
-
-        `read`, called once the fields are checked, returns the examples; `order_seed`, the run's
-        seed, fixes the order in which they are drawn. Raises DataError for invalid fields or
-        labels, or too few examples for the clients.
+        """Return the federation. Its clients are views of the same arrays. `read`, called once the
+        fields are checked, returns the examples; `order_seed`, the run's seed, fixes the order in
+        which they are drawn. Raises DataError for invalid fields or labels, or too few examples for
+        the clients.
         """
         self._check()
         held = read()

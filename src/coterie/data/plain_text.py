@@ -48,9 +48,8 @@ class _Bounded(gzip.GzipFile):
 
 
 def decompressed(path: Path) -> bytes:
-    """Return the content of a gzip file.
-
-    Raises DataError if it expands too much; OSError, EOFError or zlib.error if it cannot be read.
+    """Return the content of a gzip file. Raises DataError if it expands too much; OSError, EOFError
+    or zlib.error if it cannot be read.
     """
     with _Bounded(path) as file:
         return b"".join(iter(lambda: file.read1(1 << 20), b""))

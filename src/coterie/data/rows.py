@@ -89,7 +89,6 @@ _JSON = json.JSONDecoder(
 
 def json_lines(path: Path, columns: Mapping[str, type] | None = None) -> Iterator[Row]:
     """Yield the objects of a JSON-lines file, each with its file and line; blank lines are skipped.
-
     `columns` maps the columns to return to their types; None: all. Raises DataError as
     `plain_text.read_text`, for lines that are not JSON objects, and for missing or mistyped
     columns; no row after the first mistake is yielded.

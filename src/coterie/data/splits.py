@@ -87,11 +87,9 @@ class Split(ABC):
         return self.take(self.numbers(start, size))
 
     def numbers(self, start: int, size: int) -> Numbers:
-        """Return the numbers of rows start..start+size-1 of the walk, (size,).
-
-        Row i belongs to epoch `i // windows`, whose permutation is seeded by `derive_seed(seed,
-        "order", name, epoch)`. So a cursor is the only state, and the order does not depend on the
-        batch size.
+        """Return the numbers of rows start..start+size-1 of the walk, (size,). Row i belongs to
+        epoch `i // windows`, whose permutation is seeded by `derive_seed(seed, "order", name,
+        epoch)`. So a cursor is the only state, and the order does not depend on the batch size.
         """
         numbers, windows = np.arange(start, start + size), self.windows
         chosen = np.empty(size, dtype=np.int64)

@@ -119,10 +119,8 @@ def split_clients(
     fixed: Mapping[Digest, int] = MappingProxyType({}),
 ) -> dict[ClientId, Splits]:
     """Split the texts of each client as `split` does, with equal documents in the same split for
-    all.
-
-    With `near`, nearly equal documents (see `similar`) stay together, too; `fixed` gives the splits
-    of documents of other clients.
+    all. With `near`, nearly equal documents (see `similar`) stay together, too; `fixed` gives the
+    splits of documents of other clients.
     """
     documents = {id: list(of_client) for id, of_client in clients.items()}
     groups = _nearly_equal(documents.values()) if near else {}
@@ -285,10 +283,8 @@ _POWERS = np.array([31**k for k in range(SHINGLE)], dtype=np.uint64)
 
 def similar(texts: Sequence[str]) -> list[int]:
     """Return, for each text, the number of the first text that is nearly equal, directly or through
-    others, or its own.
-
-    A text is compared only with the first one that shares a band, so that the time is linear in the
-    number of texts; a few pairs are missed.
+    others, or its own. A text is compared only with the first one that shares a band, so that the
+    time is linear in the number of texts; a few pairs are missed.
     """
     parents = list(range(len(texts)))
     # the smallest hash of a text's shingles by each of 64 functions

@@ -85,7 +85,6 @@ def cached(
     build: Callable[[], Callable[[Path], None]],
 ) -> T:
     """Return an entry of the cache, written first if it is missing or damaged. Raises SaveError.
-
     `read` returns the entry in a folder, None if it is missing or damaged; `build` makes the
     content before anything is written, so that a refusal leaves nothing in the cache, and returns
     what writes it to an empty folder; `kind` is what the cache holds, for messages.

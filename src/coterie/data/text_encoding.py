@@ -134,10 +134,8 @@ class TextEncoder:
 
     def shield(self, value: Any, spoken: bool = False) -> Any:
         """Return a message, or a part of one (text, lists and mappings), with control tokens made
-        inert.
-
-        If a model has `spoken` it, only special tokens become text: thoughts and calls may be added
-        tokens.
+        inert. If a model has `spoken` it, only special tokens become text: thoughts and calls may
+        be added tokens.
         """
         if isinstance(value, str):
             pattern = self._special if spoken else self._pattern

@@ -26,10 +26,9 @@ AGAIN = 5  # fifths for which an improvement is thought to go on: the run once m
 
 @dataclass(frozen=True)
 class Condition:
-    """Figures of which a statement says that their mean lies within bounds.
-
-    A figure is of one seed, and of two rows it is the difference of that seed's runs, which see the
-    same texts: what a seed does to both cancels.
+    """Figures of which a statement says that their mean lies within bounds. A figure is of one
+    seed, and of two rows it is the difference of that seed's runs, which see the same texts: what a
+    seed does to both cancels.
     """
 
     name: str  # what the figures are, in words

@@ -48,9 +48,8 @@ class _Time(ProgressColumn):
 
 class Terminal(Callback, AbstractContextManager["Terminal"]):
     """A live display, or plain lines, of rounds, clients, loss, predictions per second (see
-    `Throughput`) and time left (see `RoundTimer`). `rows` is the number of methods that will run.
-
-    A plain line appears after each round, but at most one every `EVERY` seconds; after `SILENCE`
+    `Throughput`) and time left (see `RoundTimer`). `rows` is the number of methods that will run. A
+    plain line appears after each round, but at most one every `EVERY` seconds; after `SILENCE`
     seconds without a line, another one states the progress.
     """
 

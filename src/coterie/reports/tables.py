@@ -83,10 +83,9 @@ def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) ->
 
 def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> list[Table]:
     """Return tables for a terminal of `width` characters: the test metric by method and client, the
-    figures beside it, and the cost of each method.
-
-    With more than eight clients, or more than fit, only the best and the worst are shown. The
-    scores come last, as the end of the output stays visible; the best of each column is bold.
+    figures beside it, and the cost of each method. With more than eight clients, or more than fit,
+    only the best and the worst are shown. The scores come last, as the end of the output stays
+    visible; the best of each column is bold.
     """
     scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
     return [_costs(rows, titles), _beside(rows, titles), scores]

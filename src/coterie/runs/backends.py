@@ -140,9 +140,8 @@ def computing_threads(prepared: Prepared) -> int:
 
 
 def choose_threads(prepared: Prepared) -> int:
-    """Return the best number of threads for a run on this machine, see `threads.choose`.
-
-    It is measured only if it is open: not for models so small that one thread is best, nor if
+    """Return the best number of threads for a run on this machine, see `threads.choose`. It is
+    measured only if it is open: not for models so small that one thread is best, nor if
     OMP_NUM_THREADS is set. Clients that compute at once share the cores.
     """
     problem, most = prepared.problem, torch.get_num_threads()
@@ -163,11 +162,10 @@ def choose_threads(prepared: Prepared) -> int:
 
 
 def clients_at_once(prepared: Prepared) -> int:
-    """Return how many clients of a round should compute at once, with a thread each or more.
-
-    One, if the model is not on a CPU, or random while it trains (see `AtOnce`), if clients are
-    stacked, or if steps are so short that Python, which runs one thread at a time, takes most of
-    them. Each but the first may need as much memory as this process has needed until now.
+    """Return how many clients of a round should compute at once, with a thread each or more. One,
+    if the model is not on a CPU, or random while it trains (see `AtOnce`), if clients are stacked,
+    or if steps are so short that Python, which runs one thread at a time, takes most of them. Each
+    but the first may need as much memory as this process has needed until now.
     """
     problem, recipe = prepared.problem, prepared.recipe
     several = min(torch.get_num_threads(), len(recipe.active(problem.federation, 0)))
@@ -197,9 +195,8 @@ class SharedData:
 
 
 class CommonThreads:
-    """The number of threads for all rows of a command, so that they do not differ by rounding.
-
-    A row that has begun keeps its number, because sums of floating-point numbers depend on it: with
+    """The number of threads for all rows of a command, so that they do not differ by rounding. A
+    row that has begun keeps its number, because sums of floating-point numbers depend on it: with
     another one it would not end bit-equal to an uninterrupted run. New rows take the number of a
     begun one; otherwise it is chosen for the first row that needs one, see `choose_threads`.
     """

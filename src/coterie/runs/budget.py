@@ -38,9 +38,8 @@ def planned(
     recipe: Recipe, folder: Path | None = None, *, devices: bool = False
 ) -> tuple[Recipe, list[str]]:
     """Return a recipe with a value for each `auto` field, of a recipe with `time` so that it ends
-    in that time on this machine, and sentences on what was chosen. Raises Refused.
-
-    A run resumed in `folder` keeps its earlier choices.
+    in that time on this machine, and sentences on what was chosen. Raises Refused. A run resumed in
+    `folder` keeps its earlier choices.
     """
     begun = time.monotonic()
     recipe, precision = (recipe, "") if devices else with_dtype(recipe, folder)

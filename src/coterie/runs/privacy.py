@@ -116,11 +116,10 @@ class PrivacySpending:
     def _noise(
         self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]
     ) -> tuple[Source, bool]:
-        """Return random numbers for the server's noise, and whether this result is new.
-
-        On devices they depend on all that the noise is added to: the same result always gets the
-        same noise, however often a server goes back to a checkpoint, and any other result gets
-        other noise, also one of another C or z, as the same noise in two sizes would reveal it.
+        """Return random numbers for the server's noise, and whether this result is new. On devices
+        they depend on all that the noise is added to: the same result always gets the same noise,
+        however often a server goes back to a checkpoint, and any other result gets other noise,
+        also one of another C or z, as the same noise in two sizes would reveal it.
         """
         state = self.state
         if self.secret is None:

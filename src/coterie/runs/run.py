@@ -273,10 +273,9 @@ def compare(
     searched: Path | None = None,
     score_texts: ScoreTexts | None = None,
 ) -> Comparison:
-    """Compare methods, see `coterie.compare`.
-
-    `chosen` has the recipes of tuned methods, `effort` a sentence about the cost. Runs of the
-    comparison that are in `searched`, the folder of the search, are not repeated.
+    """Compare methods, see `coterie.compare`. `chosen` has the recipes of tuned methods, `effort` a
+    sentence about the cost. Runs of the comparison that are in `searched`, the folder of the
+    search, are not repeated.
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")

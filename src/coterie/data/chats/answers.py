@@ -52,9 +52,8 @@ def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> 
 
 
 def tokens(texts: TextEncoder, text: str, starts: Sequence[int] = ()) -> tuple[Ids, Ids]:
-    """Return the ids of marked text, (T,), and the first and end character of each, (T, 2).
-
-    Prompt and answer are encoded separately if a token would straddle one of `starts`: a model that
+    """Return the ids of marked text, (T,), and the first and end character of each, (T, 2). Prompt
+    and answer are encoded separately if a token would straddle one of `starts`: a model that
     answers a prompt sees the ids of the prompt alone.
     """
     ids, offsets = texts.encode_marked(text)

@@ -53,10 +53,8 @@ class Encoder:
         self, documents: Sequence[str], name: str, context: int, limit: int | None = None
     ) -> dict[str, Tokens]:
         """Return one split of a client as arrays, see `ChatSplit`, and notes. Raises DataError for
-        conversations that cannot be rendered or have no answer.
-
-        A conversation has at most C + 1 tokens. The first one that exceeds `limit` tokens in total
-        and all later ones are left out.
+        conversations that cannot be rendered or have no answer. A conversation has at most C + 1
+        tokens. The first one that exceeds `limit` tokens in total and all later ones are left out.
         """
         rendered, unanswered = list[Rendered](), list[str]()
         tokens = 0

@@ -107,10 +107,9 @@ class Renders:
         return starts + [known[i][0] for i in numbers if i in known]
 
     def _by_windows(self, prompt: bool) -> dict[int, Span]:
-        """Return the spans that messages after the first window add to the text before them.
-
-        Each message is rendered after a few predecessors only, as rendering all of them takes
-        quadratic time, and its text is then located in that of all messages.
+        """Return the spans that messages after the first window add to the text before them. Each
+        message is rendered after a few predecessors only, as rendering all of them takes quadratic
+        time, and its text is then located in that of all messages.
         """
         if prompt not in self._known:
             spans = self._known.setdefault(prompt, {})

@@ -143,10 +143,9 @@ class ChatSplit(Split):
 
 
 def packed(lengths: Numbers, room: int) -> list[list[int]]:
-    """Return the conversations of each row: longest first, each where the least room is left.
-
-    Best fit decreasing needs at most 11/9 of the fewest rows (Johnson, 1974), and gives the same
-    rows on every machine. No length may exceed `room`.
+    """Return the conversations of each row: longest first, each where the least room is left. Best
+    fit decreasing needs at most 11/9 of the fewest rows (Johnson, 1974), and gives the same rows on
+    every machine. No length may exceed `room`.
     """
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # room and number of each row that has any, in rising order

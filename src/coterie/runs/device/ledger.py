@@ -98,9 +98,8 @@ S = TypeVar("S", bound=Spent)
 
 @dataclass(frozen=True)
 class LedgerFiles:
-    """The files of an account, which survive process exit and power cuts.
-
-    Beside `path`, the account, are a lock and an anchor; another anchor is in each run's folder.
+    """The files of an account, which survive process exit and power cuts. Beside `path`, the
+    account, are a lock and an anchor; another anchor is in each run's folder.
     """
 
     path: Path

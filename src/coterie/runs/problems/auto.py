@@ -108,10 +108,9 @@ def steps_of(
     texts: Texts, context: int, batch: int, rounds: int, most: str = ""
 ) -> tuple[int, str]:
     """Return local iterations per round, and why: ten rounds are three epochs of the mean client,
-    within bounds. `most` is "at most " where training may end before the last round.
-
-    Every client does as many, so that clients stay comparable: those with less text see it more
-    often, and `keep: best` ends that when their validation data say so.
+    within bounds. `most` is "at most " where training may end before the last round. Every client
+    does as many, so that clients stay comparable: those with less text see it more often, and
+    `keep: best` ends that when their validation data say so.
     """
     iterations = EPOCHS * texts.mean / (context * batch)
     steps = math.ceil(min(max(iterations, FEWEST), MOST) / ROUNDS)
@@ -183,10 +182,8 @@ def resolved(
     recipe: Recipe, folder: Path | None = None, *, devices: bool = False
 ) -> tuple[Recipe, str]:
     """Return a recipe with a value for each `auto` field, and a line about them. Raises Refused if
-    base or data cannot be used.
-
-    A run resumed in `folder` keeps its earlier choices. If texts are on `devices`, the learning
-    rate is chosen by the base, and all else are fixed values.
+    base or data cannot be used. A run resumed in `folder` keeps its earlier choices. If texts are
+    on `devices`, the learning rate is chosen by the base, and all else are fixed values.
     """
     if not recipe.auto:
         return recipe, ""
@@ -266,10 +263,8 @@ _WITHIN_S = 0.5  # after which no further layer is measured
 
 def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
     """Return a recipe with bf16 in place of `auto` where this CPU computes its base so faster, and
-    a line about it. Raises Refused without the base.
-
-    Where it does not, `auto` stays, which is fp32 on CPUs. A run resumed in `folder` keeps its
-    earlier choice.
+    a line about it. Raises Refused without the base. Where it does not, `auto` stays, which is fp32
+    on CPUs. A run resumed in `folder` keeps its earlier choice.
     """
     section = recipe.model
     if not isinstance(section, LanguageSection) or section.dtype != "auto":

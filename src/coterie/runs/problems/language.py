@@ -83,10 +83,9 @@ def beginning(split: Split) -> Tensor:
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return each token's share of the decoded text, with its spaces.
-
-    A character of several byte-level tokens is assigned to the last of them; the others are `PART`.
-    The end token is `END`.
+    """Return each token's share of the decoded text, with its spaces. A character of several
+    byte-level tokens is assigned to the last of them; the others are `PART`. The end token is
+    `END`.
     """
     texts: list[str] = []
     start, read = 0, ""  # of the document, and what is decoded of it so far

@@ -121,10 +121,8 @@ def unused_to_chats(base: str, tokenizer: Any) -> bool:
 
 def distant(recipe: Recipe, federation: Federation) -> LearningProblem:
     """Return what a server knows of a recipe's base and data: shapes, from configurations without
-    weights, and who the clients are. Raises Refused if these are unusable.
-
-    A common expert is the server's, too: from a file that the recipe names, or trained on its
-    public examples.
+    weights, and who the clients are. Raises Refused if these are unusable. A common expert is the
+    server's, too: from a file that the recipe names, or trained on its public examples.
     """
     if isinstance(recipe.model, LanguageSection):
         return Language(recipe.model, Backbone.outlined(recipe.model.base), federation)

@@ -227,10 +227,9 @@ class _Leading:
 
 @dataclass
 class TrialRuns(Generic[K]):
-    """Scores trials by runs that are not repeated once done.
-
-    Of the runs that it begins, only those keep checkpoints and models that may still be chosen: the
-    best so far of all rounds, and of fewer rounds; at the end, only the chosen one.
+    """Scores trials by runs that are not repeated once done. Of the runs that it begins, only those
+    keep checkpoints and models that may still be chosen: the best so far of all rounds, and of
+    fewer rounds; at the end, only the chosen one.
     """
 
     # returns recipe and folder of a run by its search's key, settings and seed
