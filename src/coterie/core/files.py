@@ -69,11 +69,8 @@ def save(
     path: Path, named: Named, metadata: Mapping[str, str] | None = None, lasting: bool = True
 ) -> None:
     """Write a safetensors file atomically, without a copy in memory. Raises SaveError."""
-    _replace(
-        path,
-        lambda new: _encode_file(_dense(named), new, metadata=dict(metadata or {}) or None),
-        lasting,
-    )
+    noted = dict(metadata or {}) or None
+    _replace(path, lambda new: _encode_file(_dense(named), new, metadata=noted), lasting)
 
 
 def load(path: Path, most_header: int = MOST_HEADER) -> tuple[Tensors, dict[str, str]]:

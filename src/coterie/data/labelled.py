@@ -110,11 +110,9 @@ class LabelledTexts(Partitioner, ABC):
         tokenizer = deepcopy(tokenizer)
         for (name, field), rows in zip(_FILES.items(), files, strict=True):
             labels, lengths, count = self._labels(name, rows), list[int](), getattr(self, field)
-            chosen = (
-                list(range(len(rows)))
-                if count is None
-                else self._drawn(f"data.{field}", rows, labels, count)
-            )
+            chosen = list(range(len(rows)))
+            if count is not None:
+                chosen = self._drawn(f"data.{field}", rows, labels, count)
             yield name, "tokens", self._tokens(name, rows, chosen, tokenizer, length, lengths)
             yield name, "lengths", [np.array(lengths, np.uint32)]
             yield name, "labels", [labels[chosen].astype(np.uint32)]

@@ -196,10 +196,8 @@ class Partitioner(PartitionSchemes):
 
     def _described(self, clients: int) -> str:
         unseen = ", ".join(f"{count} {group}" for group, count in self.unseen.items())
-        return (
-            f"{self.title}: {clients} client{'s' * (clients != 1)}"
-            + f", unseen: {unseen}" * bool(unseen)
-        )
+        also = f", unseen: {unseen}" * bool(unseen)
+        return f"{self.title}: {clients} client{'s' * (clients != 1)}{also}"
 
     def _check_labels(self, held: Labelled) -> None:
         """Refuse labels out of range. Raises DataError."""

@@ -164,11 +164,9 @@ class PartitionSchemes(PartitionFields, ABC):
         for label in range(self.classes):
             owners = [hand for hand, classes in zip(hands, sets, strict=True) if label in classes]
             rows = random.permutation(np.flatnonzero(train == label))
-            pieces = (
-                [rows] * len(owners)
-                if self.replacement
-                else np.array_split(rows, max(len(owners), 1))
-            )
+            pieces = [rows] * len(owners)
+            if not self.replacement:
+                pieces = np.array_split(rows, max(len(owners), 1))
             if owners and not len(pieces[-1]):
                 raise DataError(
                     f"data.partition quantity: {len(rows)} training {self.things} of class "
@@ -252,11 +250,9 @@ class PartitionSchemes(PartitionFields, ABC):
                 label_sets.append(labels)
             if len(label_sets) == count:
                 return label_sets
-        kind = (
-            f"{UNSEEN_ANCHORS} anchors' classes"
-            if group == "aligned"
-            else f"{self.classes_per_client} of {self.classes} classes"
-        )
+        kind = f"{self.classes_per_client} of {self.classes} classes"
+        if group == "aligned":
+            kind = f"{UNSEEN_ANCHORS} anchors' classes"
         raise DataError(
             f"data.unseen.{group}: {count} clients, but only {len(label_sets)} label sets of "
             f"{kind} were found that no client has",
@@ -283,11 +279,9 @@ class PartitionSchemes(PartitionFields, ABC):
     ) -> list[Numbers]:
         """Return disjoint shares, all equal or a fraction each; anchors', of `reserved`, first."""
         shuffled = self._random("shares", cluster).permutation(rows)
-        size = (
-            len(rows) // (clients + len(reserved))
-            if self.fraction is None
-            else int(self.fraction * len(rows) + 1e-9)
-        )
+        size = len(rows) // (clients + len(reserved))
+        if self.fraction is not None:
+            size = int(self.fraction * len(rows) + 1e-9)
         shares = [shuffled[np.isin(shuffled, allowed)][:size] for allowed in reserved]
         left = shuffled[~np.isin(shuffled, np.concatenate([rows[:0], *shares]))]
         if self.fraction is None:

@@ -129,13 +129,8 @@ class Job:
         return int(min(tried))
 
     def _trains(self, row: str, column: str) -> bool:
-        return (
-            self._bases[column]
-            .with_method(self.reproduction.rows[row].method)
-            .build_method()
-            .total_iterations
-            > 0
-        )
+        recipe = self._bases[column].with_method(self.reproduction.rows[row].method)
+        return recipe.build_method().total_iterations > 0
 
     def tried(self, row: str, column: str) -> int:
         """Return how many settings of a cell compete on validation, without those beyond the edges

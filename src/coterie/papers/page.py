@@ -221,11 +221,8 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         parts.append(section(f"column-{c}", title, about, by_columns(columns, best), order))
     if reproduced.statements:
         intervals = f"<p class=note>{escape(INTERVALS)}</p>"
-        parts.append(
-            section(
-                "statements", "What the paper says", intervals, verdicts(statements_of(reproduced))
-            )
-        )
+        judged = verdicts(statements_of(reproduced))
+        parts.append(section("statements", "What the paper says", intervals, judged))
     noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(reproduced))
     about = escape(_about(reproduced).replace("`", ""))
     header = f"<p class=about>{about}</p>{noted}"

@@ -40,11 +40,9 @@ class Weights:
         if not evaluations or len(evaluations[0][1]) < 2:
             return None
         clients, known = list(result.clients), result.clusters
-        order = (
-            sorted(range(len(clients)), key=lambda k: known[clients[k]])
-            if known
-            else list(range(len(clients)))
-        )
+        order = list(range(len(clients)))
+        if known:
+            order.sort(key=lambda k: known[clients[k]])
         stages = [
             (at, [[w[i][j] for j in order] for i in order])
             for at, w in thinned(evaluations, heat.room(len(clients) ** 2))

@@ -54,10 +54,8 @@ def _kinds(result: Result) -> dict[str, list[str]]:
     kinds: dict[str, list[str]] = {"anchors": list(result.anchors or ()), "normal clients": []}
     for i in result.label_counts or ():
         if i not in kinds["anchors"]:
-            kinds.setdefault(
-                unseen(result.clients[i].group or "") if i in result.clients else "normal clients",
-                [],
-            ).append(i)
+            group = result.clients[i].group or "" if i in result.clients else None
+            kinds.setdefault("normal clients" if group is None else unseen(group), []).append(i)
     return {f"{len(members)} {kind}": members for kind, members in kinds.items() if members}
 
 

@@ -69,10 +69,8 @@ def heat_map(
             [(at, _packed(matrix, heat.top)) for at, matrix in heat.stages], separators=(",", ":")
         ),
     }
-    data = (
-        "".join(f' data-{name}="{escape(str(value))}"' for name, value in attributes.items())
-        + " data-masked" * heat.masked
-    )
+    pairs = (f' data-{name}="{escape(str(value))}"' for name, value in attributes.items())
+    data = "".join(pairs) + " data-masked" * heat.masked
     right, below = left + columns * wide + 4, above + rows * high + 4
     moving = " moving" * (len(heat.stages) > 1)
     diagonal = f'<path class="own" d="M0 0L{columns} {rows}"/>' * heat.masked

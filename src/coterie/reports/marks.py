@@ -222,13 +222,9 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
     (left_most, right_most), (lowest, highest) = (
         (min(values), max(values)) for values in zip(*places, strict=True)
     )
-    unit = (
-        max(
-            (right_most - left_most) / (width - left - 2 * edge),
-            (highest - lowest) / (height - bottom - 2 * edge),
-        )
-        or 1.0
-    )
+    along = (right_most - left_most) / (width - left - 2 * edge)
+    upwards = (highest - lowest) / (height - bottom - 2 * edge)
+    unit = max(along, upwards) or 1.0
     middle = (width + left) / 2, (height - bottom) / 2
     drawn: list[str] = []
     labelled: list[Point] = []  # the places of texts

@@ -229,11 +229,8 @@ def _of_unseen(rows: Sequence[Row]) -> dict[str, Sequence[Cell | str]]:
 def _costs(rows: Sequence[Row], results: Sequence[Result]) -> str:
     what = prediction(rows[0].metric)
     served = {r.method: mean(c.bytes_down for c in r.clients.values()) for r in results if r.groups}
-    unseen_clients = (
-        {"kB to an unseen client, once": bars([served.get(r.method) for r in rows], ",.1f", 1000)}
-        if served
-        else {}
-    )
+    once = bars([served.get(r.method) for r in rows], ",.1f", 1000)
+    unseen_clients = {"kB to an unseen client, once": once} if served else {}
     columns: dict[str, Sequence[Cell | str]] = {
         "method": [_title(r) for r in rows],
         "trainable parameters": bars([r.trainable_parameters for r in rows], ",.0f"),

@@ -41,12 +41,9 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
             _say(console, line)
         for split in SPLITS:
             counts = [getattr(data, split).predictions for data in federation.everyone.values()]
-            each = (
-                f"{min(counts):,} to {max(counts):,} per client"
-                if min(counts) != max(counts)
-                else f"{min(counts):,} per client"
-            )
-            _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each}")
+            least, most = min(counts), max(counts)
+            each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+            _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each} per client")
     sizes = sorted(
         {
             sum(prepared.problem.trainable(one).trainable_parameters for one in layout.models)
@@ -56,11 +53,11 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     trained = "none"
     if method.total_iterations:
         trained = " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
-    most = "at most " if prepared.recipe.limit else ""
+    up_to = "at most " if prepared.recipe.limit else ""
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
     _say(
         console,
-        f"{METHODS[prepared.recipe.method['name']].title}: {most}{method.rounds} rounds, "
+        f"{METHODS[prepared.recipe.method['name']].title}: {up_to}{method.rounds} rounds, "
         f"parameters trained per client: {trained}",
     )
     takes = f"about {clock(estimate.seconds)} in all"

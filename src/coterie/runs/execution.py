@@ -63,11 +63,9 @@ class Execution:
         backend = backend or LocalBackend()
         recipe = prepared.recipe
         self.state = RunState(prepared)
-        self.spending = (
-            None
-            if recipe.privacy is None
-            else PrivacySpending(recipe.privacy, self.state, folder, backend.devices)
-        )
+        self.spending: PrivacySpending | None = None
+        if recipe.privacy is not None:
+            self.spending = PrivacySpending(recipe.privacy, self.state, folder, backend.devices)
         self.requests = Requests(self.state, backend, folder, self.reporter)
         self.engine = self.requests.engine
         self.scorer = Scorer(self.state, self.requests)

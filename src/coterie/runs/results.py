@@ -188,14 +188,8 @@ class ResultWriter:
             received |= self.scorer.personal(others)
         ask = Ask(state.method.keep, received, empty_reply)
         self.requests.reporter.asking(ask.name, len(received))
-        clients = self.requests.folder / "clients"
-        engine.keep(
-            ask,
-            state.round,
-            lambda client, tensors: state.prepared.keep(
-                client, tensors, state.round, clients / encoded(client.id)
-            ),
-        )
+        clients, keep, last = self.requests.folder / "clients", state.prepared.keep, state.round
+        engine.keep(ask, last, lambda one, kept: keep(one, kept, last, clients / encoded(one.id)))
 
     def write_routing(self) -> None:
         """Write `routing.json`, see `LearningProblem.look`."""

@@ -248,11 +248,10 @@ def protected(privacy: PrivacySpent) -> str:
     epsilon = "no finite epsilon (no protection)"
     if privacy.epsilon is not None:
         epsilon = f"epsilon {privacy.epsilon:.2f}"
-    return (
-        f"{epsilon}, delta {privacy.delta:.2g} ({privacy.where}, noise z = {privacy.noise:g}, clip "
-        f"C = {privacy.clip:g}): {privacy.sampling}. It covers {privacy.covers}."
-        + (f" It assumes: {privacy.assumes}." if privacy.assumes is not None else "")
-    )
+    given = f"{epsilon}, delta {privacy.delta:.2g} ({privacy.where}, noise z = {privacy.noise:g}"
+    assumed = f" It assumes: {privacy.assumes}." if privacy.assumes is not None else ""
+    clip = f"clip C = {privacy.clip:g}): {privacy.sampling}. It covers {privacy.covers}."
+    return f"{given}, {clip}{assumed}"
 
 
 def _average(values: Sequence[float | None]) -> float | None:

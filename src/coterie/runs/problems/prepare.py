@@ -229,11 +229,10 @@ def _check_privacy(
     if recipe.privacy is None:
         return
     model = problem.trainable(layout.models[0])
-    mistakes = (
-        _beyond_sums("privacy", recipe, method)
-        if recipe.privacy.unit == "client"
-        else _beyond_examples(recipe, method, model)
-    )
+    if recipe.privacy.unit == "client":
+        mistakes = _beyond_sums("privacy", recipe, method)
+    else:
+        mistakes = _beyond_examples(recipe, method, model)
     if sum(bool(part.shared) for part in method.methods.values()) > 1:
         mistakes.append("privacy: only one of the parts may send anything: each spends the budget")
     if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
