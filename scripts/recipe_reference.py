@@ -116,10 +116,7 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
     """Return what each field of a section is for: the description in its type, or else the comment
     behind its value or above it. Raises ValueError for a field with neither.
     """
-    comments: dict[str, str] = {}
-    for part in reversed(section.__mro__):
-        if issubclass(part, BaseModel) and part is not BaseModel:
-            comments |= _comments(part)
+    comments = _all_comments(section)
     told = {name: info.description for name, info in section.model_fields.items()}
     texts = {name: text or comments.get(name, "") for name, text in told.items()}
     if silent := [name for name, text in texts.items() if not text and name not in UNTOLD]:
@@ -127,7 +124,17 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if text}
 
 
-def _comments(part: type[BaseModel]) -> dict[str, str]:
+def _all_comments(section: type) -> dict[str, str]:
+    """Return the comments of the fields of a class of coterie's and of what it is derived from."""
+    comments: dict[str, str] = {}
+    for part in reversed(section.__mro__):
+        if part.__module__.startswith("pydantic") or part.__module__ == "builtins":
+            continue
+        comments |= _comments(part)
+    return comments
+
+
+def _comments(part: type) -> dict[str, str]:
     """Return the comments of the fields of which a class itself has the annotation."""
     source = textwrap.dedent(inspect.getsource(part))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -156,7 +163,7 @@ def fields_of(model: type[BaseModel], prefix: str = "", skip: tuple[str, ...] = 
 
 
 def fields_of_method(method: type, skip: tuple[str, ...]) -> str:
-    hints = typing.get_type_hints(method, include_extras=True)
+    hints, comments = typing.get_type_hints(method, include_extras=True), _all_comments(method)
     rows = []
     for field in dataclasses.fields(method):
         if field.name not in skip:
@@ -165,7 +172,8 @@ def fields_of_method(method: type, skip: tuple[str, ...]) -> str:
                 for m in typing.get_args(hints[field.name])
                 if isinstance(m, FieldInfo)
             ]
-            rows.append(row(f"method.{field.name}", field.default, found[0] or "" if found else ""))
+            text = (found[0] if found else None) or comments.get(field.name, "")
+            rows.append(row(f"method.{field.name}", field.default, text))
     return table(rows)
 
 

@@ -4,10 +4,10 @@ of the client ids, so that results do not depend on the order of clients or of a
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import ClientId, Replies, remark
@@ -94,14 +94,9 @@ class Mean(Combining):
     anywhere: its breakdown point is 0.
     """
 
-    rule: Annotated[Literal["mean"], Field(description="the mean")] = "mean"
-    weighting: Annotated[
-        Literal["uniform", "samples"],
-        Field(
-            description="weights of clients: equal, or by the number of training samples that "
-            "they report"
-        ),
-    ] = "uniform"
+    rule: Literal["mean"] = "mean"  # the mean
+    # weights of clients: equal, or by the number of training samples that they report
+    weighting: Literal["uniform", "samples"] = "uniform"
 
     @property
     def counts(self) -> bool:

@@ -60,9 +60,7 @@ class Median(_Trimming):
     It withstands fewer than half of the clients, and breaks at n/2.
     """
 
-    rule: Annotated[Literal["median"], Field(description="the median of each coordinate")] = (
-        "median"
-    )
+    rule: Literal["median"] = "median"  # the median of each coordinate
 
     def cut(self, n: int) -> int:
         return (n - 1) // 2
@@ -76,16 +74,10 @@ class TrimmedMean(_Trimming):
     one or two values are always left. It withstands k clients, and breaks at k + 1.
     """
 
-    rule: Annotated[
-        Literal["trimmed-mean"],
-        Field(description="the mean of each coordinate without its extremes"),
-    ] = "trimmed-mean"
-    trim: Annotated[
-        float,
-        Field(
-            ge=0, lt=0.5, description="beta, the share of the clients cut at each end, rounded up"
-        ),
-    ] = 0.2
+    # the mean of each coordinate without its extremes
+    rule: Literal["trimmed-mean"] = "trimmed-mean"
+    # beta, the share of the clients cut at each end, rounded up
+    trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.2
 
     @property
     def fewest(self) -> int:
@@ -99,13 +91,8 @@ class TrimmedMean(_Trimming):
 class _Selecting(Combining, ABC):
     """The mean of the clients whose models are closest to their nearest neighbours."""
 
-    attackers: Annotated[
-        int,
-        Field(
-            ge=0,
-            description="f, attackers among the clients; there must be at least 2f + 3 of them",
-        ),
-    ] = 1
+    # f, attackers among the clients; there must be at least 2f + 3 of them
+    attackers: Annotated[int, Field(ge=0)] = 1
 
     @property
     def fewest(self) -> int:
@@ -141,9 +128,7 @@ class Krum(_Selecting):
     same. What fewer send in a round is left out. Of equal scores, the first by id is chosen.
     """
 
-    rule: Annotated[
-        Literal["krum"], Field(description="the one client with the nearest neighbours")
-    ] = "krum"
+    rule: Literal["krum"] = "krum"  # the one client with the nearest neighbours
 
     def count(self, n: int, f: int) -> int:
         return 1
@@ -156,13 +141,10 @@ class MultiKrum(_Selecting):
     fewer send in a round is left out, and m is at most n - f.
     """
 
-    rule: Annotated[
-        Literal["multi-krum"],
-        Field(description="the mean of the clients with the nearest neighbours"),
-    ] = "multi-krum"
-    keep: Annotated[
-        int | None, Field(ge=1, description="m, number of clients that are averaged; null: n - f")
-    ] = None
+    # the mean of the clients with the nearest neighbours
+    rule: Literal["multi-krum"] = "multi-krum"
+    # m, number of clients that are averaged; null: n - f
+    keep: Annotated[int | None, Field(ge=1)] = None
 
     def check(self, clients: int) -> None:
         super().check(clients)
@@ -186,16 +168,11 @@ class GeometricMedian(Combining):
     more than inner products of updates.
     """
 
-    rule: Annotated[
-        Literal["geometric-median"], Field(description="the vector with the least sum of distances")
-    ] = "geometric-median"
-    iterations: Annotated[int, Field(ge=1, description="iterations of the Weiszfeld algorithm")] = (
-        100
-    )
-    eps: Annotated[
-        float,
-        Field(gt=0, description="nu, the distance below which all models have the same weight"),
-    ] = 1e-6
+    # the vector with the least sum of distances
+    rule: Literal["geometric-median"] = "geometric-median"
+    iterations: Annotated[int, Field(ge=1)] = 100  # iterations of the Weiszfeld algorithm
+    # nu, the distance below which all models have the same weight
+    eps: Annotated[float, Field(gt=0)] = 1e-6
 
     @property
     def fewest(self) -> int:
@@ -222,16 +199,9 @@ class ClippedMean(Combining):
     clients, and breaks at n/2. One client alone is clipped too if tau is given.
     """
 
-    rule: Annotated[
-        Literal["clipped-mean"], Field(description="the mean of updates of limited norm")
-    ] = "clipped-mean"
-    norm: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="tau, largest norm of an update; null: the median of the norms of a round",
-        ),
-    ] = None
+    rule: Literal["clipped-mean"] = "clipped-mean"  # the mean of updates of limited norm
+    # tau, largest norm of an update; null: the median of the norms of a round
+    norm: Annotated[float | None, Field(gt=0)] = None
 
     @property
     def fewest(self) -> int:

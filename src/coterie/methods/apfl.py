@@ -26,10 +26,8 @@ class APFL(BesidePersonal):
     The server's state holds `generalist`, (d,), w. v_i and alpha_i never leave.
     """
 
-    alpha: Annotated[
-        float, Field(ge=0, le=1, description="alpha, the local model's weight at the start")
-    ] = 0.5
-    adaptive: Annotated[bool, Field(description="learn alpha (their eq. 10), else keep it")] = True
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5  # alpha, the local model's weight at the start
+    adaptive: bool = True  # learn alpha (their eq. 10), else keep it
 
     by_examples = True
 

@@ -51,15 +51,10 @@ class Method(ABC):
     # Modules of other packages that it needs besides coterie's core.
     packages: ClassVar[tuple[str, ...]] = ()
 
-    rounds: Annotated[int, Field(ge=0, description="T, communication rounds")] = 20
-    local_steps: Annotated[int, Field(ge=1, description="L, local iterations per round")] = 10
-    local_epochs: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="epochs over a client's own data per round, in place of local_steps",
-        ),
-    ] = None
+    rounds: Annotated[int, Field(ge=0)] = 20  # T, communication rounds
+    local_steps: Annotated[int, Field(ge=1)] = 10  # L, local iterations per round
+    # epochs over a client's own data per round, in place of local_steps
+    local_epochs: Annotated[int | None, Field(ge=1)] = None
 
     @property
     def methods(self) -> Mapping[str, "Method"]:

@@ -49,30 +49,18 @@ class CoBo(OneAdapter, SamplingPairs, Joining):
 
     dynamic_membership: ClassVar[bool] = True
 
-    local_steps: Annotated[
-        int, Field(ge=1, description="L, local iterations per round; 1 is the paper's algorithm")
-    ] = 1
-    rho: Annotated[
-        float, Field(ge=0, description="rho, strength of the pull towards other clients")
-    ] = 0.03
-    gamma: Annotated[
-        float, Field(ge=0, description="step size of the collaboration weights; 0 freezes them")
-    ] = 0.01
-    projection: Annotated[
-        Literal["box", "simplex"],
-        Field(description="box: each weight in [0, 1], from 1; simplex: each row sums to 1"),
-    ] = "box"
-    pull: Annotated[
-        Literal["gradient", "decoupled"],
-        Field(
-            description="gradient: the pull is scaled by the learning rate; decoupled: it is "
-            "applied after the optimiser step"
-        ),
-    ] = "gradient"
-    output: Annotated[
-        Literal["last", "uniform"],
-        Field(description="final models: of the last round, or of one drawn uniformly (Theorem I)"),
-    ] = "last"
+    # L, local iterations per round; 1 is the paper's algorithm
+    local_steps: Annotated[int, Field(ge=1)] = 1
+    rho: Annotated[float, Field(ge=0)] = 0.03  # rho, strength of the pull towards other clients
+    # step size of the collaboration weights; 0 freezes them
+    gamma: Annotated[float, Field(ge=0)] = 0.01
+    # box: each weight in [0, 1], from 1; simplex: each row sums to 1
+    projection: Literal["box", "simplex"] = "box"
+    # gradient: the pull is scaled by the learning rate; decoupled: it is applied after the
+    # optimiser step
+    pull: Literal["gradient", "decoupled"] = "gradient"
+    # final models: of the last round, or of one drawn uniformly (Theorem I)
+    output: Literal["last", "uniform"] = "last"
 
     @property
     def row_stochastic(self) -> bool:

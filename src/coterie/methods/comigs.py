@@ -39,11 +39,11 @@ class CoMiGS(Routed, Aggregating):
     stateful: ClassVar[bool] = True
     by_examples = True
 
-    generalists: Annotated[int, Field(ge=0, description="g, shared experts per MLP block")] = 1
-    specialists: Annotated[Counts, Field(description="s_i, local experts, or one per client")] = 1
-    router_every: Annotated[int, Field(ge=1, description="tau, iterations per router update")] = 30
-    router_steps: Annotated[int, Field(ge=0, description="s, steps per router update")] = 10
-    router_data: Annotated[Literal["valid", "train"], Field(description="data of eq. 4")] = "valid"
+    generalists: Annotated[int, Field(ge=0)] = 1  # g, shared experts per MLP block
+    specialists: Counts = 1  # s_i, local experts, or one per client
+    router_every: Annotated[int, Field(ge=1)] = 30  # tau, iterations per router update
+    router_steps: Annotated[int, Field(ge=0)] = 10  # s, steps per router update
+    router_data: Literal["valid", "train"] = "valid"  # data of eq. 4
 
     @property
     def needs_only_mean(self) -> bool:

@@ -32,10 +32,8 @@ class CoMiGSAuto(OfParts, CoMiGS):
     serves_unseen_clients: ClassVar[bool] = False
     by_examples = OfParts.by_examples
 
-    specialists: Annotated[
-        tuple[Count, ...],
-        Field(min_length=2, description="s, the numbers of specialists among which clients choose"),
-    ] = (0, 1, 3)
+    # s, the numbers of specialists among which clients choose
+    specialists: Annotated[tuple[Count, ...], Field(min_length=2)] = (0, 1, 3)
 
     @cached_property
     def methods(self) -> Mapping[str, Method]:

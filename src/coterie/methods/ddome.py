@@ -45,27 +45,17 @@ class DDOME(ChosenPool):
     so logits are mixed with scores renormalised over the K.
     """
 
-    pool: Annotated[int, Field(ge=1, description="M, experts at the server")] = 5
-    anchors: Annotated[bool, Field(description="whether each anchor is tied to one expert")] = True
-    mixture: Annotated[
-        Literal["logits", "probabilities", "scores"],
-        Field(
-            description="what the joint loss mixes, with weights renormalised over the K experts: "
-            "logits or probabilities; scores: as in the paper, without renormalisation"
-        ),
-    ] = "logits"
-    answer: Annotated[
-        Literal["best", "mixture"],
-        Field(description="which experts classify a sample: the best of the K, or all"),
-    ] = "best"
-    warmup: Annotated[
-        int | None,
-        Field(ge=1, description="first rounds, in which anchors alone train the gate; null: none"),
-    ] = None
-    load: Annotated[
-        float | None,
-        Field(ge=1, description="most clients per expert, in multiples of a fair share; null: any"),
-    ] = None
+    pool: Annotated[int, Field(ge=1)] = 5  # M, experts at the server
+    anchors: bool = True  # whether each anchor is tied to one expert
+    # what the joint loss mixes, with weights renormalised over the K experts: logits or
+    # probabilities; scores: as in the paper, without renormalisation
+    mixture: Literal["logits", "probabilities", "scores"] = "logits"
+    # which experts classify a sample: the best of the K, or all
+    answer: Literal["best", "mixture"] = "best"
+    # first rounds, in which anchors alone train the gate; null: none
+    warmup: Annotated[int | None, Field(ge=1)] = None
+    # most clients per expert, in multiples of a fair share; null: any
+    load: Annotated[float | None, Field(ge=1)] = None
 
     @property
     def size_of_pool(self) -> int:

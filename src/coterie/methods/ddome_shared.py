@@ -41,17 +41,14 @@ class DDOMEShared(Interpolation):
     serves_unseen_clients: ClassVar[bool] = True
     stateful: ClassVar[bool] = False
 
-    parts: Annotated[
-        tuple[str | dict[str, Any], ...],
-        Field(min_length=2, description="as of interpolation; all must serve new clients"),
-    ] = ({"name": "ddome", "coverage": 0.8}, "fedavg")
-    frequencies: Annotated[
-        float | None,
-        Field(gt=0, description="strength of an even prior of classes, in examples; null: none"),
-    ] = 1.0
-    labelled: Annotated[bool, Field(description="whether new clients fit weights to labels")] = (
-        False
+    # as of interpolation; all must serve new clients
+    parts: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=2)] = (
+        {"name": "ddome", "coverage": 0.8},
+        "fedavg",
     )
+    # strength of an even prior of classes, in examples; null: none
+    frequencies: Annotated[float | None, Field(gt=0)] = 1.0
+    labelled: bool = False  # whether new clients fit weights to labels
 
     def __post_init__(self) -> None:
         super().__post_init__()

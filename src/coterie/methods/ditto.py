@@ -25,14 +25,8 @@ class Ditto(BesidePersonal):
     memory stays under `ditto/`.
     """
 
-    prox: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="lambda, strength of the penalty that keeps a personal model near the "
-            "global one",
-        ),
-    ] = 1.0
+    # lambda, strength of the penalty that keeps a personal model near the global one
+    prox: Annotated[float, Field(ge=0)] = 1.0
 
     by_examples = True
 

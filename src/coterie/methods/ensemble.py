@@ -25,14 +25,10 @@ class Ensemble(WholePool):
     they are pretrained.
     """
 
-    models: Annotated[int, Field(ge=1, description="number of models")] = 2
-    initial: Annotated[
-        Literal["random", "common", "auto"],
-        Field(
-            description="initial values of the models: random, from the common expert, or auto: "
-            "from the common expert where it fits"
-        ),
-    ] = "auto"
+    models: Annotated[int, Field(ge=1)] = 2  # number of models
+    # initial values of the models: random, from the common expert, or auto: from the common expert
+    # where it fits
+    initial: Literal["random", "common", "auto"] = "auto"
 
     @property
     def size_of_pool(self) -> int:

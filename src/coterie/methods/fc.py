@@ -43,23 +43,14 @@ class FC(OneAdapter):
 
     per_client: ClassVar[tuple[str, ...]] = ("cluster_size",)
 
-    local_steps: Annotated[
-        int,
-        Field(ge=1, description="L, iterations per round, each with its own exchange of gradients"),
-    ] = 1
-    cluster_size: Annotated[
-        Size | tuple[Size, ...] | None,
-        Field(
-            description="number of gradients that the radius lets in, a client's own among them; "
-            "one number or one per client; null: the size of its true cluster"
-        ),
-    ] = None
-    clustering_rounds: Annotated[
-        int, Field(ge=1, description="M, rounds of the clustering of gradients")
-    ] = 10
-    exchange_mb: Annotated[
-        float, Field(gt=0, description="megabytes of models and gradients in flight at once")
-    ] = 1024.0
+    # L, iterations per round, each with its own exchange of gradients
+    local_steps: Annotated[int, Field(ge=1)] = 1
+    # number of gradients that the radius lets in, a client's own among them; one number or one per
+    # client; null: the size of its true cluster
+    cluster_size: Size | tuple[Size, ...] | None = None
+    clustering_rounds: Annotated[int, Field(ge=1)] = 10  # M, rounds of the clustering of gradients
+    # megabytes of models and gradients in flight at once
+    exchange_mb: Annotated[float, Field(gt=0)] = 1024.0
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if self.cluster_size is None and model.clusters is None:

@@ -39,32 +39,16 @@ class FDLoRA(OneAdapter, Aggregating):
     packages: ClassVar[tuple[str, ...]] = ("scipy",)
     server_steps: ClassVar[bool] = True
 
-    alone: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="share of the rounds in which clients train their personal LoRA alone",
-        ),
-    ] = 0.2
-    outer_lr: Annotated[float, Field(gt=0, description="learning rate of the outer optimiser")] = (
-        0.7
-    )
-    outer_momentum: Annotated[
-        float, Field(ge=0, lt=1, description="Nesterov momentum of the outer optimiser")
-    ] = 0.9
-    sync_every: Annotated[
-        int, Field(ge=1, description="H, rounds between synchronisations of the personal LoRA")
-    ] = 5
-    fusion_samples: Annotated[int, Field(ge=1, description="validation windows for the fusion")] = (
-        32
-    )
-    fusion_steps: Annotated[
-        int, Field(ge=3, description="most evaluations of the fusion's objective")
-    ] = 40
-    fusion_l1: Annotated[
-        float, Field(ge=0, description="weight of |w_1| + |w_2| in the fusion")
-    ] = 0.025
+    # share of the rounds in which clients train their personal LoRA alone
+    alone: Annotated[float, Field(ge=0, le=1)] = 0.2
+    outer_lr: Annotated[float, Field(gt=0)] = 0.7  # learning rate of the outer optimiser
+    # Nesterov momentum of the outer optimiser
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    # H, rounds between synchronisations of the personal LoRA
+    sync_every: Annotated[int, Field(ge=1)] = 5
+    fusion_samples: Annotated[int, Field(ge=1)] = 32  # validation windows for the fusion
+    fusion_steps: Annotated[int, Field(ge=3)] = 40  # most evaluations of the fusion's objective
+    fusion_l1: Annotated[float, Field(ge=0)] = 0.025  # weight of |w_1| + |w_2| in the fusion
 
     @property
     def rounds_alone(self) -> int:

@@ -34,26 +34,12 @@ class FedADG(Averaged, OneAdapter):
 
     serves_unseen_clients: ClassVar[bool] = True
 
-    align: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of the adversarial loss in the feature extractor's"),
-    ] = 0.15
-    alone: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="share of a round's local iterations that use the classification loss "
-            "alone",
-        ),
-    ] = 0.3
-    hidden: Annotated[
-        int,
-        Field(
-            ge=1,
-            description="width of the noise, the projection and the adversaries' hidden layers",
-        ),
-    ] = 128
+    # share of the adversarial loss in the feature extractor's
+    align: Annotated[float, Field(ge=0, le=1)] = 0.15
+    # share of a round's local iterations that use the classification loss alone
+    alone: Annotated[float, Field(ge=0, le=1)] = 0.3
+    # width of the noise, the projection and the adversaries' hidden layers
+    hidden: Annotated[int, Field(ge=1)] = 128
 
     def layout(self, position: int, base: Layout) -> Layout:
         return AdversarialLayout(align=self.align, hidden=self.hidden)

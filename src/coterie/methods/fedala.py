@@ -32,11 +32,10 @@ class FedALA(Averaged, OneAdapter):
 
     joinable: ClassVar[bool] = True
 
-    layers: Annotated[int, Field(ge=1, description="p, the last layers that are mixed")] = 1
-    share: Annotated[
-        float, Field(gt=0, le=1, description="s, share of the training data that W learns on")
-    ] = 0.8
-    weights_lr: Annotated[float, Field(gt=0, description="eta, W's learning rate")] = 1.0
+    layers: Annotated[int, Field(ge=1)] = 1  # p, the last layers that are mixed
+    # s, share of the training data that W learns on
+    share: Annotated[float, Field(gt=0, le=1)] = 0.8
+    weights_lr: Annotated[float, Field(gt=0)] = 1.0  # eta, W's learning rate
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, theta: Tensors) -> Tensors:

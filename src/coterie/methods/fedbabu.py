@@ -32,10 +32,8 @@ class FedBABU(FinetunedFedAvg):
 
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST, SPECIALIST)  # the head, to clients alone
 
-    start: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of the rounds after which each client fine-tunes"),
-    ] = 0.8
+    # share of the rounds after which each client fine-tunes
+    start: Annotated[float, Field(ge=0, le=1)] = 0.8
     head_blocks: HeadBlocks = 1
 
     def layout(self, position: int, base: Layout) -> Layout:

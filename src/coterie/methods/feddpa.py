@@ -32,28 +32,16 @@ class FedDPA(FinetunedFedAvg):
     The state is that of fine-tuned FedAvg.
     """
 
-    start: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of the rounds after which each client trains alone"),
-    ] = 0.8
-    local_share: Annotated[
-        float,
-        Field(
-            ge=0,
-            le=1,
-            description="share of a round's local iterations that train the local adapter before "
-            "the global one",
-        ),
-    ] = 0.5
-    local_weight: Annotated[
-        float, Field(gt=0, le=1, description="the local adapter's weight while it is trained")
-    ] = 0.5
-    most_weight: Annotated[
-        float, Field(ge=0, le=1, description="lambda, the local adapter's largest weight in use")
-    ] = 0.5
-    instances: Annotated[
-        int, Field(ge=1, description="S, training windows that validation data are compared with")
-    ] = 5
+    # share of the rounds after which each client trains alone
+    start: Annotated[float, Field(ge=0, le=1)] = 0.8
+    # share of a round's local iterations that train the local adapter before the global one
+    local_share: Annotated[float, Field(ge=0, le=1)] = 0.5
+    # the local adapter's weight while it is trained
+    local_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    # lambda, the local adapter's largest weight in use
+    most_weight: Annotated[float, Field(ge=0, le=1)] = 0.5
+    # S, training windows that validation data are compared with
+    instances: Annotated[int, Field(ge=1)] = 5
 
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(base, generalists=1, specialists=1, biased=True, top_k=2, balance="none")

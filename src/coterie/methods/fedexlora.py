@@ -5,9 +5,7 @@ Models", ACL 2025 (arXiv:2410.09432), Section 3.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from coterie.aggregation import uniform_mean
 from coterie.aggregation.lowrank import TOKENS, added, factors
@@ -30,10 +28,8 @@ class FedExLoRA(FLoRA):
     per_client: ClassVar[tuple[str, ...]] = ()
     server_steps: ClassVar[bool] = False
 
-    ranks: Annotated[
-        Rank | None,
-        Field(description="r of the MLP LoRAs; null: twice model.rank, the budget of CoMiGS-1G1S"),
-    ] = None
+    # r of the MLP LoRAs; null: twice model.rank, the budget of CoMiGS-1G1S
+    ranks: Rank | None = None
 
     def merge(self, replies: Replies, state: State) -> Tensors:
         sums = added(replies, state, dict.fromkeys(sorted(replies), 1 / len(replies)))

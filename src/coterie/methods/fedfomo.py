@@ -39,13 +39,10 @@ class FedFomo(OneAdapter):
 
     beyond_mean: ClassVar[str] = "sends clients the models of others, one by one"
 
-    received: Annotated[
-        int, Field(ge=1, description="M, models that a client receives, its own among them")
-    ] = 5
-    explore: Annotated[
-        float,
-        Field(ge=0, le=1, description="epsilon, chance that a model is drawn by chance in a round"),
-    ] = 0.3
+    # M, models that a client receives, its own among them
+    received: Annotated[int, Field(ge=1)] = 5
+    # epsilon, chance that a model is drawn by chance in a round
+    explore: Annotated[float, Field(ge=0, le=1)] = 0.3
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x_0, order = model.flat(GENERALIST), sorted(clients)

@@ -41,10 +41,9 @@ class FedLEASE(Aggregating):
     packages: ClassVar[tuple[str, ...]] = ("scipy",)
     dynamic_membership: ClassVar[bool] = True
 
-    experts: Annotated[int, Field(ge=2, description="most clusters, each with an expert")] = 4
-    alone: Annotated[
-        float, Field(ge=0, le=1, description="share of the rounds in which clients train alone")
-    ] = 0.2
+    experts: Annotated[int, Field(ge=2)] = 4  # most clusters, each with an expert
+    # share of the rounds in which clients train alone
+    alone: Annotated[float, Field(ge=0, le=1)] = 0.2
 
     def layout(self, position: int, base: Layout) -> Layout:
         others = self.experts - 1

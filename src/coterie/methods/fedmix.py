@@ -21,11 +21,9 @@ from coterie.models.layout import Layout, PoolLayout
 class FedMix(WholePool):
     """M = K: every client trains all experts and the gate by one joint loss, without anchors."""
 
-    experts: Annotated[int, Field(ge=1, description="M = K, experts that every client gets")] = 2
-    answer: Annotated[
-        Literal["best", "mixture"],
-        Field(description="which experts classify a sample: the best one, or all, as in its paper"),
-    ] = "mixture"
+    experts: Annotated[int, Field(ge=1)] = 2  # M = K, experts that every client gets
+    # which experts classify a sample: the best one, or all, as in its paper
+    answer: Literal["best", "mixture"] = "mixture"
 
     @property
     def size_of_pool(self) -> int:

@@ -28,9 +28,8 @@ class FedProto(Averaged):
     authors also report the class of the nearest prototype.
     """
 
-    strength: Annotated[
-        float, Field(ge=0, description="lambda, weight of the distance to the prototypes")
-    ] = 1.0
+    # lambda, weight of the distance to the prototypes
+    strength: Annotated[float, Field(ge=0)] = 1.0
 
     def layout(self, position: int, base: Layout) -> Layout:
         return PrototypeLayout(strength=self.strength)

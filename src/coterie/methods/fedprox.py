@@ -25,14 +25,8 @@ class FedProx(Averaged, OneAdapter):
 
     serves_unseen_clients: ClassVar[bool] = True
 
-    mu: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="mu, strength of the penalty that keeps a client near the model that it "
-            "received; 0: fedavg",
-        ),
-    ] = 0.01
+    # mu, strength of the penalty that keeps a client near the model that it received; 0: fedavg
+    mu: Annotated[float, Field(ge=0)] = 0.01
 
     by_examples = True
 

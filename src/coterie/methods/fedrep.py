@@ -20,10 +20,8 @@ class FedRep(FedPer):
     head; bodies are averaged.
     """
 
-    head_share: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of a round's local iterations that train the head"),
-    ] = 0.5
+    # share of a round's local iterations that train the head
+    head_share: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     def local_iterations(self, client: Client) -> None:
         steps = self.steps(client)

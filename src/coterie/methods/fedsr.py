@@ -24,18 +24,10 @@ class FedSR(FedAvg):
     however |z| is not squared.
     """
 
-    l2: Annotated[
-        float,
-        Field(ge=0, description="alpha_L2R, weight of the squared norm of the representation"),
-    ] = 0.01
-    cmi: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="alpha_CMI, weight of the divergence from the class's reference "
-            "distribution",
-        ),
-    ] = 0.001
+    # alpha_L2R, weight of the squared norm of the representation
+    l2: Annotated[float, Field(ge=0)] = 0.01
+    # alpha_CMI, weight of the divergence from the class's reference distribution
+    cmi: Annotated[float, Field(ge=0)] = 0.001
 
     def layout(self, position: int, base: Layout) -> Layout:
         return StochasticLayout(l2=self.l2, cmi=self.cmi)

@@ -33,10 +33,8 @@ class FinetunedFedAvg(FedAvg):
     serves_unseen_clients: ClassVar[bool] = False
     joinable: ClassVar[bool] = True
 
-    start: Annotated[
-        float,
-        Field(ge=0, le=1, description="share of the rounds after which each client trains alone"),
-    ] = 0.5
+    # share of the rounds after which each client trains alone
+    start: Annotated[float, Field(ge=0, le=1)] = 0.5
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         alone = {of_client(i, "alone"): torch.tensor(False) for i in clients}

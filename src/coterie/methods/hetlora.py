@@ -30,15 +30,10 @@ class HetLoRA(Ranked):
     lambda ||B_tail|| ||A_tail||, summed over modules.
     """
 
-    prune: Annotated[
-        float,
-        Field(
-            gt=0, le=1, description="gamma, the share of ranks kept by a pruning; 1: never prune"
-        ),
-    ] = 0.99
-    regularisation: Annotated[
-        float, Field(ge=0, description="lambda, weight of the penalty on the tail ranks")
-    ] = 5e-3
+    # gamma, the share of ranks kept by a pruning; 1: never prune
+    prune: Annotated[float, Field(gt=0, le=1)] = 0.99
+    # lambda, weight of the penalty on the tail ranks
+    regularisation: Annotated[float, Field(ge=0)] = 5e-3
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), smaller=True)

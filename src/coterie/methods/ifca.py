@@ -40,10 +40,8 @@ class IFCA(OneAdapter, Aggregating):
 
     dynamic_membership: ClassVar[bool] = True
 
-    centres: Annotated[
-        int | None,
-        Field(ge=1, description="K, number of models; null: the true number of clusters"),
-    ] = None
+    # K, number of models; null: the true number of clusters
+    centres: Annotated[int | None, Field(ge=1)] = None
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)

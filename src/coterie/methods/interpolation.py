@@ -31,30 +31,14 @@ ROWS = 8  # windows of text, or examples, of each client by which the centre is 
 class Interpolation(OfParts):
     """Train several methods' models and mix their predictions, with weights from validation."""
 
-    parts: Annotated[
-        tuple[str | dict[str, Any], ...],
-        Field(
-            min_length=2,
-            description="the methods whose models are mixed: names, or sections with a `name` and "
-            "settings of its own",
-        ),
-    ] = ("local", "fedavg")
-    prior: Annotated[
-        float,
-        Field(
-            ge=0,
-            description="strength of the Dirichlet prior of the weights, in validation examples "
-            "or tokens",
-        ),
-    ] = PRIOR
-    shared_prior: Annotated[
-        bool,
-        Field(
-            description="whether its centre is what fits a few validation examples of all clients "
-            "together, for which each also sends their scores, rather than even weights; for "
-            "clients with a handful of validation examples"
-        ),
-    ] = False
+    # the methods whose models are mixed: names, or sections with a `name` and settings of its own
+    parts: Annotated[tuple[str | dict[str, Any], ...], Field(min_length=2)] = ("local", "fedavg")
+    # strength of the Dirichlet prior of the weights, in validation examples or tokens
+    prior: Annotated[float, Field(ge=0)] = PRIOR
+    # whether its centre is what fits a few validation examples of all clients together, for which
+    # each also sends their scores, rather than even weights; for clients with a handful of
+    # validation examples
+    shared_prior: bool = False
 
     @cached_property
     def methods(self) -> Mapping[str, Method]:

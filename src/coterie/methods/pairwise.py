@@ -45,29 +45,15 @@ class SamplingPairs(Method):
         "sends each client sums of single clients' models, by weights from pairs of their gradients"
     )
 
-    pairs: Annotated[
-        Literal["all", "constant", "time", "mixed"],
-        Field(
-            description="which pairs a round compares; constant: n - 1 on average; time: each with "
-            "probability c / (t + 1); mixed: constant at first, then time"
-        ),
-    ] = "mixed"
-    pair_rate: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            description="c; null: mixed continues where constant ended",
-        ),
-    ] = None
-    switch: Annotated[
-        float,
-        Field(
-            ge=0, le=1, description="share of the rounds before `mixed` turns from constant to time"
-        ),
-    ] = 0.02
-    exchange_mb: Annotated[
-        float, Field(gt=0, description="megabytes of midpoints and gradients in flight at once")
-    ] = 256.0
+    # which pairs a round compares; constant: n - 1 on average; time: each with probability c / (t +
+    # 1); mixed: constant at first, then time
+    pairs: Literal["all", "constant", "time", "mixed"] = "mixed"
+    # c; null: mixed continues where constant ended
+    pair_rate: Annotated[float | None, Field(gt=0)] = None
+    # share of the rounds before `mixed` turns from constant to time
+    switch: Annotated[float, Field(ge=0, le=1)] = 0.02
+    # megabytes of midpoints and gradients in flight at once
+    exchange_mb: Annotated[float, Field(gt=0)] = 256.0
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if model.fewest == 1 < len(clients):

@@ -34,14 +34,8 @@ class PCL(OneAdapter):
     a round shares models with the others that do.
     """
 
-    validation_batches: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="validation batches on which a client scores all models; null: its whole "
-            "validation set",
-        ),
-    ] = None
+    # validation batches on which a client scores all models; null: its whole validation set
+    validation_batches: Annotated[int | None, Field(ge=1)] = None
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta, order = model.read(GENERALIST), sorted(clients)

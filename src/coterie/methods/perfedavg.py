@@ -30,16 +30,10 @@ class PerFedAvg(Averaged, OneAdapter):
     joinable: ClassVar[bool] = True
     server_steps: ClassVar[bool] = True  # a client adapts what it loads
 
-    variant: Annotated[
-        Literal["first-order", "hessian-free"], Field(description="how H is treated")
-    ] = "first-order"
-    inner_lr: Annotated[
-        float | None, Field(gt=0, description="alpha; null: the experts' learning rate")
-    ] = None
-    delta: Annotated[float, Field(gt=0, description="delta of the Hessian-free product")] = 1e-3
-    adapt_steps: Annotated[
-        int, Field(ge=0, description="gradient steps from w to a client's model")
-    ] = 1
+    variant: Literal["first-order", "hessian-free"] = "first-order"  # how H is treated
+    inner_lr: Annotated[float | None, Field(gt=0)] = None  # alpha; null: the experts' learning rate
+    delta: Annotated[float, Field(gt=0)] = 1e-3  # delta of the Hessian-free product
+    adapt_steps: Annotated[int, Field(ge=0)] = 1  # gradient steps from w to a client's model
 
     def alpha(self, client: Client) -> float:
         return client.training.experts.lr if self.inner_lr is None else self.inner_lr

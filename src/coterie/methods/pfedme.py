@@ -28,16 +28,11 @@ class PFedMe(BesidePersonal):
     w.
     """
 
-    prox: Annotated[
-        float, Field(gt=0, description="lambda, strength of the pull of theta_i to w_i")
-    ] = 15.0
-    inner_steps: Annotated[
-        int, Field(ge=1, description="K, steps of theta_i for each step of w_i")
-    ] = 5
-    local_lr: Annotated[
-        float | None, Field(gt=0, description="eta, w_i's learning rate; null: the experts'")
-    ] = None
-    server_lr: Annotated[float, Field(gt=0, description="beta, the server's step")] = 1.0
+    prox: Annotated[float, Field(gt=0)] = 15.0  # lambda, strength of the pull of theta_i to w_i
+    inner_steps: Annotated[int, Field(ge=1)] = 5  # K, steps of theta_i for each step of w_i
+    # eta, w_i's learning rate; null: the experts'
+    local_lr: Annotated[float | None, Field(gt=0)] = None
+    server_lr: Annotated[float, Field(gt=0)] = 1.0  # beta, the server's step
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)

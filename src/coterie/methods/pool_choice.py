@@ -45,19 +45,12 @@ class ChosenPool(Pooling):
         "method.aggregation.weighting: uniform has not"
     )
 
-    top_k: Annotated[int, Field(ge=1, description="K, experts that each client gets")] = 2
-    choice: Annotated[
-        Literal["server", "device"],
-        Field(
-            description="who chooses the K experts; server: by the scores that a client sends; "
-            "device: the client, from the whole pool, so that the server needs only the mean of "
-            "all updates"
-        ),
-    ] = "server"
-    coverage: Annotated[
-        float | None,
-        Field(gt=0, le=1, description="share of scores that a new client's experts have; null: K"),
-    ] = None
+    top_k: Annotated[int, Field(ge=1)] = 2  # K, experts that each client gets
+    # who chooses the K experts; server: by the scores that a client sends; device: the client, from
+    # the whole pool, so that the server needs only the mean of all updates
+    choice: Literal["server", "device"] = "server"
+    # share of scores that a new client's experts have; null: K
+    coverage: Annotated[float | None, Field(gt=0, le=1)] = None
 
     @property
     def needs_only_mean(self) -> bool:

@@ -71,13 +71,9 @@ class Pooling(Aggregating):
     stateless: ClassVar[bool] = True
     shared: ClassVar[tuple[Role, ...]] = (EXPERT, GATE)
 
-    initial: Annotated[
-        Literal["random", "common", "auto"],
-        Field(
-            description="initial values of the experts: random (of texts: the pretrained base), "
-            "from the common expert, or auto: from the common expert where it fits"
-        ),
-    ] = "random"
+    # initial values of the experts: random (of texts: the pretrained base), from the common expert,
+    # or auto: from the common expert where it fits
+    initial: Literal["random", "common", "auto"] = "random"
     aggregation: Annotated[
         Rule,
         Field(

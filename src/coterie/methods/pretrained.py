@@ -20,7 +20,7 @@ class Pretrained(Method):
     dynamic_membership: ClassVar[bool] = True
     serves_unseen_clients: ClassVar[bool] = True
 
-    rounds: Annotated[int, Field(ge=0, le=0, description="always 0")] = 0
+    rounds: Annotated[int, Field(ge=0, le=0)] = 0  # always 0
 
     by_examples = True
 

@@ -49,16 +49,9 @@ class Scaffold(Averaged, OneAdapter):
     # the server takes steps of its own, and clients also send control variates
     needs_only_mean = False
 
-    server_lr: Annotated[
-        float, Field(gt=0, le=1, description="eta_g, the server's learning rate")
-    ] = 1.0
-    momentum: Annotated[
-        bool,
-        Field(
-            description="keep the recipe's momentum, although control variates assume plain SGD "
-            "steps"
-        ),
-    ] = False
+    server_lr: Annotated[float, Field(gt=0, le=1)] = 1.0  # eta_g, the server's learning rate
+    # keep the recipe's momentum, although control variates assume plain SGD steps
+    momentum: bool = False
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)

@@ -26,14 +26,9 @@ class SDFLoRA(FlexLoRA):
     brings back to its rank by an SVD; the last `local_rank` are the local one and never leave.
     """
 
-    ranks: Annotated[
-        Rank | tuple[Rank, ...] | None,
-        Field(
-            description="r_i of the shared module in the MLPs, one number or one per client; "
-            "null: model.rank"
-        ),
-    ] = None
-    local_rank: Annotated[int, Field(ge=1, description="rank of the local module")] = 8
+    # r_i of the shared module in the MLPs, one number or one per client; null: model.rank
+    ranks: Rank | tuple[Rank, ...] | None = None
+    local_rank: Annotated[int, Field(ge=1)] = 8  # rank of the local module
 
     def layout(self, position: int, base: Layout) -> Layout:
         rank = value_of(self.ranks, position) or base.rank

@@ -109,13 +109,9 @@ class OneAdapter(Method):
     is always one whole network.
     """
 
-    budget: Annotated[
-        Literal["experts", "rank", "one"],
-        Field(
-            description="experts: two LoRA experts with fixed equal weights, as CoMiGS' authors "
-            "did; rank: one LoRA of twice the rank; one: one of the rank, the setting of CoBo"
-        ),
-    ] = "experts"
+    # experts: two LoRA experts with fixed equal weights, as CoMiGS' authors did; rank: one LoRA of
+    # twice the rank; one: one of the rank, the setting of CoBo
+    budget: Literal["experts", "rank", "one"] = "experts"
 
     def layout(self, position: int, base: Layout) -> Layout:
         one = replace(base, generalists=1, specialists=0, routing="equal", balance="none")
@@ -203,13 +199,9 @@ class Ranked(Method):
 
     per_client: ClassVar[tuple[str, ...]] = ("ranks",)
 
-    ranks: Annotated[
-        Rank | tuple[Rank, ...] | None,
-        Field(
-            description="r_i of the MLP LoRAs, one number or one per client; null: twice "
-            "model.rank, the budget of CoMiGS-1G1S"
-        ),
-    ] = None
+    # r_i of the MLP LoRAs, one number or one per client; null: twice model.rank, the budget of
+    # CoMiGS-1G1S
+    ranks: Rank | tuple[Rank, ...] | None = None
 
     def layout(self, position: int, base: Layout) -> Layout:
         rank = value_of(self.ranks, position)
@@ -244,17 +236,12 @@ class Ranked(Method):
 class Routed(Method):
     """A method whose MLPs are mixtures with a learned router."""
 
-    top_k: Annotated[int, Field(ge=1, description="k, experts per token")] = 2
-    balance: Annotated[
-        Balance,
-        Field(
-            description="load-balancing loss; generalist: CoMiGS, eq. 6, scaled as uniform; "
-            "generalist-printed: eq. 6 as printed"
-        ),
-    ] = "uniform"
-    balance_weight: Annotated[
-        float, Field(ge=0, description="lambda, weight of the load-balancing loss")
-    ] = 0.01
+    top_k: Annotated[int, Field(ge=1)] = 2  # k, experts per token
+    # load-balancing loss; generalist: CoMiGS, eq. 6, scaled as uniform; generalist-printed: eq. 6
+    # as printed
+    balance: Balance = "uniform"
+    # lambda, weight of the load-balancing loss
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01
 
     def mixture(self, base: Layout, generalists: int, specialists: int) -> Layout:
         """Return the layout of a client with so many experts. Raises ValueError if a token would
@@ -283,19 +270,12 @@ class TwoExperts(Routed):
     iii; alternating are the rows "-tr").
     """
 
-    updates: Annotated[
-        Literal["simultaneous", "alternating"],
-        Field(
-            description="simultaneous: routers train with the experts; alternating: in turn, on "
-            "fresh training batches"
-        ),
-    ] = "simultaneous"
-    router_every: Annotated[
-        int, Field(ge=1, description="tau, local iterations between alternating router updates")
-    ] = 30
-    router_steps: Annotated[
-        int, Field(ge=0, description="s, optimiser steps per alternating router update")
-    ] = 10
+    # simultaneous: routers train with the experts; alternating: in turn, on fresh training batches
+    updates: Literal["simultaneous", "alternating"] = "simultaneous"
+    # tau, local iterations between alternating router updates
+    router_every: Annotated[int, Field(ge=1)] = 30
+    # s, optimiser steps per alternating router update
+    router_steps: Annotated[int, Field(ge=0)] = 10
 
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, generalists=2, specialists=0)
