@@ -89,6 +89,7 @@ def test_every_task_says_what_it_sends_or_never_leaves_a_device_that_protects() 
         ("FC", "gradients"),
         ("FDLoRA", "local_round"),
         ("FedFomo", "local_round"),
+        ("FedLEASE", "upload"),
         ("IFCA", "local_round"),
     }
 

@@ -18,7 +18,6 @@ from terminals import MINUTE, demonstration, left, terminals, texts, until, writ
 
 from coterie.core.errors import ClientError, Refused
 from coterie.deploy import keys, process, supernode
-from coterie.deploy import process as processes
 from coterie.deploy import server as superlink
 from coterie.deploy.keys import Link
 from coterie.deploy.resident import private
@@ -57,7 +56,7 @@ def serving(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ser
         lambda tls, home, port: [sys.executable, "-c", STUB, str(port), *map(str, tls[:2])],
     )
     monkeypatch.setattr(superlink, "_LOOK_S", 0.1)
-    monkeypatch.setattr(superlink, "AGAIN_S", 0.2)
+    monkeypatch.setattr(process, "AGAIN_S", 0.2)
     monkeypatch.setattr(supernode, "AGAIN_S", 0.2)
     said: list[str] = []
     stop = threading.Event()
@@ -84,7 +83,6 @@ def test_a_superlink_that_dies_is_started_again_and_devices_are_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "flwr", registering)
-    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: "The device of ann is registered." in said, "ann")
@@ -112,7 +110,6 @@ def test_what_is_no_key_is_told_and_left_out(
     that key again.
     """
     monkeypatch.setattr(process, "flwr", registering)
-    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann", "ben"])
     folder = tmp_path / "keys/clients"
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -194,7 +191,6 @@ def test_a_folder_of_keys_that_is_away_shuts_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "flwr", registering)
-    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     with serving(tmp_path, monkeypatch) as (found, said):
         until(lambda: found.nodes, "ann")
@@ -210,7 +206,6 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "flwr", registering)
-    monkeypatch.setattr(superlink, "flwr", registering)
     keys.make(tmp_path / "keys", [], ["ann"])
     write, full = Server._write, threading.Event()
 
@@ -238,7 +233,6 @@ def test_a_device_that_cannot_be_shut_out_now_is_shut_out_later_and_is_a_strange
         return registering(arguments, home)
 
     monkeypatch.setattr(process, "flwr", flower)
-    monkeypatch.setattr(superlink, "flwr", flower)
     keys.make(tmp_path / "keys", [], ["ann"])
     failing.set()
     with serving(tmp_path, monkeypatch) as (found, said):
@@ -277,7 +271,7 @@ def test_a_device_outlives_a_program_that_cannot_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Node, "supernode", lambda node: ["sh", "-c", "exit 1"])
-    monkeypatch.setattr(superlink, "AGAIN_S", 0.05)
+    monkeypatch.setattr(process, "AGAIN_S", 0.05)
     monkeypatch.setattr(supernode, "AGAIN_S", 0.05)
     said: list[str] = []
     with supernode.device(Node(Link("127.0.0.1:9", None), tmp_path, resident=False)) as supervisor:
@@ -314,7 +308,6 @@ def test_homes_are_their_owners_alone_and_those_that_are_there_become_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "flwr", registering)
-    monkeypatch.setattr(superlink, "flwr", registering)
     monkeypatch.setattr(Node, "supernode", lambda node: ["sleep", "60"])
     keys.make(tmp_path / "keys", [], [])
     for name in ("home", "device"):
@@ -454,7 +447,7 @@ def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', "
         "flush=True); time.sleep(600)"
     )
-    program = processes.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
+    program = process.Program([sys.executable, "-c", stubborn], tmp_path, tmp_path / "log")
     until(lambda: "up" in (tmp_path / "log").read_text(), "it ignores signals")
 
     sleep, lost, whoever_waits = time.sleep, [True], threading.current_thread()
@@ -465,7 +458,7 @@ def test_a_program_is_ended_though_whoever_waits_for_it_loses_patience(
             raise KeyboardInterrupt
         sleep(seconds)
 
-    monkeypatch.setattr(processes.time, "sleep", impatient)
+    monkeypatch.setattr(process.time, "sleep", impatient)
     with pytest.raises(KeyboardInterrupt):
         program.stop()
     monkeypatch.undo()
