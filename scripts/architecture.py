@@ -4,6 +4,7 @@ python scripts/architecture.py [--check]
 """
 
 import ast
+import dataclasses
 import inspect
 import io
 import sys
@@ -151,9 +152,10 @@ def above(line: int, comments: set[int]) -> list[int]:
 
 def the_promises() -> str:
     """Write the table of a method's class attributes, which are explained where they stand."""
-    found = remarks(Method).items()
+    fields = {field.name for field in dataclasses.fields(Method)}  # of recipes
+    found = [(k, *value) for k, value in remarks(Method).items() if k not in fields]
     return table(
-        ("class attribute", "default", "says"), [(f"`{k}`", f"`{v}`", s) for k, (v, s) in found]
+        ("class attribute", "default", "says"), [(f"`{k}`", f"`{v}`", s) for k, v, s in found]
     )
 
 
