@@ -92,8 +92,6 @@ Bounds = Bound | tuple[Bound, ...] | None
 
 NEW = "new"  # the group of the clients that never train
 
-_PER_CLIENT = "per client: one number, or a list with one per client in their order; null: all"
-
 
 class Section(BaseModel, ABC):
     """A `data` section. Subclasses say where the texts are and how they fall into clients and

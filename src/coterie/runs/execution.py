@@ -71,11 +71,7 @@ class Execution:
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
         # what decides the values of a run: a checkpoint is of one of these alone
-        later = {
-            name
-            for name in ("patience", "evaluate_rows", "final_rows")
-            if getattr(recipe, name) is None
-        }
+        later = {name for name in LATER if getattr(recipe, name) is None}
         decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE | later)
         if fingerprint := prepared.problem.fingerprint:
             decisive["common_expert"] = fingerprint
