@@ -133,6 +133,7 @@ PLAN = (
     Entry("comigs/table5"),
     Entry("ddome/table2", columns=("clinc150",)),
     # Beyond the papers.
+    Entry("comigs/with-auto"),
     Entry("ddome/with-rivals"),
     Entry("cobo/with-rivals"),
     Entry("comigs/with-rivals"),
