@@ -363,8 +363,9 @@ def page(bench: Bench) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("do", choices=("run", "table"))
-    parser.add_argument("--federations", nargs="+", default=[*FEDERATIONS])
-    parser.add_argument("--rows", nargs="+", default=[row for row in ROWS if row not in FORMER])
+    parser.add_argument("--federations", nargs="+", default=[*FEDERATIONS], choices=FEDERATIONS)
+    rows = [row for row in ROWS if row not in FORMER]
+    parser.add_argument("--rows", nargs="+", default=rows, choices=rows)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--settings", nargs="+", default=["fixed"])
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "nw-cache")
