@@ -137,14 +137,9 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
     # which of the N M variables count for whom
     members, clients = np.tile(np.eye(m), n), np.repeat(np.eye(n), m, axis=1)
     limit = math.ceil(load * n * count / m)
+    costs = -scores.flatten().numpy()
     solution = linprog(
-        -scores.flatten().numpy(),
-        members,
-        [limit] * m,
-        clients,
-        [count] * n,
-        bounds=(0, 1),
-        method="highs-ds",
+        costs, members, [limit] * m, clients, [count] * n, bounds=(0, 1), method="highs-ds"
     )
     # corners of this programme are whole: 0 or 1 each
     return largest(torch.from_numpy(solution.x).view(n, m), count)

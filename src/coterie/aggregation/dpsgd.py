@@ -64,10 +64,9 @@ class Sanitizer:
         are counted, TensorError for a value that is not a number.
         """
         if self.steps < 1:
-            raise Refused(
-                "privacy.unit: a task takes more steps than the privacy accounting counts",
-                "Nothing was sent. This is an error in the method: report it to its author.",
-            )
+            problem = "privacy.unit: a task takes more steps than the privacy accounting counts"
+            remedy = "Nothing was sent. This is an error in the method: report it to its author."
+            raise Refused(problem, remedy)
         self.steps -= 1
         deviation = self.privacy.noise * self.privacy.clip
         step, total = grid(self.privacy.clip, deviation), np.zeros(size, dtype=np.int64)

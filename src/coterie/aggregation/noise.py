@@ -244,10 +244,8 @@ def on_grid(update: np.ndarray, norm: float, step: float) -> np.ndarray:
     bounded = np.clip(update, -_HUGE, _HUGE)  # of which the norm does not overflow
     size = float(np.linalg.norm(bounded))
     if math.isnan(size):
-        raise TensorError(
-            "update to be protected: not all values are numbers",
-            "Training diverged: lower the learning rate.",
-        )
+        problem = "update to be protected: not all values are numbers"
+        raise TensorError(problem, "Training diverged: lower the learning rate.")
     # the norm's relative error, and that of the product, are below the difference
     most = norm * (1 - (update.size + 16) * 2.0**-52)
     bounded = bounded * ((1.0 if size <= most else most / size) / step)

@@ -100,10 +100,8 @@ class Privacy(BaseModel):
     def delta_of(self, units: int) -> float:
         """Return delta for so many clients or examples. Raises Refused for one without `delta`."""
         if self.delta is None and units < 2:
-            raise Refused(
-                f"privacy.delta: there is no default for a single {self.unit}",
-                "Give one, for instance --set privacy.delta=1e-5",
-            )
+            problem = f"privacy.delta: there is no default for a single {self.unit}"
+            raise Refused(problem, "Give one, for instance --set privacy.delta=1e-5")
         return self.delta or units**-1.1
 
 
@@ -156,10 +154,8 @@ def central(
         protected_replies, within = _noisy_mean(replies, to, clip, deviation, source)
     else:
         cut = {i: clipped(reply, to[i], clip) for i, reply in replies.items()}
-        protected_replies, within = (
-            {i: reply for i, (reply, _) in cut.items()},
-            sum(not beyond for _, beyond in cut.values()),
-        )
+        protected_replies = {i: reply for i, (reply, _) in cut.items()}
+        within = sum(not beyond for _, beyond in cut.values())
     return protected_replies, _next_clip(within, len(replies), privacy.adaptive, clip, source)
 
 

@@ -58,10 +58,8 @@ def check_form(first: Named, sent: Named, back: Named) -> None:
     check_alike(first, sent, "secure aggregation: sent to two clients")
     check_alike(sent, back, "secure aggregation: sent and expected back")
     if foreign := [name for name in sorted(sent) if not sent[name].is_floating_point()]:
-        raise TensorError(
-            f"secure aggregation: {foreign[0]!r} holds integers",
-            "It carries floating-point numbers only.",
-        )
+        problem = f"secure aggregation: {foreign[0]!r} holds integers"
+        raise TensorError(problem, "It carries floating-point numbers only.")
 
 
 def difference(reply: Named, sent: Named) -> Tensor:

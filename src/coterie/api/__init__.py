@@ -214,10 +214,8 @@ def compare(
     given = [methods] if isinstance(methods, str | type) else methods
     names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
     if not tune and (fields is not None or trials is not None):
-        raise Refused(
-            "fields and trials need a search, and tune is not set",
-            "Give tune=True (--tune) too, or leave them out.",
-        )
+        problem = "fields and trials need a search, and tune is not set"
+        raise Refused(problem, "Give tune=True (--tune) too, or leave them out.")
     folder, going = _folder(out, f"compare-{chosen.name}", resume, resume_changed)
     extra = dict[str, Any]()
     if tune:

@@ -97,10 +97,8 @@ def server(
         from coterie.deploy import server as superlink
 
         if (keys is None) != insecure:
-            raise Refused(
-                "give either --keys or --insecure",
-                "Keys are made by: coterie keys DIR --host HOST --client ID ...",
-            )
+            problem = "give either --keys or --insecure"
+            raise Refused(problem, "Keys are made by: coterie keys DIR --host HOST --client ID ...")
         folder = home or Path("coterie-server")
         with superlink.server(
             keys, folder, host, port, runs_port or port + 1, largest << 20
@@ -173,10 +171,8 @@ def client(
         from coterie.runs.folder.lock import check_apart
 
         if (ca is None and key is None) != insecure:
-            raise Refused(
-                "give --ca and --key, or --insecure alone",
-                "Make them on the server's machine: coterie keys.",
-            )
+            problem = "give --ca and --key, or --insecure alone"
+            raise Refused(problem, "Make them on the server's machine: coterie keys.")
         folder = home or apps.default_home()
         if data is not None:
             check_apart(folder, data, "--home")
@@ -257,14 +253,11 @@ def submit(
         from coterie.reports import trackers
 
         if (ca is None) != insecure:
-            raise Refused(
-                "give either --ca or --insecure", "ca.crt is in the server's folder of keys."
-            )
+            problem = "give either --ca or --insecure"
+            raise Refused(problem, "ca.crt is in the server's folder of keys.")
         if (resume or resume_changed) and not out:
-            raise Refused(
-                "--resume needs the run's folder",
-                "Give --out, the run's folder on the server's machine.",
-            )
+            problem = "--resume needs the run's folder"
+            raise Refused(problem, "Give --out, the run's folder on the server's machine.")
         loaded = common._load(recipe, set_, seed)
         folder = out or str(common._folder(loaded.name, False))
         config = {
@@ -275,12 +268,8 @@ def submit(
             "clients": clients,
             "track": ";".join(trackers.check(track or ())),
         }
-        submit_run(
-            Link(server, ca),
-            home or Path("coterie-server"),
-            config,
-            common._event,
-        )
+        link = Link(server, ca)
+        submit_run(link, home or Path("coterie-server"), config, common._event)
 
 
 @common.app.command("deploy")
@@ -308,10 +297,8 @@ def deploy_(
     """
     with common._stopping("stopped. Nothing is left running."):
         if not demo:
-            raise Refused(
-                "deploy needs --demo",
-                "Run: coterie deploy --demo. For separate machines see docs/deploy.md.",
-            )
+            remedy = "Run: coterie deploy --demo. For separate machines see docs/deploy.md."
+            raise Refused("deploy needs --demo", remedy)
         from coterie.deploy.server import demo as demonstration
         from coterie.runs.problems import loading
 

@@ -65,13 +65,9 @@ def examined() -> Iterator[Check]:
     yield _hub()
     for name, (what, _) in EXTRAS.items():
         absent = missing(name)
-        yield Check(
-            f"extra {name}",
-            f"{what}" + (f"; not installed: {', '.join(absent)}" if absent else ""),
-            not absent,
-            extra(name) if absent else "",
-            needed=False,
-        )
+        title = f"extra {name}"
+        finding = f"{what}" + (f"; not installed: {', '.join(absent)}" if absent else "")
+        yield Check(title, finding, not absent, extra(name) if absent else "", needed=False)
 
 
 def _guarded(look: Callable[[], Check]) -> Check:

@@ -95,9 +95,8 @@ def serve(
         given = {"token": token, "host": host, "rows": batch, "queue": queue, "context": context}
         given |= {"access_log": True} if access_log else {}
         if api and chat:
-            raise Refused(
-                "--chat is for the page", "Leave it out: --api answers chats wherever it can."
-            )
+            problem = "--chat is for the page"
+            raise Refused(problem, "Leave it out: --api answers chats wherever it can.")
         if api:
             which = (run, client, base, follow, reset_weights, sys.maxsize)
             _serve_api(which, port, {k: v for k, v in given.items() if v is not None})
@@ -106,10 +105,8 @@ def serve(
         if source is not None and source.name == "ENVIRONMENT":
             given["token"] = None
         if extra := [name for name, value in given.items() if value is not None]:
-            raise Refused(
-                f"--{extra[0].replace('rows', 'batch').replace('_', '-')} needs --api",
-                "Give both, or neither.",
-            )
+            problem = f"--{extra[0].replace('rows', 'batch').replace('_', '-')} needs --api"
+            raise Refused(problem, "Give both, or neither.")
         require("the page", "serve")
         from coterie.personal.ui import keyboard, page
 
@@ -130,10 +127,8 @@ def _serve_api(which: Any, port: int, given: dict[str, Any]) -> None:
     settings = server.Settings(port, **given)
     models, classifiers = common._personal(*which)
     if classifiers:
-        raise Refused(
-            f"{which[0]} holds classifiers, which continue no text",
-            "Leave out --api: their page classifies images and texts.",
-        )
+        problem = f"{which[0]} holds classifiers, which continue no text"
+        raise Refused(problem, "Leave out --api: their page classifies images and texts.")
     with server.served(models, settings, _report) as address:
         print(f"{len(models)} model{'s' * (len(models) != 1)} at {address}. Ctrl-C stops it.")
         print(f"  models: {', '.join(map(printable, models))}")

@@ -163,15 +163,11 @@ def reproduce(
                 print(f"{known:<21} a theorem, as an experiment with checked claims")
             return
         if name not in tables.names() and name not in theorems.NAMES:
-            raise Refused(
-                f"{name}: there is no such table, figure or theorem",
-                "Run `coterie reproduce` to list all.",
-            )
+            problem = f"{name}: there is no such table, figure or theorem"
+            raise Refused(problem, "Run `coterie reproduce` to list all.")
         if scale not in tables.SCALES:
-            raise Refused(
-                f"--scale {scale}: there is no such scale",
-                f"Choose among: {', '.join(tables.SCALES)}.",
-            )
+            problem = f"--scale {scale}: there is no such scale"
+            raise Refused(problem, f"Choose among: {', '.join(tables.SCALES)}.")
         package = theorems.load(name) if name in theorems.NAMES else None
         require("coterie reproduce", "scipy")
         folder = out or Path("runs") / f"reproduce-{name.partition('/')[0]}-{scale}"
@@ -192,16 +188,10 @@ def reproduce(
         from coterie.reports.progress import SearchTerminal, Terminal
         from coterie.reports.tables import verdicts
 
+        chosen = _parts(columns)
+        effort = _effort(tune, trials)
         job = Job(
-            name,
-            scale,
-            folder,
-            seeds,
-            _parts(columns),
-            _parts(rows),
-            set_ or (),
-            resume_changed,
-            _effort(tune, trials),
+            name, scale, folder, seeds, chosen, _parts(rows), set_ or (), resume_changed, effort
         )
         if tune:
             with SearchTerminal(console) as search_display:

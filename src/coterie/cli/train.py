@@ -274,17 +274,14 @@ def _methods_and_recipe(
     if recipe is not None:
         return names, recipe
     if not names:
-        raise Refused(
-            f"no methods to {to}, and no recipe",
-            f"For instance: coterie {to} cobo local --recipe cobo-digits",
-        )
+        problem = f"no methods to {to}, and no recipe"
+        raise Refused(problem, f"For instance: coterie {to} cobo local --recipe cobo-digits")
     first, *others = names
     from coterie.methods import METHODS
 
     if first in METHODS:
-        raise Refused(
-            "--recipe: missing", f"For instance: coterie {to} {' '.join(names)} --recipe quickstart"
-        )
+        problem = "--recipe: missing"
+        raise Refused(problem, f"For instance: coterie {to} {' '.join(names)} --recipe quickstart")
     return others, first
 
 

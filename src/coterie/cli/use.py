@@ -32,9 +32,8 @@ def _text(words: str | None, text: str | None) -> str:
     try:
         return str(typer.prompt("Text", err=True))
     except typer.Abort:
-        raise Refused(
-            "no text was given", "Give one: coterie generate RUN 'The weather is'."
-        ) from None
+        problem = "no text was given"
+        raise Refused(problem, "Give one: coterie generate RUN 'The weather is'.") from None
 
 
 @common.app.command()
@@ -107,9 +106,8 @@ def adapt(
             print(*refits.sentences(printable(client), refitted), sep="\n")
             return
         if data is None:
-            raise Refused(
-                "adapt needs the client's data", "Give --data, or --fresh for one that has trained."
-            )
+            problem = "adapt needs the client's data"
+            raise Refused(problem, "Give --data, or --fresh for one that has trained.")
         if iterations is not None and not train:
             raise Refused("--no-train does no --iterations", "Leave out one of them.")
         trains = train and resolve(run).model.kind == "language"
@@ -138,11 +136,10 @@ def adapt(
             for sentence in personalisation.sentences(printable(about.client), effect):
                 print(sentence)
         sent = f"{adapted.up:,} bytes (its scores)" if adapted.up else "nothing"
-        once = (
-            f", and before that {adapted.once:,} bytes of the common expert, as every client does"
-            if adapted.once
-            else ""
-        )
+        once = ""
+        if adapted.once:
+            expert = f"{adapted.once:,} bytes of the common expert"
+            once = f", and before that {expert}, as every client does"
         print(f"It sent {sent} and received {adapted.down:,} bytes{once}.")
         given = (
             f"--data {shlex.quote(str(data))}" if classifies else '--text "What you would write"'
@@ -240,20 +237,16 @@ def predict(
         from coterie.personal.ui import terminal
 
         if data is not None and (text is not None or words is not None):
-            raise Refused(
-                "predict needs either a text or --data",
-                "Use --data for images or files of texts, and leave the text out.",
-            )
+            remedy = "Use --data for images or files of texts, and leave the text out."
+            raise Refused("predict needs either a text or --data", remedy)
         models, classifiers = common._personal(run, client, base, follow, reset_weights)
         shape = next((one.shape for one in classifiers.values()), None)
         if data is None and (models or isinstance(shape, TextShape)):
             text = _text(words, text)
         if models:
             if text is None:
-                raise Refused(
-                    f"{run} holds language models, which do not classify",
-                    "Give a text instead of --data.",
-                )
+                problem = f"{run} holds language models, which do not classify"
+                raise Refused(problem, "Give a text instead of --data.")
             together = ManyModels(models)
             opened = together.chats.opened([user(text)]) if chat else text
             for model in models.values():
@@ -268,11 +261,8 @@ def predict(
         if data is None and not isinstance(shape, TextShape):
             raise Refused(f"{run} holds classifiers of images", "Give their files: --data.")
         samples = as_samples(data or text, shape)
-        terminal.show_classes(
-            Console(),
-            samples.names,
-            {i: model.predict(samples) for i, model in classifiers.items()},
-        )
+        predictions = {i: model.predict(samples) for i, model in classifiers.items()}
+        terminal.show_classes(Console(), samples.names, predictions)
 
 
 @common.app.command()

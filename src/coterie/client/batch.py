@@ -171,16 +171,11 @@ class ClientBatch:
         """Return a client's tensors as one vector for each key of its state."""
         shared = self._shared
         named = {name: tensor for members in shared.values() for name, tensor in members.items()}
-        check_alike(
-            {GENERALIST: self.x[0]} if GENERALIST in tensors else named,
-            tensors,
-            f"tensors for client {client!r}",
-        )
+        expected: Named = {GENERALIST: self.x[0]} if GENERALIST in tensors else named
+        check_alike(expected, tensors, f"tensors for client {client!r}")
         if not all_finite(tensors):
-            raise Divergence(
-                f"tensors for client {client!r}: not all values are finite",
-                "A client diverged: lower the learning rate.",
-            )
+            problem = f"tensors for client {client!r}: not all values are finite"
+            raise Divergence(problem, "A client diverged: lower the learning rate.")
         if GENERALIST in tensors:
             return {_X: tensors[GENERALIST]}
         return {
@@ -258,9 +253,8 @@ class ClientBatch:
 
     def _check_role(self, *roles: Role) -> None:
         if roles != (GENERALIST,):
-            raise TypeError(
-                f"a batch of clients has only values of {GENERALIST}, asked for {roles}"
-            )
+            problem = f"a batch of clients has only values of {GENERALIST}, asked for {roles}"
+            raise TypeError(problem)
 
     def _gradients(
         self,
@@ -274,10 +268,8 @@ class ClientBatch:
         each point is the only one, its owner's model, and running statistics are updated.
         """
         if purpose and not all_finite({"points": points}):
-            raise Divergence(
-                f"points for {purpose}: not all values are finite",
-                "A client diverged: lower the learning rate.",
-            )
+            problem = f"points for {purpose}: not all values are finite"
+            raise Divergence(problem, "A client diverged: lower the learning rate.")
         batches = [draw(on[i], self.states[i], self.site.training.batch_size) for i in owners]
         x, y = (torch.stack([getattr(batch, part) for batch in batches]) for part in ("x", "y"))
         if purpose or not self.model.buffers():
@@ -298,10 +290,9 @@ class ClientBatch:
             measured = self._stats.setdefault(i, {})
             for name, value in zip(stats, values, strict=True):
                 if not math.isfinite(value):
-                    raise Divergence(
-                        f"client {i!r}: {name} is not finite near iteration {self._position}",
-                        "Training diverged: lower training.experts.lr or training.routers.lr.",
-                    )
+                    problem = f"client {i!r}: {name} is not finite near iteration {self._position}"
+                    remedy = "Training diverged: lower training.experts.lr or training.routers.lr."
+                    raise Divergence(problem, remedy)
                 measured.setdefault(f"{name}/{what}", []).append(value)
 
     @property

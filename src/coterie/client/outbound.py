@@ -87,16 +87,12 @@ class Outbound:
         if sends is Sends.SCORES and self.silent:
             raise Refused(f"{name}: this device sends no scores", PROTECTS)
         if sends is Sends.UPDATE and self.secure and not self.masked:
-            raise Refused(
-                f"{name}: this device sends its updates by secure aggregation only",
-                "Run the recipe with --set secure=true.",
-            )
+            problem = f"{name}: this device sends its updates by secure aggregation only"
+            raise Refused(problem, "Run the recipe with --set secure=true.")
         if sends is Sends.UPDATE and self.noisy and not self._noised:
             also = ", or privacy.unit: example," if self.by_examples else ""
-            raise Refused(
-                f"{name}: this device sends its updates with noise only",
-                f"Run the recipe with privacy.where: local{also} and the noise it requires.",
-            )
+            remedy = f"Run the recipe with privacy.where: local{also} and the noise it requires."
+            raise Refused(f"{name}: this device sends its updates with noise only", remedy)
 
     def __call__(
         self, task: Task, id: ClientId, sent: Named, reply: Tensors, round: int, phase: int

@@ -151,10 +151,8 @@ class BoundClient:
         """Raise TensorError for tensors of other forms than the client's, or not finite."""
         check_alike(expected, tensors, f"tensors for client {self.id!r}")
         if not all_finite(tensors):
-            raise Divergence(
-                f"tensors for client {self.id!r}: not all values are finite",
-                "A client diverged: lower the learning rate.",
-            )
+            problem = f"tensors for client {self.id!r}: not all values are finite"
+            raise Divergence(problem, "A client diverged: lower the learning rate.")
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
         """Return the tensors of these roles by name, and what travels with them."""

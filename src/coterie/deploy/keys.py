@@ -57,9 +57,8 @@ def make(folder: Path, hosts: Sequence[str], clients: Sequence[str]) -> None:
             if not public(folder, client).exists():
                 _make_pair(private(folder, client), public(folder, client))
     except OSError as error:
-        raise Refused(
-            f"cannot write keys to {folder}: {error.strerror}", "Choose another folder."
-        ) from None
+        problem = f"cannot write keys to {folder}: {error.strerror}"
+        raise Refused(problem, "Choose another folder.") from None
     extensions = x509.load_pem_x509_certificate(read_bytes(folder / CERTIFICATE)).extensions
     known = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     if missing := sorted(set(hosts) - {str(name.value) for name in known}):
@@ -100,10 +99,8 @@ def public_keys(folder: Path) -> tuple[dict[str, Path], dict[Path, str]]:
     try:
         names_in_folder = sorted(os.listdir(folder / CLIENTS))
     except OSError as error:
-        raise Refused(
-            f"cannot read {folder / CLIENTS}: {error.strerror}",
-            "Until it can be read, the list of known devices stays as it is.",
-        ) from None
+        remedy = "Until it can be read, the list of known devices stays as it is."
+        raise Refused(f"cannot read {folder / CLIENTS}: {error.strerror}", remedy) from None
     key_files, problems = dict[str, Path](), dict[Path, str]()
     for path in (folder / CLIENTS / name for name in names_in_folder if name.endswith(PUBLIC)):
         try:
@@ -236,10 +233,8 @@ class Link:
         """Refuse an invalid address or certificate. Raises Refused."""
         host, sign, port = self.address.rpartition(":")
         if not sign or not host or not port.isdigit():
-            raise Refused(
-                f"{self.address!r} is not the address of a server",
-                "The form is HOST:PORT, for instance example.org:9500.",
-            )
+            problem = f"{self.address!r} is not the address of a server"
+            raise Refused(problem, "The form is HOST:PORT, for instance example.org:9500.")
         if self.ca is not None:
             remedy = "Copy ca.crt from the server's keys, or use --insecure."
             there(self.ca, "the certificate of the server's authority", remedy)
@@ -259,16 +254,12 @@ class Link:
                 f"--host {host}.",
             ) from None
         except ssl.SSLError:
-            raise Refused(
-                f"{self.address} does not use TLS",
-                "Check the port. If the server runs with --insecure, give --insecure here too.",
-            ) from None
+            remedy = "Check the port. If the server runs with --insecure, give --insecure here too."
+            raise Refused(f"{self.address} does not use TLS", remedy) from None
         except (http.client.HTTPException, ConnectionResetError):
             if self.ca is None:
-                raise Refused(
-                    f"{self.address} requires TLS, or is not a server",
-                    "Give --ca (and, for a device, --key).",
-                ) from None
+                problem = f"{self.address} requires TLS, or is not a server"
+                raise Refused(problem, "Give --ca (and, for a device, --key).") from None
             return False
         except OSError:
             return False
@@ -288,9 +279,8 @@ class Link:
         try:
             context = ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError:
-            raise Refused(
-                f"{self.ca} is not a certificate", "Copy ca.crt from the server's keys."
-            ) from None
+            problem = f"{self.ca} is not a certificate"
+            raise Refused(problem, "Copy ca.crt from the server's keys.") from None
         return http.client.HTTPSConnection(host, int(port), timeout=_ANSWER_S, context=context)
 
 

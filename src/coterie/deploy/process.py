@@ -219,9 +219,8 @@ def wait_for(ready: Callable[[], bool], process: Program, log: Path) -> None:
     while not ready():
         if process.poll() is not None or time.monotonic() > end:
             tail = "\n".join(last_lines(log))
-            raise ClientError(
-                f"{log.stem} is not running; its log ends:\n{tail}", f"The whole log is {log}."
-            )
+            problem = f"{log.stem} is not running; its log ends:\n{tail}"
+            raise ClientError(problem, f"The whole log is {log}.")
         time.sleep(0.2)
 
 

@@ -33,10 +33,8 @@ def serve(home: Path, answer: Answer, ready: Callable[[], None]) -> None:
     """
     private(home)
     if _alive(home):
-        raise Refused(
-            f"{home} is already served by another process",
-            "Each client needs a separate folder: choose another --home, or stop that process.",
-        )
+        remedy = "Each client needs a separate folder: choose another --home, or stop that process."
+        raise Refused(f"{home} is already served by another process", remedy)
     for name in (SOCKET, _KEY):
         (home / name).unlink(missing_ok=True)
     write_private(home / _KEY, key := os.urandom(32))
@@ -60,15 +58,13 @@ def private(home: Path) -> None:
         home.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
         mode = home.stat().st_mode
         if mode & stat.S_ISVTX:
-            raise Refused(
-                f"{home} is shared by all users of this machine", "Choose another --home."
-            )
+            problem = f"{home} is shared by all users of this machine"
+            raise Refused(problem, "Choose another --home.")
         if stat.S_IMODE(mode) & (stat.S_IRWXG | stat.S_IRWXO):
             home.chmod(stat.S_IRWXU)
     except OSError as error:
-        raise Refused(
-            f"{home} cannot be made private: {error.strerror}", "Choose another --home."
-        ) from None
+        problem = f"{home} cannot be made private: {error.strerror}"
+        raise Refused(problem, "Choose another --home.") from None
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -100,10 +96,8 @@ def ask(home: Path, text: str, body: bytes) -> tuple[str, bytes]:
             connection.send_bytes(body)
             return connection.recv_bytes(_MOST).decode(), connection.recv_bytes()
     except (OSError, EOFError, AuthenticationError) as error:
-        raise TensorError(
-            f"the process of this device does not answer: {error or 'it ended'}",
-            "Start it again: coterie client ...",
-        ) from None
+        problem = f"the process of this device does not answer: {error or 'it ended'}"
+        raise TensorError(problem, "Start it again: coterie client ...") from None
 
 
 @contextmanager

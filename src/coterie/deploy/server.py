@@ -157,17 +157,14 @@ def server(
     reached = "127.0.0.1" if host == "0.0.0.0" else host
     devices, runs = Link(f"{reached}:{port}", ca), Link(f"127.0.0.1:{runs_port}", ca)
     if port == runs_port or runs_port > LAST_PORT:
-        raise Refused(
-            f"port {runs_port} cannot be used for runs",
-            "Give different values to --port and --runs-port.",
-        )
+        problem = f"port {runs_port} cannot be used for runs"
+        raise Refused(problem, "Give different values to --port and --runs-port.")
     private(home)
     programs.check_unused(home)
     for link, number, option in ((devices, port, "--port"), (runs, runs_port, "--runs-port")):
         if listening(link.address):
-            raise Refused(
-                f"port {number} is in use", f"Choose another {option}.{programs.holder(number)}"
-            )
+            problem = f"port {number} is in use"
+            raise Refused(problem, f"Choose another {option}.{programs.holder(number)}")
     command, log = _superlink(tls, home, runs_port), home / LOG
     superlink = Server(devices, runs, keys, home, programs.Program(command, home, log), {}, command)
     with ExitStack() as stack:
@@ -183,10 +180,8 @@ def server(
                 )
             )
         except OSError as error:
-            raise Refused(
-                f"cannot listen on {host}:{port}: {error.strerror}",
-                "Choose another --host or --port.",
-            ) from None
+            problem = f"cannot listen on {host}:{port}: {error.strerror}"
+            raise Refused(problem, "Choose another --host or --port.") from None
         superlink._open()
         yield superlink
 

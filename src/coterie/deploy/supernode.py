@@ -43,10 +43,8 @@ class Node:
         """Raise Refused for settings that cannot work."""
         self.link.check()
         if self.client is not None and (mistake := names.mistake(self.client)):
-            raise Refused(
-                f"--client {self.client!r}: {mistake}",
-                "Give the name that this client has in the server's data or keys.",
-            )
+            remedy = "Give the name that this client has in the server's data or keys."
+            raise Refused(f"--client {self.client!r}: {mistake}", remedy)
         if self.limits is not None:
             limits.read(self.limits).check_installed()
         if self.key is not None:
@@ -56,9 +54,8 @@ class Node:
         elif self.link.ca is not None:
             raise Refused("a device needs its private key", "Give --key, or use --insecure.")
         if self.data is not None and not self.data.exists():
-            raise Refused(
-                f"--data: {self.data} does not exist", "Name the folder with this client's data."
-            )
+            problem = f"--data: {self.data} does not exist"
+            raise Refused(problem, "Name the folder with this client's data.")
 
     @property
     def configuration(self) -> dict[str, Any]:

@@ -297,11 +297,9 @@ class Loopback(Engine):
         self, task: str, client: ClientId, request: bytes, round: int, phase: int
     ) -> bytes:
         method = type(self.method)(**asdict(self.method))
-        state = (
-            from_bytes(self._states[client], f"state of client {client!r}")
-            if client in self._states
-            else {}
-        )
+        state = {}
+        if client in self._states:
+            state = from_bytes(self._states[client], f"state of client {client!r}")
         reply, metrics = self.site.answer(
             method, task, client, from_bytes(request), state, round, phase
         )

@@ -174,15 +174,11 @@ def parsed(kind: type[Request] | type[Reply], text: str) -> Any:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise TensorError(
-            f"{what}: {where}: {first['msg']}",
-            "Install the same version of coterie on server and devices.",
-        ) from None
+        remedy = "Install the same version of coterie on server and devices."
+        raise TensorError(f"{what}: {where}: {first['msg']}", remedy) from None
     except ValueError as error:
         raise TensorError(f"{what}: {error}", _DAMAGED) from None
     if message.version != __version__:
-        raise TensorError(
-            f"{what} from coterie {message.version}, but this is coterie {__version__}",
-            "Install the same version on server and devices.",
-        )
+        problem = f"{what} from coterie {message.version}, but this is coterie {__version__}"
+        raise TensorError(problem, "Install the same version on server and devices.")
     return message

@@ -194,10 +194,8 @@ class States(Stored):
                 folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self._within))
             except OSError as error:
                 where = self._within or tempfile.gettempdir()
-                raise SaveError(
-                    f"cannot make a folder for states in {where}: {error.strerror}",
-                    "Check its permissions.",
-                ) from error
+                problem = f"cannot make a folder for states in {where}: {error.strerror}"
+                raise SaveError(problem, "Check its permissions.") from error
             self._remove = weakref.finalize(self, _remove, folder, _claimed(folder))
             self._packs = Packs(folder)
         return self._packs

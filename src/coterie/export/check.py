@@ -117,13 +117,9 @@ def _compare(runtime: Runtime, limit: float, client: ClientModel, written: Writt
         return largest
 
     by_token = runtime.logits_by_token(ids)
-    check = Check(
-        runtime.quantity,
-        difference(computed),
-        written.likeness,
-        None if by_token is None else difference(by_token),
-        chat=ask(runtime, client, written, limit) if client.serving.prompt else None,
-    )
+    by_step = None if by_token is None else difference(by_token)
+    chat = ask(runtime, client, written, limit) if client.serving.prompt else None
+    check = Check(runtime.quantity, difference(computed), written.likeness, by_step, chat=chat)
     return check if client.test is None else _scored(check, runtime, client, client.test)
 
 
@@ -134,12 +130,9 @@ def _scored(check: Check, runtime: Runtime, client: ClientModel, test: Split) ->
     # no answer begins within the tokens that the program can take
     if not tokens:
         return check
-    return replace(
-        check,
-        tokens=tokens,
-        perplexity=math.exp(exported_nll / tokens),
-        original=math.exp(model_nll / tokens),
-    )
+    perplexity = math.exp(exported_nll / tokens)
+    original = math.exp(model_nll / tokens)
+    return replace(check, tokens=tokens, perplexity=perplexity, original=original)
 
 
 def _limited(split: Split, runtime: Runtime) -> Iterator[ChatBatch]:

@@ -74,9 +74,8 @@ class Source:
         elif len(bases) > 1 or len(bits) > 1:
             problem = f"different bases ({', '.join(sorted(bases))})"
         if problem:
-            raise Refused(
-                f"--all: the clients have {problem}", "Export them one by one, with --client."
-            )
+            remedy = "Export them one by one, with --client."
+            raise Refused(f"--all: the clients have {problem}", remedy)
         backbone = Backbone.load(bases.pop(), quantised=bits.pop(), plain=True)
         clients = None if self.client is None else [self.client]
         loaded = load_all(self.run, clients, backbone=backbone)
@@ -249,21 +248,14 @@ def _chosen(
             raise Refused(f"--format {name} has no {option} {value}", remedy)
     if chat and not format.chats:
         with_chats = ", ".join(known for known, other in FORMATS.items() if other.chats)
-        raise Refused(
-            f"--format {name} has no --chat", f"Leave it out, or use --format {with_chats}."
-        )
-    options = Options(
-        part or format.parts[0],
-        precision or format.precisions[0],
-        expert,
-        base_precision or next(iter(format.base_precisions), ""),
-        chat,
-    )
+        problem = f"--format {name} has no --chat"
+        raise Refused(problem, f"Leave it out, or use --format {with_chats}.")
+    chosen_part = part or format.parts[0]
+    chosen_base = base_precision or next(iter(format.base_precisions), "")
+    options = Options(chosen_part, precision or format.precisions[0], expert, chosen_base, chat)
     if expert is not None and options.part != "generalist":
-        raise Refused(
-            f"--expert {expert} is for an export of one expert",
-            "Use --format peft --part generalist, or leave --expert out.",
-        )
+        problem = f"--expert {expert} is for an export of one expert"
+        raise Refused(problem, "Use --format peft --part generalist, or leave --expert out.")
     return format, options
 
 

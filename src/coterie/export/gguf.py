@@ -118,9 +118,8 @@ def _check_original(client: ClientModel) -> None:
     """Refuse a model that llama.cpp cannot attach to the file that its base is."""
     base, layout = client.model.about.base, client.model.layout
     if not gguf_base.names_file(base):
-        raise Refused(
-            f"--precision {ORIGINAL}: the base {base} is no GGUF file", "Use --precision f16."
-        )
+        problem = f"--precision {ORIGINAL}: the base {base} is no GGUF file"
+        raise Refused(problem, "Use --precision f16.")
     if layout.experts > 1:
         raise Refused(
             f"{client.client} has {layout.experts} experts: llama.cpp needs a base that repeats "
@@ -307,10 +306,8 @@ class LlamaServer(Runtime):
         usage, finish = completion["usage"], completion["choices"][0]["finish_reason"]
         counts = (usage["prompt_tokens"], usage["completion_tokens"], finish)
         if counts != (len(prompt), len(answer), "stop" if ended else "length"):
-            raise ExportError(
-                f"{client.client}: llama.cpp answers a chat in another way than its tokens",
-                "Nothing is kept. Use --format mixtral, or report this.",
-            )
+            problem = f"{client.client}: llama.cpp answers a chat in another way than its tokens"
+            raise ExportError(problem, "Nothing is kept. Use --format mixtral, or report this.")
 
     def check_tokens(self, client: ClientModel) -> None:
         """Check that llama.cpp splits texts as the base's tokenizer does. Raises ExportError."""

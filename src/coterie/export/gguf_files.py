@@ -325,10 +325,8 @@ def _within(name: str, values: Values, precision: str) -> Values:
     most = np.finfo(DTYPES.get(precision, np.float16)).max
     # negated, so that NaN is refused too
     if not (np.abs(values).max(initial=0) <= most):
-        raise ExportError(
-            f"{name} has values that are not within ±{most:g}, which {precision} can hold",
-            "Export it in f32, or train it again.",
-        )
+        problem = f"{name} has values that are not within ±{most:g}, which {precision} can hold"
+        raise ExportError(problem, "Export it in f32, or train it again.")
     return values
 
 

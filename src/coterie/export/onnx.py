@@ -248,10 +248,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], precision: str) -> 
         else:
             stored[name] = tensor
     if broken := [name for name, tensor in stored.items() if not all_finite({name: tensor})]:
-        raise ExportError(
-            f"{path}: {broken[0]} has values that {precision} cannot hold",
-            "Export it in f32, or train it again.",
-        )
+        problem = f"{path}: {broken[0]} has values that {precision} cannot hold"
+        raise ExportError(problem, "Export it in f32, or train it again.")
     save(path, stored, {"format": "pt", "precision": precision})
 
 

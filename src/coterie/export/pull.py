@@ -138,18 +138,14 @@ def _checked_listing(repo: str, siblings: Any, most_bytes: int) -> dict[str, int
     kinds = {Path(name).name for name in sizes}
     if missing := {ABOUT, SUMS} - sizes.keys() or not kinds & {WEIGHTS, CLASSIFIER_WEIGHTS}:
         what = ", ".join(sorted(missing)) if isinstance(missing, set) else "tensors"
-        raise Refused(
-            f"{repo} holds no model of coterie: it has no {what}",
-            "`coterie push` writes such repositories.",
-        )
+        problem = f"{repo} holds no model of coterie: it has no {what}"
+        raise Refused(problem, "`coterie push` writes such repositories.")
     return sizes
 
 
 def _unsafe(repo: str, what: str) -> Refused:
-    return Refused(
-        f"{repo} holds {what}",
-        "No model that `coterie push` wrote has such a file. Nothing was fetched.",
-    )
+    remedy = "No model that `coterie push` wrote has such a file. Nothing was fetched."
+    return Refused(f"{repo} holds {what}", remedy)
 
 
 def _verify(repo: str, folder: Path, stated: Mapping[str, str]) -> None:
@@ -189,10 +185,8 @@ def _verify_recipe(folder: Path) -> None:
     method = section.get("method")
     name = method.get("name") if isinstance(method, Mapping) else None
     if not isinstance(name, str) or ":" in name or name not in METHODS:
-        raise Refused(
-            f"{RECIPE}: method.name: {name!r} is no method of coterie",
-            "A recipe of a stranger may not name a program. Nothing was kept.",
-        )
+        problem = f"{RECIPE}: method.name: {name!r} is no method of coterie"
+        raise Refused(problem, "A recipe of a stranger may not name a program. Nothing was kept.")
     if set(section) - {"name", "model", "method", "training", "seed", "data"}:
         raise Refused(f"{RECIPE} has other sections than `coterie push` writes", "")
     data = section.get("data")

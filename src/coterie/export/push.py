@@ -244,10 +244,8 @@ def _upload(folder: Path, sizes: Mapping[str, int], repo: str, public: bool) -> 
         created = api.create_repo(repo, private=not public, exist_ok=True)
         private = bool(api.model_info(created.repo_id).private)
         if not private and not public:
-            raise Refused(
-                f"everybody can read {created.repo_id}",
-                "Choose another --repo, make that one private, or say --public.",
-            )
+            problem = f"everybody can read {created.repo_id}"
+            raise Refused(problem, "Choose another --repo, make that one private, or say --public.")
         operations = [CommitOperationAdd(name, folder / name) for name in sizes]
         api.create_commit(created.repo_id, operations, commit_message="A model of coterie")
     return Pushed(str(created), sizes, private)

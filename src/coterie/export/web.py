@@ -105,12 +105,9 @@ class Web(Onnx):
 
     def write_base(self, clients: Sequence[ClientModel], folder: Path, options: Options) -> None:
         super().write_base(clients, folder, options)
-        write_page(
-            folder,
-            {own_file(client): client.model for client in clients},
-            [vars(shape) for shape in self.interface_of(clients[0]).caches],
-            options.chat,
-        )
+        models = {own_file(client): client.model for client in clients}
+        caches = [vars(shape) for shape in self.interface_of(clients[0]).caches]
+        write_page(folder, models, caches, options.chat)
 
     def write(self, client: ClientModel, folder: Path, options: Options) -> Written:
         written = super().write(client, folder, options)

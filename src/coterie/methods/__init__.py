@@ -92,11 +92,9 @@ def import_problem(name: str) -> str | None:
         candidate = imported(name)
     except ImportError as error:
         return str(error)
-    return (
-        None
-        if isinstance(candidate, type) and issubclass(candidate, Method)
-        else f"{name.partition(':')[2]} is not a subclass of coterie.methods.Method"
-    )
+    if isinstance(candidate, type) and issubclass(candidate, Method):
+        return None
+    return f"{name.partition(':')[2]} is not a subclass of coterie.methods.Method"
 
 
 def name_of(method: "str | type[Method]") -> str:

@@ -69,11 +69,9 @@ class Method(ABC):
         """Return the local iterations in a round of a client with so many rows of training data;
         schedules, privacy and the conformance suite count by it.
         """
-        return (
-            self.local_steps
-            if self.local_epochs is None
-            else math.ceil(self.local_epochs * windows / batch_size)
-        )
+        if self.local_epochs is None:
+            return self.local_steps
+        return math.ceil(self.local_epochs * windows / batch_size)
 
     @property
     def total_iterations(self) -> int:

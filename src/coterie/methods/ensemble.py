@@ -35,12 +35,9 @@ class Ensemble(WholePool):
         return self.models
 
     def layout(self, position: int, base: Layout) -> PoolLayout:
+        start = self.initial
         return PoolLayout(
-            pool=self.models,
-            chosen=self.models,
-            mixture="mean",
-            answer="mixture",
-            start=self.initial,
+            pool=self.models, chosen=self.models, mixture="mean", answer="mixture", start=start
         )
 
     @task(Sends.UPDATE)

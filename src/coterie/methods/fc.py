@@ -82,11 +82,8 @@ class FC(OneAdapter):
     def step_along(self, gradients: Replies, part: Sequence[ClientId], state: State) -> Round:
         """Have these clients descend along their centres v_i; return the state with their x_i."""
         centres = {i: self.centre(i, gradients, state) for i in part if i in gradients}
-        replies = yield Ask(
-            self.descend,
-            {i: {"direction": v} for i, (v, _) in centres.items()},
-            lambda sent: {GENERALIST: sent["direction"]},
-        )
+        to = {i: {"direction": v} for i, (v, _) in centres.items()}
+        replies = yield Ask(self.descend, to, lambda sent: {GENERALIST: sent["direction"]})
         x = {i: reply[GENERALIST] for i, reply in replies.items()}
         return state | by_client(x) | by_client({i: centres[i][1] for i in replies}, "weights")
 

@@ -32,11 +32,8 @@ class SDFLoRA(FlexLoRA):
 
     def layout(self, position: int, base: Layout) -> Layout:
         rank = value_of(self.ranks, position) or base.rank
-        return replace(
-            super().layout(position, base),
-            rank=base.rank + self.local_rank,
-            mlp_rank=rank + self.local_rank,
-        )
+        whole = super().layout(position, base)
+        return replace(whole, rank=base.rank + self.local_rank, mlp_rank=rank + self.local_rank)
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         state = super().init(model, clients)

@@ -205,13 +205,9 @@ class Ranked(Method):
 
     def layout(self, position: int, base: Layout) -> Layout:
         rank = value_of(self.ranks, position)
+        mlp_rank = rank or 2 * base.rank
         return replace(
-            base,
-            generalists=1,
-            specialists=0,
-            mlp_rank=rank or 2 * base.rank,
-            routing="equal",
-            balance="none",
+            base, generalists=1, specialists=0, mlp_rank=mlp_rank, routing="equal", balance="none"
         )
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:

@@ -29,14 +29,11 @@ class AdapterBlock(nn.Module):
 
     def __init__(self, shape: BlockShape, layout: Layout, targets: Collection[str]) -> None:
         super().__init__()
-        self.attention = nn.ModuleDict(
-            {
-                linear.name: SingleLoRA(
-                    linear.inputs, linear.outputs, layout, linear.name in targets
-                )
-                for linear in shape.attention
-            }
-        )
+        attention = {
+            linear.name: SingleLoRA(linear.inputs, linear.outputs, layout, linear.name in targets)
+            for linear in shape.attention
+        }
+        self.attention = nn.ModuleDict(attention)
         self.mlp = Mixture(shape.mlp, layout, targets)
 
 

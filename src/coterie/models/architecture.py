@@ -52,10 +52,8 @@ class Architecture:
         for name in layout.target_modules or ():
             if not any(replace(layout, target_modules=(name,)).targets(x) for x in paths.values()):
                 layers = dict.fromkeys(path.rpartition(".")[2] for path in paths.values())
-                raise ModelError(
-                    f"model.target_modules: {name}: no layer of this base is called that",
-                    f"It has {', '.join(layers)}.",
-                )
+                problem = f"model.target_modules: {name}: no layer of this base is called that"
+                raise ModelError(problem, f"It has {', '.join(layers)}.")
         targets = {name for name, path in paths.items() if layout.targets(path)}
         if layout.experts > 1 and targets.isdisjoint(family.mlp):
             raise ModelError(
@@ -115,10 +113,8 @@ def configuration(base: str | Path, **settings: Any) -> Any:
 
     source = locate(base)
     if (code := _foreign_code(source)) and not trusted():
-        raise ModelError(
-            f"base {str(base)!r} contains its own code ({', '.join(code)}), which was not run",
-            _REMEDY_FOR_CODE,
-        )
+        problem = f"base {str(base)!r} contains its own code ({', '.join(code)}), which was not run"
+        raise ModelError(problem, _REMEDY_FOR_CODE)
     return AutoConfig.from_pretrained(source, trust_remote_code=trusted(), **settings)
 
 
@@ -146,10 +142,8 @@ def locate(base: str | Path) -> str:
     if path.is_dir():
         refuse_adapter(path)
         if not (path / "config.json").is_file():
-            raise ModelError(
-                f"{path} is not a model folder: config.json is missing",
-                "Give the folder that `save_pretrained` wrote.",
-            )
+            problem = f"{path} is not a model folder: config.json is missing"
+            raise ModelError(problem, "Give the folder that `save_pretrained` wrote.")
         _check_files(path)
         return str(path)
     if (
@@ -159,10 +153,8 @@ def locate(base: str | Path) -> str:
         or len(path.parts) > 2
         or path.exists()
     ):
-        raise ModelError(
-            f"no model folder at {path}",
-            "Check the path, or give a Hub id such as openai-community/gpt2.",
-        )
+        problem = f"no model folder at {path}"
+        raise ModelError(problem, "Check the path, or give a Hub id such as openai-community/gpt2.")
     return str(base)
 
 
@@ -227,10 +219,8 @@ def tokenizer(base: str | Path) -> Any:
         _raise_signals(error)
         reason = str(error).strip().split("\n")[0]
         if not trusted() and "custom code" in reason:
-            raise ModelError(
-                f"the tokenizer of base {source!r} contains its own code, which was not run",
-                _REMEDY_FOR_CODE,
-            ) from None
+            problem = f"the tokenizer of base {source!r} contains its own code, which was not run"
+            raise ModelError(problem, _REMEDY_FOR_CODE) from None
         raise ModelError(
             f"base {source!r} has no usable tokenizer: {reason}",
             "Put the tokenizer's files (tokenizer.json, tokenizer_config.json) into its folder.",

@@ -145,9 +145,8 @@ def read_about(folder: Path) -> About:
     about, weights = checked(About, content, folder), folder / WEIGHTS
     shape, size = about.layout, weights.stat().st_size if weights.is_file() else math.inf
     if max(shape.experts, shape.rank, shape.expert_rank) > size:
-        raise CheckpointError(
-            f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {shape}", FOREIGN
-        )
+        problem = f"{folder / ABOUT}: {size:,} bytes of {WEIGHTS} cannot be of {shape}"
+        raise CheckpointError(problem, FOREIGN)
     return about
 
 
@@ -176,10 +175,8 @@ def read_about_json(folder: Path) -> dict[str, Any]:
 def _content(folder: Path) -> dict[str, Any]:
     content = read_json(folder / ABOUT)
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-        raise CheckpointError(
-            f"{folder / ABOUT}: not of format {FORMAT}",
-            "Another version of coterie wrote it: update coterie.",
-        )
+        problem = f"{folder / ABOUT}: not of format {FORMAT}"
+        raise CheckpointError(problem, "Another version of coterie wrote it: update coterie.")
     return content
 
 
@@ -295,9 +292,8 @@ class AboutClassifier:
         if self.encoder is not None:
             return replace(self, encoder=replace(self.encoder, base=base))
         if not isinstance(self.network, TextShape):
-            raise Refused(
-                f"{self.client} has a classifier of images, which has no base", "Leave --base out."
-            )
+            problem = f"{self.client} has a classifier of images, which has no base"
+            raise Refused(problem, "Leave --base out.")
         network, pool = replace(self.network, base=base), self.pool
         common = pool.common if pool is not None else None
         if pool and isinstance(common, TextShape) and common.base == self.network.base:
@@ -348,9 +344,8 @@ def read_classifier(folder: Path) -> AboutClassifier:
     """Return a classifier's `client.json`. Raises CheckpointError: missing, damaged, or other."""
     content = read_about_json(folder)
     if content.pop("kind", None) != CLASSIFIER:
-        raise CheckpointError(
-            f"{folder} holds a language model, not a classifier", "See `coterie predict --text`."
-        )
+        problem = f"{folder} holds a language model, not a classifier"
+        raise CheckpointError(problem, "See `coterie predict --text`.")
     return checked(AboutClassifier, content, folder)
 
 

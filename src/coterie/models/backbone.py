@@ -136,9 +136,8 @@ class Backbone:
         from transformers.utils import logging
 
         if dtype not in DTYPES:
-            raise ModelError(
-                f"dtype {dtype!r} of the base is unknown", f"Allowed: {', '.join(DTYPES)}."
-            )
+            problem = f"dtype {dtype!r} of the base is unknown"
+            raise ModelError(problem, f"Allowed: {', '.join(DTYPES)}.")
         devices.check(device)
         Architecture.from_base(base)  # refuses an unsupported model before its weights are read
         source = locate(base)
@@ -211,10 +210,8 @@ class Backbone:
         int64, or longer than the base's context.
         """
         if ids.ndim != 2 or ids.dtype != torch.int64 or not len(ids) or ids.shape[1] <= predicts:
-            raise ModelError(
-                f"a batch of token ids is {ids.dtype}{list(ids.shape)}",
-                f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens.",
-            )
+            remedy = f"Expected int64 [rows, tokens] with at least 1 row and {1 + predicts} tokens."
+            raise ModelError(f"a batch of token ids is {ids.dtype}{list(ids.shape)}", remedy)
         if ids.shape[1] - predicts > self.context_limit:
             raise ModelError(
                 f"windows of {ids.shape[1] - predicts} tokens exceed the base's context of "
@@ -234,10 +231,8 @@ class Backbone:
     def tokenizer(self) -> Any:
         """The base's tokenizer, loaded on first use. Raises ModelError if it has none."""
         if self._source is None:
-            raise ModelError(
-                "this base was made in memory and has no tokenizer",
-                "Load it from a folder or the Hub.",
-            )
+            problem = "this base was made in memory and has no tokenizer"
+            raise ModelError(problem, "Load it from a folder or the Hub.")
         return tokenizer(self._source)
 
     @cached_property
@@ -276,10 +271,8 @@ class Backbone:
         attention; whether it does so for this base is tested once.
         """
         if not self.packs:
-            raise ModelError(
-                f"{type(self.model).__name__} does not keep conversations of one row apart",
-                "Set data.packing: false, so that every window holds one.",
-            )
+            problem = f"{type(self.model).__name__} does not keep conversations of one row apart"
+            raise ModelError(problem, "Set data.packing: false, so that every window holds one.")
 
     @cached_property
     def packs(self) -> bool:
@@ -325,10 +318,8 @@ class Backbone:
         was made for another architecture.
         """
         if adapter is not None and adapter.architecture != self.architecture:
-            raise ModelError(
-                "the adapter was made for another base model",
-                "Load the base that its recipe names.",
-            )
+            problem = "the adapter was made for another base model"
+            raise ModelError(problem, "Load the base that its recipe names.")
         with self._in_use:
             before = self._attached.adapter, self._attached.record
             self._attached.adapter, self._attached.record = adapter, record

@@ -286,10 +286,9 @@ class Classifier:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise ModelError(
-                "a batch of one example has no statistics to normalise it by",
-                "Use a larger training.batch_size, or a network with norm 'group' or 'none'.",
-            ) from error
+            problem = "a batch of one example has no statistics to normalise it by"
+            remedy = "Use a larger training.batch_size, or a network with norm 'group' or 'none'."
+            raise ModelError(problem, remedy) from error
         finally:
             for module in modal:
                 module.eval()

@@ -220,10 +220,8 @@ def _train(
         for name, tensor in [*model.network.named_parameters(), *model.buffers().items()]
     }
     if not all_finite(tensors):
-        raise CoterieError(
-            "the common expert diverged: its values are not finite",
-            "Train it with a lower learning rate.",
-        )
+        problem = "the common expert diverged: its values are not finite"
+        raise CoterieError(problem, "Train it with a lower learning rate.")
     if settings.stop_at is not None and accuracy < settings.stop_at:
         raise CoterieError(
             f"the common expert classifies {accuracy:.1%} of the held-out examples correctly after "

@@ -129,10 +129,8 @@ def family_of(model: nn.Module) -> Family:
             return family
     blocks = list(_blocks(model, known[0]))
     if not blocks:
-        raise ModelError(
-            f"{type(model).__name__} has no blocks at {known[0].blocks}",
-            "Use a base with at least one transformer block.",
-        )
+        problem = f"{type(model).__name__} has no blocks at {known[0].blocks}"
+        raise ModelError(problem, "Use a base with at least one transformer block.")
     raise ModelError(_problem(known[0], blocks[0], 0), REMEDY)
 
 
@@ -210,6 +208,5 @@ def check_parts(settings: Mapping[str, Any], source: str) -> None:
             check_parts(value, source)
         most = 10**6 if name == "num_labels" else _MOST_PARTS if _PARTS.match(name) else math.inf
         if isinstance(value, int) and value > most:
-            raise ModelError(
-                f"base {source!r}: {name} is {value:,}, at most {most:,} are made", REMEDY
-            )
+            problem = f"base {source!r}: {name} is {value:,}, at most {most:,} are made"
+            raise ModelError(problem, REMEDY)

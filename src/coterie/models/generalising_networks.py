@@ -85,10 +85,8 @@ class Stochastic(Extended):
 
     def plain(self) -> Tensors:
         name = next(name for name, module in self.base.named_modules() if module is self.head)
-        weight, bias = (
-            self.head.weight @ self.mean.weight,
-            self.head.weight @ self.mean.bias + self.head.bias,
-        )
+        weight = self.head.weight @ self.mean.weight
+        bias = self.head.weight @ self.mean.bias + self.head.bias
         return super().plain() | {f"{name}.weight": weight, f"{name}.bias": bias}
 
     def represent(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,8 @@ def file_of(base: str | Path) -> Path:
     owner, _, rest = str(base).partition("/")
     name, _, file = rest.partition("/")
     if path.is_absolute() or str(base).startswith((".", "~")) or not file or path.parent.exists():
-        raise ModelError(
-            f"no GGUF file at {path}", "Check the path, or give OWNER/NAME/FILE.gguf of the Hub."
-        )
+        problem = f"no GGUF file at {path}"
+        raise ModelError(problem, "Check the path, or give OWNER/NAME/FILE.gguf of the Hub.")
     return _downloaded(f"{owner}/{name}", file)
 
 
@@ -63,10 +62,9 @@ def _downloaded(repository: str, file: str) -> Path:
     try:
         return Path(hf_hub_download(repository, file))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ModelError(
-            f"cannot get {file} of {repository} from the Hub: {_first_line(error)}",
-            "Check the name and the network, or download it once and give its path.",
-        ) from error
+        problem = f"cannot get {file} of {repository} from the Hub: {_first_line(error)}"
+        remedy = "Check the name and the network, or download it once and give its path."
+        raise ModelError(problem, remedy) from error
 
 
 @lru_cache(maxsize=2)
@@ -110,14 +108,11 @@ def _read(path: Path) -> Callable[[Path], None]:
     except ModelError:
         raise
     except Exception as error:  # whatever its reader happens to raise
-        raise ModelError(
-            f"transformers cannot read {path}: {_first_line(error)}", _supported()
-        ) from error
+        problem = f"transformers cannot read {path}: {_first_line(error)}"
+        raise ModelError(problem, _supported()) from error
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all)",
-            "The file is incomplete: get it again.",
-        )
+        problem = f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all)"
+        raise ModelError(problem, "The file is incomplete: get it again.")
     if sum(parameter.numel() for parameter in model.parameters()) > _IN_FP32:
         model.to(torch.bfloat16)
     # what is written is not quantised any more
@@ -149,10 +144,8 @@ def _scale_positions(path: Path, config: Any) -> None:
     if any(name.startswith("rope_factors") for name in tensors):
         kind = "longrope"
     if kind != "none":
-        raise ModelError(
-            f"{path} scales its positions ({kind}), which transformers does not read from it",
-            "Give the folder or Hub id of the model that it was made of.",
-        )
+        problem = f"{path} scales its positions ({kind}), which transformers does not read from it"
+        raise ModelError(problem, "Give the folder or Hub id of the model that it was made of.")
     if (divisors := tensors.get("rope_freqs.weight")) is None:
         return
     plain, stored = dict(config.rope_parameters), torch.from_numpy(divisors.copy())
@@ -165,10 +158,8 @@ def _scale_positions(path: Path, config: Any) -> None:
         config.rope_parameters = plain | scale | {"rope_type": "llama3"}
         if torch.allclose(unscaled / initial(config, "cpu")[0], stored, rtol=1e-3):
             return
-    raise ModelError(
-        f"{path} scales its positions in a way that is not that of Llama 3",
-        "Give the folder or Hub id of the model that it was made of.",
-    )
+    problem = f"{path} scales its positions in a way that is not that of Llama 3"
+    raise ModelError(problem, "Give the folder or Hub id of the model that it was made of.")
 
 
 def _supported() -> str:

@@ -133,10 +133,8 @@ class LanguageModel:
         ids. Raises ModelError without a router.
         """
         if not self.layout.routed:
-            raise ModelError(
-                "this model has no router",
-                "Token-level routing needs at least two experts and routing 'learned'.",
-            )
+            remedy = "Token-level routing needs at least two experts and routing 'learned'."
+            raise ModelError("this model has no router", remedy)
         record: list[Routing] = []
         with self._using(record):
             self.backbone.hidden(self.backbone.checked(ids))

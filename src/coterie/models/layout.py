@@ -244,10 +244,8 @@ class PoolLayout(NetworkLayout):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 <= self.chosen <= self.pool:
-            raise ModelError(
-                f"{self.chosen} experts at a client of a pool of {self.pool}",
-                "Choose at least one, at most all of them.",
-            )
+            problem = f"{self.chosen} experts at a client of a pool of {self.pool}"
+            raise ModelError(problem, "Choose at least one, at most all of them.")
 
     @property
     def gated(self) -> bool:

@@ -83,11 +83,9 @@ class Plan:
 
     def sums(self, like: Tensor) -> Tensor:
         """Return the buffer for `_accumulate`, uninitialised if each row's first expert writes."""
-        return (
-            torch.empty_like(like)
-            if all(isinstance(rows, slice) for _, rows in self.pieces)
-            else torch.zeros_like(like)
-        )
+        if all(isinstance(rows, slice) for _, rows in self.pieces):
+            return torch.empty_like(like)
+        return torch.zeros_like(like)
 
     def scratch(self, like: Tensor, count: int) -> Callable[[int], list[Tensor]]:
         """Return a function from t to `count` tensors (t, f), which every piece overwrites."""

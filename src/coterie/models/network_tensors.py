@@ -57,10 +57,8 @@ def make_local(network: nn.Module, part: LocalPart) -> None:
         kinds = nn.BatchNorm2d | nn.GroupNorm | nn.LayerNorm
         norms = [module for module in network.modules() if isinstance(module, kinds)]
         if not norms:
-            raise ModelError(
-                "the network has no normalisation that could stay local",
-                "Choose a network with model.norm batch or group, or another method.",
-            )
+            remedy = "Choose a network with model.norm batch or group, or another method."
+            raise ModelError("the network has no normalisation that could stay local", remedy)
         for norm in norms:
             tag(norm, SPECIALIST)
     elif part != "none":
@@ -88,10 +86,8 @@ def check_size(shape: Shape, tensors: Named, source: str) -> None:
     except (RuntimeError, TypeError) as error:  # sizes that no tensor can have
         raise ModelError(f"{source}: {shape.title}: {error}", "It was changed by hand.") from None
     if needed > 2 * held + _SMALL:
-        raise ModelError(
-            f"{source}: {held:,} values, {shape.title} has {needed:,}",
-            "The file belongs to another network.",
-        )
+        problem = f"{source}: {held:,} values, {shape.title} has {needed:,}"
+        raise ModelError(problem, "The file belongs to another network.")
 
 
 def check(shape: Shape, tensors: Named, source: str) -> None:
@@ -104,20 +100,16 @@ def check(shape: Shape, tensors: Named, source: str) -> None:
     except TensorError as error:
         raise ModelError(error.problem, f"Name the tensors of {shape.title}.") from None
     if broken := [name for name, tensor in tensors.items() if not all_finite({name: tensor})]:
-        raise ModelError(
-            f"{source}: {broken[0]!r} holds values that are not finite",
-            "Take an earlier copy, or train it again.",
-        )
+        problem = f"{source}: {broken[0]!r} holds values that are not finite"
+        raise ModelError(problem, "Take an earlier copy, or train it again.")
 
 
 def check_trained(parameters: Iterable[nn.Parameter], wrt: Sequence[nn.Parameter]) -> None:
     """Refuse to train no parameters, or others than a model's own. Raises ModelError."""
     trained = set(map(id, wrt))
     if not trained or not trained <= set(map(id, parameters)):
-        raise ModelError(
-            "gradient: `wrt` is empty or holds a parameter of another model",
-            "Give parameters of this model.",
-        )
+        problem = "gradient: `wrt` is empty or holds a parameter of another model"
+        raise ModelError(problem, "Give parameters of this model.")
 
 
 @contextmanager

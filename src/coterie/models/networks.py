@@ -146,10 +146,8 @@ class NetworkShape:
                 "Inputs are (channels, height, width), and every size is at least 1.",
             )
         if self.network not in NETWORKS or self.norm not in get_args(Norm):
-            raise ModelError(
-                f"no network {self.network!r} with norm {self.norm!r}",
-                f"Networks: {', '.join(NETWORKS)}; norms: batch, group, none.",
-            )
+            remedy = f"Networks: {', '.join(NETWORKS)}; norms: batch, group, none."
+            raise ModelError(f"no network {self.network!r} with norm {self.norm!r}", remedy)
 
     @property
     def channels(self) -> int:
@@ -185,10 +183,8 @@ class NetworkShape:
             expected = f"float32 [examples, {', '.join(map(str, self.inputs))}]"
             raise ModelError(f"a batch of {x.dtype}{list(x.shape)} images", f"Expected {expected}.")
         if not torch.isfinite(x).all():
-            raise ModelError(
-                "a batch has inputs that are not finite",
-                "Repair the data, or check the mean and std that normalise them.",
-            )
+            remedy = "Repair the data, or check the mean and std that normalise them."
+            raise ModelError("a batch has inputs that are not finite", remedy)
 
     def example(self) -> Tensor:
         """Return a black image, (1, C, H, W)."""

@@ -48,10 +48,8 @@ class PoolClassifier:
         self.gate: Classifier | None = None
         if layout.gated:
             if common is None:
-                raise ModelError(
-                    "the gate needs a common expert",
-                    "Set model.common in the recipe: it embeds the data for the gate.",
-                )
+                remedy = "Set model.common in the recipe: it embeds the data for the gate."
+                raise ModelError("the gate needs a common expert", remedy)
             gate = NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,))
             self.gate = Classifier(gate, device)
             tag(self.gate.network, GATE)
@@ -182,10 +180,8 @@ class PoolClassifier:
         self, batch: Any, wrt: list[nn.Parameter], micro_batch: int | None = None
     ) -> Any:
         """Raise ModelError: no method compares experts of a pool."""
-        raise ModelError(
-            "a pool of experts cannot give gradients at another client's model",
-            "Use a method without a pool, such as cobo.",
-        )
+        problem = "a pool of experts cannot give gradients at another client's model"
+        raise ModelError(problem, "Use a method without a pool, such as cobo.")
 
     def score(self, batches: Iterable[Examples]) -> Tensor:
         """See `Classifier.score`."""
@@ -235,10 +231,8 @@ class PoolClassifier:
         """Return the client's experts."""
         count = int((self.numbers != ABSENT).sum())
         if not count:
-            raise ModelError(
-                "the client has no expert of the pool",
-                "The server must send some before the client trains or predicts.",
-            )
+            remedy = "The server must send some before the client trains or predicts."
+            raise ModelError("the client has no expert of the pool", remedy)
         return self.experts[:count]
 
     def _logits(self, embeddings: Tensor) -> Tensor:
@@ -253,10 +247,8 @@ class PoolClassifier:
         if self.gate is None or alone:
             return torch.full((len(batch), k), -math.log(k), device=self.device)
         if batch.embedding is None:
-            raise ModelError(
-                "the batch has no embeddings",
-                "Draw it from the client's own splits, which have them.",
-            )
+            problem = "the batch has no embeddings"
+            raise ModelError(problem, "Draw it from the client's own splits, which have them.")
         scores, numbers = self._logits(batch.embedding), self.numbers[:k].to(self.device)
         if self.layout.mixture == "scores":
             return scores.log_softmax(dim=1)[:, numbers]

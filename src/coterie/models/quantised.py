@@ -156,10 +156,8 @@ def quantise(
     are mapped from a file are read one by one. Raises ModelError for another kind.
     """
     if kind not in get_args(Quantisation):
-        raise ModelError(
-            f"a base cannot be quantised to {kind!r}",
-            f"Allowed: {', '.join(get_args(Quantisation))}.",
-        )
+        problem = f"a base cannot be quantised to {kind!r}"
+        raise ModelError(problem, f"Allowed: {', '.join(get_args(Quantisation))}.")
     names = [f"{family.attention}.{name}" for name in family.linears]
     names += dict.fromkeys(family.within(name) for name in family.mlp.values())
     for block in cast(nn.ModuleList, find(model, family.blocks)):

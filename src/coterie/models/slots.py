@@ -196,6 +196,5 @@ def check_mlps(model: nn.Module, width: int) -> None:
         output = project(frozen.down, h * second[0] if second else h)[None].float()
         if (output - expected).norm() > off * expected.norm():
             form = "down(act(gate x) * up x)" if second else "down(act(up x))"
-            raise ModelError(
-                f"the MLP of block {slot.block} of a {type(model).__name__} is not {form}", REMEDY
-            )
+            problem = f"the MLP of block {slot.block} of a {type(model).__name__} is not {form}"
+            raise ModelError(problem, REMEDY)

@@ -41,10 +41,8 @@ class TextShape:
 
     def __post_init__(self) -> None:
         if min(self.classes, self.length) < 1:
-            raise ModelError(
-                f"a classifier of {self.length} tokens into {self.classes} classes",
-                "Every size is at least 1.",
-            )
+            problem = f"a classifier of {self.length} tokens into {self.classes} classes"
+            raise ModelError(problem, "Every size is at least 1.")
 
     @property
     def title(self) -> str:
@@ -71,10 +69,8 @@ class TextShape:
         config = _config(self.base, self.classes).get_text_config()
         most = getattr(config, "max_position_embeddings", None)
         if most is not None and self.length > most:
-            raise ModelError(
-                f"texts of {self.length} tokens, but {self.base} allows {most}",
-                f"Use a length of at most {most}.",
-            )
+            problem = f"texts of {self.length} tokens, but {self.base} allows {most}"
+            raise ModelError(problem, f"Use a length of at most {most}.")
         if torch.device(device).type == "meta":
             return TextNetwork(_random(self.base, self.classes, "meta"))
         network = deepcopy(_loaded(self.base, self.classes)[0])
@@ -107,21 +103,16 @@ class TextShape:
         `length`, a text is empty, or an id is not in the vocabulary.
         """
         if x.dtype != torch.int64 or x.ndim != 2 or not 1 <= x.shape[1] <= self.length:
-            raise ModelError(
-                f"a batch of {x.dtype}{list(x.shape)} texts",
-                f"Expected int64 [texts, tokens], at most {self.length} tokens.",
-            )
+            remedy = f"Expected int64 [texts, tokens], at most {self.length} tokens."
+            raise ModelError(f"a batch of {x.dtype}{list(x.shape)} texts", remedy)
         if len(x) and int(x.max()) >= self.vocabulary:
-            raise ModelError(
-                f"token {int(x.max())} of a vocabulary of {self.vocabulary}",
-                f"Encode the texts with the tokenizer of {self.base}.",
-            )
+            problem = f"token {int(x.max())} of a vocabulary of {self.vocabulary}"
+            raise ModelError(problem, f"Encode the texts with the tokenizer of {self.base}.")
         if bool((x[:, 0] < 0).any()):
             raise ModelError("a batch has a text without tokens", "Leave out empty texts.")
         if bool(((x[:, :-1] < 0) & (x[:, 1:] >= 0)).any()) or bool((x < -1).any()):
-            raise ModelError(
-                "a batch has texts with gaps", "Put -1 behind the end of a text, and nowhere else."
-            )
+            problem = "a batch has texts with gaps"
+            raise ModelError(problem, "Put -1 behind the end of a text, and nowhere else.")
 
     def example(self) -> Tensor:
         """Return a text of maximal length, (1, length)."""
@@ -184,10 +175,8 @@ def _config(base: str, classes: int) -> Any:
     elif config.is_encoder_decoder:
         problem = "of an encoder and a decoder: text classifiers of that kind are not supported"
     if problem:
-        raise ModelError(
-            f"base {base!r} is a {config.model_type} model, {problem}",
-            "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama.",
-        )
+        remedy = "Use an encoder such as BERT, DistilBERT or MiniLM, or a decoder such as Llama."
+        raise ModelError(f"base {base!r} is a {config.model_type} model, {problem}", remedy)
     config.use_cache = False  # of decoders: nothing is generated
     return config
 
@@ -232,10 +221,9 @@ def _loaded(base: str, classes: int) -> tuple[TextNetwork, frozenset[str]]:
     inner = set(model.base_model.parameters()) if model.base_model is not model else set()
     named = model.named_parameters()
     if broken := sorted(name for name, p in named if name in missing and p in inner - head):
-        raise ModelError(
-            f"base {base!r}: its weights lack {broken[0]!r} ({len(broken)} tensors in all)",
-            "The files are incomplete or belong to another configuration: get the base again.",
-        )
+        problem = f"base {base!r}: its weights lack {broken[0]!r} ({len(broken)} tensors in all)"
+        remedy = "The files are incomplete or belong to another configuration: get the base again."
+        raise ModelError(problem, remedy)
     return TextNetwork(model), frozenset(f"model.{name}" for name in missing)
 
 
@@ -259,11 +247,10 @@ def features(x: Tensor, shape: TextShape, device: str = "cpu") -> Tensor:
     """
     values = encoder(shape, device).features(x.to(device)).cpu()
     if values.shape[1] != shape.width:
-        raise ModelError(
-            f"base {shape.base!r}: {values.shape[1]} features, its configuration says "
-            f"{shape.width}",
-            "Use another base, or train all of it: leave model.head out.",
+        problem = (
+            f"base {shape.base!r}: {values.shape[1]} features, its configuration says {shape.width}"
         )
+        raise ModelError(problem, "Use another base, or train all of it: leave model.head out.")
     return values[:, :, None, None]
 
 
@@ -331,12 +318,9 @@ def of_federation(federation: Federation, shape: TextShape, device: str = "cpu")
         values = torch.from_numpy(public.inputs[public.rows, :, 0, 0])
         normal = Normalisation.of(values)._asdict()
         public = replace(public, **normal)
-    return replace(
-        federation,
-        clients={id: of(data) for id, data in federation.clients.items()},
-        unseen={
-            group: {id: of(data) for id, data in clients.items()}
-            for group, clients in federation.unseen.items()
-        },
-        public=public,
-    )
+    clients = {id: of(data) for id, data in federation.clients.items()}
+    unseen = {
+        group: {id: of(data) for id, data in clients.items()}
+        for group, clients in federation.unseen.items()
+    }
+    return replace(federation, clients=clients, unseen=unseen, public=public)

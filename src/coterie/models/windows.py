@@ -241,11 +241,8 @@ def nll_of(backbone: Backbone, windows: Windows) -> Tensor:
         if not torch.is_grad_enabled():
             return head_nll(hidden, *head, windows.targets)
         logits = nn.functional.linear(hidden, *head)
-    return nn.functional.cross_entropy(
-        logits.to(torch.promote_types(logits.dtype, torch.float32)),
-        windows.targets,
-        reduction="none",
-    )
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(exact, windows.targets, reduction="none")
 
 
 def nll_by_row(backbone: Backbone, windows: Windows) -> tuple[Tensor, Tensor]:

@@ -161,16 +161,11 @@ class PersonalClassifier:
         source = folder / artifact.CLASSIFIER_WEIGHTS
         tensors, _ = load_tensors(source, MOST_OF_ONE)
         model = _built(about, tensors, str(source), device)
-        common = (
-            prefixed(artifact.COMMON, under(artifact.COMMON, tensors))
-            if about.pool and about.pool.common
-            else {}
-        )
-        artifact.fill(
-            artifact.own_tensors(model),
-            {name: tensor for name, tensor in tensors.items() if name not in common},
-            str(source),
-        )
+        common = {}
+        if about.pool and about.pool.common:
+            common = prefixed(artifact.COMMON, under(artifact.COMMON, tensors))
+        own = {name: tensor for name, tensor in tensors.items() if name not in common}
+        artifact.fill(artifact.own_tensors(model), own, str(source))
         return cls(model, about)
 
 
@@ -203,10 +198,8 @@ class ClassifierMixture(PersonalClassifier):
         }
         inputs = {(part.about.names, part.about.mean, part.about.std) for part in parts.values()}
         if len(inputs) > 1:
-            raise CheckpointError(
-                f"{folder}: its parts differ in the names of classes, or in mean and std",
-                artifact.FOREIGN,
-            )
+            problem = f"{folder}: its parts differ in the names of classes, or in mean and std"
+            raise CheckpointError(problem, artifact.FOREIGN)
         return cls(parts, about)
 
 

@@ -221,10 +221,8 @@ def evaluate(
     questions = _questions(path)
     models = load_all(run, clients, base=base, device=device)
     if others := [i for i, model in models.items() if not isinstance(model, PersonalModel)]:
-        raise Refused(
-            f"{run} holds classifiers (of {others[0]}), which read no text",
-            "Use `coterie predict --data` for them.",
-        )
+        problem = f"{run} holds classifiers (of {others[0]}), which read no text"
+        raise Refused(problem, "Use `coterie predict --data` for them.")
     chosen = cast(dict[ClientId, PersonalModel], models)
     if questions:
         return {i: _on_questions(model, questions) for i, model in chosen.items()}
@@ -270,10 +268,8 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
     for known in (names, list(answers)):
         if str(answer) in known:
             return Question(text, answers, known.index(str(answer)))
-    raise DataError(
-        f"{where}: the answer {answer!r} is none of the {len(answers)} choices",
-        "Give the index of the right choice, from 0, its letter, or its text.",
-    )
+    problem = f"{where}: the answer {answer!r} is none of the {len(answers)} choices"
+    raise DataError(problem, "Give the index of the right choice, from 0, its letter, or its text.")
 
 
 def _on_questions(model: PersonalModel, questions: Sequence[Question]) -> Evaluated:

@@ -48,10 +48,9 @@ class ManyModels:
         self.models = dict(models)
         backbones = {id(model.backbone): model.backbone for model in self.models.values()}
         if len(backbones) != 1:
-            raise ModelError(
-                f"{len(self.models)} models on {len(backbones)} backbones cannot be one batch",
-                "Load them by coterie.load_many, or give each the same backbone=.",
-            )
+            problem = f"{len(self.models)} models on {len(backbones)} backbones cannot be one batch"
+            remedy = "Load them by coterie.load_many, or give each the same backbone=."
+            raise ModelError(problem, remedy)
         (self.backbone,) = backbones.values()
         self._places = {client: place for place, client in enumerate(self.models)}
         # models with fewer parts than others repeat one of theirs, without weight
@@ -179,13 +178,11 @@ class ManyModels:
         same client form one group if all groups are equally long, unless each is to be one.
         """
         if not len(clients) == rows > 0:
-            raise ModelError(
-                f"{len(clients)} clients for {rows} rows", "Name the client of each row."
-            )
+            problem = f"{len(clients)} clients for {rows} rows"
+            raise ModelError(problem, "Name the client of each row.")
         if unknown := [client for client in clients if client not in self.models]:
-            raise ModelError(
-                f"no model of client {unknown[0]!r}", f"There are: {', '.join(self.models)}."
-            )
+            problem = f"no model of client {unknown[0]!r}"
+            raise ModelError(problem, f"There are: {', '.join(self.models)}.")
         groups = tuple(clients)
         if not apart:
             groups = groups[:: math.gcd(*(len(list(run)) for _, run in groupby(clients)))]
@@ -334,10 +331,8 @@ def load_many(
     if classifiers := [
         client for client, model in models.items() if not isinstance(model, PersonalModel)
     ]:
-        raise Refused(
-            f"{run} holds classifiers (of {classifiers[0]}), which share no backbone",
-            "Load them by load_all.",
-        )
+        problem = f"{run} holds classifiers (of {classifiers[0]}), which share no backbone"
+        raise Refused(problem, "Load them by load_all.")
     return ManyModels({client: cast(PersonalModel, model) for client, model in models.items()})
 
 
@@ -350,10 +345,8 @@ def _folders(run: Path) -> dict[str, Path]:
     """Return the folder of each client's personal model, by client id. Raises CheckpointError."""
     folders = [path.parent for path in (run / "clients").glob(f"*/{ABOUT}")]
     if not folders:
-        raise CheckpointError(
-            f"{run} holds no personal models",
-            "Give the folder of a finished run, with clients/ in it (`coterie run`).",
-        )
+        remedy = "Give the folder of a finished run, with clients/ in it (`coterie run`)."
+        raise CheckpointError(f"{run} holds no personal models", remedy)
     return dict(sorted((_client_of(folder), folder) for folder in folders))
 
 

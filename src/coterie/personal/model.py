@@ -188,11 +188,9 @@ class PersonalModel:
 
     def speaker(self, word: Word) -> str:
         """Return the name of the expert with the largest weight for a word; "" without a router."""
-        return (
-            self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)]
-            if word.experts
-            else ""
-        )
+        if word.experts:
+            return self.experts[max(range(len(word.experts)), key=word.experts.__getitem__)]
+        return ""
 
     @inference()
     def __call__(self, input_ids: Tensor, **inputs: Any) -> Any:

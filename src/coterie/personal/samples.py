@@ -86,11 +86,9 @@ def read(paths: Sequence[Path], shape: Shape) -> Samples:
                     else [(str(file), _image(str(file), partial(opened, file), shape))]
                 )
     names, values = zip(*samples, strict=True)
-    return (
-        of_texts(values, shape, names)
-        if isinstance(shape, TextShape)
-        else Samples(names, np.stack(values))
-    )
+    if isinstance(shape, TextShape):
+        return of_texts(values, shape, names)
+    return Samples(names, np.stack(values))
 
 
 def of_texts(texts: Sequence[str], shape: TextShape, names: Sequence[str] | None = None) -> Samples:
@@ -114,19 +112,15 @@ def of_array(images: Any, shape: Shape) -> Samples:
     0 to 255 or floats from 0 to 1. Raises DataError for another size or range.
     """
     if not isinstance(shape, NetworkShape):
-        raise DataError(
-            f"{type(images).__name__} for a classifier of texts",
-            "Give a text or several, or the paths of files.",
-        )
+        remedy = "Give a text or several, or the paths of files."
+        raise DataError(f"{type(images).__name__} for a classifier of texts", remedy)
     array = np.asarray(images)
     array = array[None] if array.ndim == 3 else array
     most = 1 if array.dtype.kind == "f" else 255
     if array.ndim != 4 or array.shape[1:] != shape.inputs or not len(array):
         expected = ", ".join(map(str, shape.inputs))
-        raise DataError(
-            f"images are {array.dtype}{list(array.shape)}",
-            f"Expected [images, {expected}], or [{expected}] of one.",
-        )
+        remedy = f"Expected [images, {expected}], or [{expected}] of one."
+        raise DataError(f"images are {array.dtype}{list(array.shape)}", remedy)
     if array.dtype.kind not in "fiu" or not (array.min() >= 0 and array.max() <= most):
         problem = f"images of {array.dtype} from {array.min()} to {array.max()}"
         raise DataError(problem, "Expected integers from 0 to 255, or floats from 0 to 1.")
@@ -140,24 +134,19 @@ def _files(path: Path, endings: tuple[str, ...]) -> list[Path]:
     """Return the path of a file, or of all files of a folder. Raises DataError."""
     kinds = f"{', '.join(endings[:-1])} or {endings[-1]}"
     if not path.exists():
-        raise DataError(
-            f"{path}: there is no such file or folder",
-            f"Name a file that ends in {kinds}, or a folder of such.",
-        )
+        problem = f"{path}: there is no such file or folder"
+        raise DataError(problem, f"Name a file that ends in {kinds}, or a folder of such.")
     files = [
         file
         for file in (files_of(path) if path.is_dir() else [path])
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     if not files:
-        raise DataError(
-            f"{path}: the folder is empty", f"Put files in it whose names end in {kinds}."
-        )
+        problem = f"{path}: the folder is empty"
+        raise DataError(problem, f"Put files in it whose names end in {kinds}.")
     if foreign := [file for file in files if file.suffix.lower() not in endings]:
-        raise DataError(
-            f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)",
-            "Convert it, or move it elsewhere.",
-        )
+        problem = f"{foreign[0]} does not end in {kinds} ({len(foreign)} such files)"
+        raise DataError(problem, "Convert it, or move it elsewhere.")
     return files
 
 

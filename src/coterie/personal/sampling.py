@@ -74,10 +74,8 @@ def usable(logits: Tensor) -> Tensor:
 def check_temperature(temperature: float | None) -> None:
     """Refuse a temperature outside the range of single precision. Raises ModelError."""
     if temperature is not None and not COLDEST <= temperature <= 1 / COLDEST:
-        raise ModelError(
-            f"the temperature is {temperature:g}",
-            f"Use one from {COLDEST:g} to {1 / COLDEST:g}, or the most likely token (0).",
-        )
+        remedy = f"Use one from {COLDEST:g} to {1 / COLDEST:g}, or the most likely token (0)."
+        raise ModelError(f"the temperature is {temperature:g}", remedy)
 
 
 def not_usable(whose: str) -> ModelError:

@@ -226,14 +226,12 @@ class Words:
         the next token's probabilities and (n,) the experts' weights at the last position.
         """
         length = ids.shape[1]
-        padding = (
-            {}
-            if mask is None
-            else {
+        padding = {}
+        if mask is not None:
+            padding = {
                 "attention_mask": mask,
                 "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:],
             }
-        )
         record: list[Routing] = []
         with attached(self.backbone, adapter, record):
             output = self.backbone.model(
@@ -332,10 +330,8 @@ class TextInference:
             arguments = {"pad_token_id": generation.eos_token_id} | arguments
         beams = settings.get("num_beams", generation.num_beams) or 1
         if isinstance(adapter, Mixed) and beams > 1:
-            raise ModelError(
-                f"{self._whose} mixes the predictions of several, which no beams can search",
-                "Set num_beams to 1.",
-            )
+            problem = f"{self._whose} mixes the predictions of several, which no beams can search"
+            raise ModelError(problem, "Set num_beams to 1.")
         with attached(self.backbone, adapter):
             return cast(Tensor, self.backbone.model.generate(**self._moved(arguments)))
 
@@ -352,9 +348,8 @@ class TextInference:
         `generate`, or if several sequences are asked for each.
         """
         if settings.get("num_return_sequences", 1) > 1:
-            raise ModelError(
-                "several sequences for one text", "Give token ids instead; the result is ids too."
-            )
+            problem = "several sequences for one text"
+            raise ModelError(problem, "Give token ids instead; the result is ids too.")
         if not texts:
             return []
         encoder = self._encoder()

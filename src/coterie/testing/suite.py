@@ -276,10 +276,8 @@ def check_method(
         left_out |= {f"{world.name}, {name}": why for name, why in missing.items()}
         held[world.name] = tuple(c.__name__ for c in CHECKS if c.__name__ not in missing)
     if not held:
-        raise Refused(
-            f"no kind of model has the layout of {type(built).__name__}",
-            "\n".join(left_out.values()),
-        )
+        problem = f"no kind of model has the layout of {type(built).__name__}"
+        raise Refused(problem, "\n".join(left_out.values()))
     engines = (*ENGINES, *(["flower"] if find_spec("flwr") else []))
     return Checked(built, engines, held, left_out)
 

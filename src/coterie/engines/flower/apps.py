@@ -49,26 +49,22 @@ def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
         or not isinstance(text, ConfigRecord)
         or not isinstance(arrays, ArrayRecord)
     ):
-        raise TensorError(
-            f"a message with records {sorted(content)[:5]}, expected {_TEXT} and {_TENSORS}",
-            "It did not come from coterie.",
-        )
+        problem = f"a message with records {sorted(content)[:5]}, expected {_TEXT} and {_TENSORS}"
+        raise TensorError(problem, "It did not come from coterie.")
     if (
         set(text) != {_TEXT}
         or not isinstance(text[_TEXT], str)
         or set(arrays) != {_TENSORS}
         or arrays[_TENSORS].stype != _STYPE
     ):
-        raise TensorError(
-            "a message whose records hold something else than one text and one array of "
-            "safetensors",
-            "It did not come from coterie.",
+        problem = (
+            "a message whose records hold something else than one text and one array of safetensors"
         )
+        raise TensorError(problem, "It did not come from coterie.")
     body = arrays[_TENSORS].data
     if most is not None and len(body) > most:
-        raise TensorError(
-            f"a message with {len(body):,} bytes of tensors, expected at most {most:,}"
-        )
+        problem = f"a message with {len(body):,} bytes of tensors, expected at most {most:,}"
+        raise TensorError(problem)
     return str(text[_TEXT]), body
 
 
@@ -81,10 +77,8 @@ def client_app(handle: Handle) -> ClientApp:
         try:
             text, body = unpacked(message.content)
             if parsed(Request, text).masked:
-                raise TensorError(
-                    "asked without masks for a reply that must be masked",
-                    "Install the same version of coterie everywhere.",
-                )
+                problem = "asked without masks for a reply that must be masked"
+                raise TensorError(problem, "Install the same version of coterie everywhere.")
             text, body = handle(dict(context.node_config), text, body)
         except Exception as error:
             text, body = failed(f"{type(error).__name__}: {error}").model_dump_json(), b""
@@ -164,12 +158,9 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
         }
         try:
             _connect(threads, accelerators)
-            run_simulation(
-                server_app(main),
-                client_app(handle),
-                num_supernodes=clients,
-                backend_config=resources,
-            )
+            server = server_app(main)
+            client = client_app(handle)
+            run_simulation(server, client, num_supernodes=clients, backend_config=resources)
             grids.put(RuntimeError("it ended"))  # nobody looks, if it ended because we wanted it to
         except BaseException as error:
             grids.put(error)
@@ -188,10 +179,8 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
     if isinstance(grid_or_error, ClientError):
         raise grid_or_error
     if isinstance(grid_or_error, BaseException):
-        raise ClientError(
-            f"Flower's simulation could not be started: {grid_or_error}",
-            f"Is the extra complete? {extra('simulation')}",
-        )
+        problem = f"Flower's simulation could not be started: {grid_or_error}"
+        raise ClientError(problem, f"Is the extra complete? {extra('simulation')}")
     return _Simulation((clients, threads, handle, accelerators), grid_or_error, stop)
 
 
@@ -213,11 +202,8 @@ def _connect(threads: int, accelerators: int) -> None:
             ) from None
     if not ray.is_initialized():
         known = os.pathsep.join(filter(None, [*sys.path, os.environ.get("PYTHONPATH")]))
-        ray.init(
-            include_dashboard=False,
-            logging_level=logging.ERROR,
-            runtime_env={"env_vars": {"PYTHONPATH": known}},
-        )
+        runtime_env = {"env_vars": {"PYTHONPATH": known}}
+        ray.init(include_dashboard=False, logging_level=logging.ERROR, runtime_env=runtime_env)
     machines = [node["Resources"] for node in ray.nodes()]  # type: ignore[no-untyped-call]
     if not any(
         has.get("CPU", 0) >= threads and has.get("GPU", 0) >= accelerators for has in machines

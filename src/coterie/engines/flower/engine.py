@@ -201,11 +201,9 @@ class Flower(Engine):
                 self._heard(i, total.replies[nodes[i]], round)
             if nodes[i] in total.problems:
                 self.listener.lost(i, ask.name, printable(total.problems[nodes[i]], lines=True))
-        return (
-            {}
-            if total.mean is None
-            else dict.fromkeys(held, secure.moved([ask.to[i] for i in held], total.mean))
-        )
+        if total.mean is None:
+            return {}
+        return dict.fromkeys(held, secure.moved([ask.to[i] for i in held], total.mean))
 
     def _trusted(self, ask: Ask, round: int, phase: int) -> list[ClientId]:
         """Return the clients to ask in a masked exchange; report the suspects as lost."""
@@ -233,9 +231,8 @@ class Flower(Engine):
             journal = json_of(read_bytes(self.journal))
             return str(journal["run"]), [int(round) for round in journal["begun"]]
         except (OSError, ValueError, TypeError, KeyError):
-            raise CheckpointError(
-                f"{self.journal} is damaged", "Start a new run with another --out."
-            ) from None
+            problem = f"{self.journal} is damaged"
+            raise CheckpointError(problem, "Start a new run with another --out.") from None
 
     def begun(self, round: int) -> list[int]:
         """Return the rounds since `round` with masked exchanges, which devices answer once."""

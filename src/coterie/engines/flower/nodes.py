@@ -90,18 +90,15 @@ def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
     """Return a reply and its tensors. Raises TensorError for lost nodes and foreign messages."""
     if message.has_error():
         reason = message.error.reason or "no reason"
-        raise TensorError(
-            f"Flower reports: {reason} (code {message.error.code})",
-            "Look at the log of its SuperNode.",
-        )
+        problem = f"Flower reports: {reason} (code {message.error.code})"
+        raise TensorError(problem, "Look at the log of its SuperNode.")
     try:
         text, body = unpacked(message.content, most)
     except TensorError:
         raise
     except Exception as error:  # whatever a foreign node managed to send
-        raise TensorError(
-            f"unreadable: {type(error).__name__}: {error}"[:2000], "It did not come from coterie."
-        ) from None
+        remedy = "It did not come from coterie."
+        raise TensorError(f"unreadable: {type(error).__name__}: {error}"[:2000], remedy) from None
     return parsed(Reply, text), body
 
 
@@ -198,11 +195,8 @@ class Nodes:
             member = self._introduced(node, answered, alive)
         except TensorError as error:
             problem, before = described(error), self._strangers.get(node)
-            self._strangers[node] = _RejectedNode(
-                problem,
-                time.monotonic() + HELLO_S,
-                error.holder if isinstance(error, _NameTaken) else None,
-            )
+            holder = error.holder if isinstance(error, _NameTaken) else None
+            self._strangers[node] = _RejectedNode(problem, time.monotonic() + HELLO_S, holder)
             if before is None or before.problem != problem:  # it is asked again and again
                 self.listener.lost(f"node {node}", "hello", problem)
             return

@@ -55,10 +55,8 @@ def values_of(
 ) -> dict[str, Any]:
     """Return the values of a reply without other records. Raises TensorError, see `listed`."""
     if set(content) != {RECORD_KEY_CONFIGS}:
-        raise TensorError(
-            f"records {sorted(content)[:5]} where only keys were asked for",
-            "It did not come from coterie.",
-        )
+        problem = f"records {sorted(content)[:5]} where only keys were asked for"
+        raise TensorError(problem, "It did not come from coterie.")
     return listed(content.config_records[RECORD_KEY_CONFIGS], kinds, lists)
 
 
@@ -71,10 +69,8 @@ def listed(
         or not all(isinstance(configs[key], kind) for key, kind in kinds.items())
         or not all(_is_list(configs[key], int if key in _INTEGERS else bytes) for key in lists)
     ):
-        raise TensorError(
-            f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *lists]}",
-            "It did not come from coterie.",
-        )
+        problem = f"a reply with {sorted(configs)[:5]}, expected {[*kinds, *lists]}"
+        raise TensorError(problem, "It did not come from coterie.")
     return dict(configs)
 
 
@@ -85,11 +81,10 @@ def _is_list(value: Any, kind: type) -> bool:
 def check_lengths(values: Sequence[bytes], expected: Sequence[int]) -> None:
     """Raise TensorError unless the values have the expected lengths."""
     if [len(value) for value in values] != list(expected):
-        raise TensorError(
-            f"values of {[len(value) for value in values[:5]]} bytes, expected "
-            f"{list(expected[:5])}",
-            FOREIGN,
+        problem = (
+            f"values of {[len(value) for value in values[:5]]} bytes, expected {list(expected[:5])}"
         )
+        raise TensorError(problem, FOREIGN)
 
 
 def integers_of(data: bytes, size: int, expected: str) -> np.ndarray:
@@ -114,10 +109,8 @@ def described(request: Request, content: RecordDict) -> Reply:
     if set(content.config_records) != _REPLY or dict(
         content.metric_records[f"{FITRES}.num_examples"]
     ) != {"num_examples": 1}:
-        raise TensorError(
-            f"records {sorted(content.config_records)[:5]}, or another weight than 1",
-            "It did not come from coterie.",
-        )
+        problem = f"records {sorted(content.config_records)[:5]}, or another weight than 1"
+        raise TensorError(problem, "It did not come from coterie.")
     reply: Reply = parsed(Reply, str(content.config_records[f"{FITRES}.metrics"][TEXT]))
     check_answers(reply, request)
     return reply

@@ -94,9 +94,8 @@ def _bound_by(message: Message, context: Context, stage: str) -> common.Bound:
     if stage == Stage.SETUP:
         about = content.config_records.get(common.EXCHANGE, ConfigRecord()).get(common.ABOUT)
         if not isinstance(about, str):
-            raise TensorError(
-                "secure aggregation: the server does not name the exchange", common.SAME_VERSION
-            )
+            problem = "secure aggregation: the server does not name the exchange"
+            raise TensorError(problem, common.SAME_VERSION)
         state[common.EXCHANGE] = ConfigRecord({common.ABOUT: about})
     if common.EXCHANGE not in state:
         raise TensorError(f"asked for {stage} before the first stage")
@@ -193,10 +192,8 @@ def _admitted(message: Message, context: Context) -> str:
     configs = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
     stage = str(configs.get(Key.STAGE))
     if stage not in (*Stage.all(), *_OWN_STAGES):
-        raise TensorError(
-            "a training message that names no stage of secure aggregation",
-            "It did not come from coterie.",
-        )
+        problem = "a training message that names no stage of secure aggregation"
+        raise TensorError(problem, "It did not come from coterie.")
     settings = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
         clients = settings.get(Key.SAMPLE_NUMBER)
@@ -222,10 +219,8 @@ def _admitted(message: Message, context: Context) -> str:
 
 def _refuse_twice(nodes: Any, what: str) -> None:
     if not isinstance(nodes, list) or len(set(nodes)) != len(nodes):
-        raise TensorError(
-            f"secure aggregation: {what}, some of them listed twice",
-            "A server that asks for this could see a single client's update.",
-        )
+        remedy = "A server that asks for this could see a single client's update."
+        raise TensorError(f"secure aggregation: {what}, some of them listed twice", remedy)
 
 
 def _trained(handle: Handle, message: Message, context: Context) -> Message:
@@ -243,12 +238,8 @@ def _trained(handle: Handle, message: Message, context: Context) -> Message:
     update = load(body)[UPDATE]
     if update.dtype != np.float64 or update.ndim != 1 or not (np.abs(update) <= RANGE).all():
         raise TensorError(f"an update of {update.dtype}{list(update.shape)} that cannot be masked")
-    done = FitRes(
-        Status(Code.OK, ""),
-        ndarrays_to_parameters([update]),
-        num_examples=1,
-        metrics={common.TEXT: text},
-    )
+    parameters = ndarrays_to_parameters([update])
+    done = FitRes(Status(Code.OK, ""), parameters, num_examples=1, metrics={common.TEXT: text})
     return Message(compat.fitres_to_recorddict(done, keep_input=True), reply_to=message)
 
 
@@ -257,9 +248,8 @@ def _complete(reply: Message, context: Context, stage: str, bound: common.Bound)
     content = reply.content
     configs = content.config_records[RECORD_KEY_CONFIGS]
     if any(record for record in content.array_records.values()):
-        raise TensorError(
-            "Flower left the update unmasked", "This release of Flower cannot be used."
-        )
+        problem = "Flower left the update unmasked"
+        raise TensorError(problem, "This release of Flower cannot be used.")
     state = context.state.config_records[RECORD_KEY_STATE]
     if stage == Stage.SETUP:
         keys = [cast(bytes, state[name]) for name in ("sk1", "sk2")]
@@ -268,9 +258,8 @@ def _complete(reply: Message, context: Context, stage: str, bound: common.Bound)
     if stage == Stage.SHARE_KEYS:
         configs[common.PROOFS] = bound.published
     if (Key.MASKED_PARAMETERS in configs) != (stage == Stage.COLLECT_MASKED_VECTORS):
-        raise TensorError(
-            "Flower did not mask the update", "This release of Flower cannot be used."
-        )
+        problem = "Flower did not mask the update"
+        raise TensorError(problem, "This release of Flower cannot be used.")
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _show_weight(configs, bound, cast(int, state["sample_num"]))
 
@@ -281,8 +270,7 @@ def _show_weight(configs: ConfigRecord, bound: common.Bound, clients: int) -> No
     """
     values = cast(list[bytes], configs[Key.MASKED_PARAMETERS])
     if int(bytes_to_ndarray(values[0])[0]) == levels(clients):
-        raise TensorError(
-            "Flower did not mask the update", "This release of Flower cannot be used."
-        )
+        problem = "Flower did not mask the update"
+        raise TensorError(problem, "This release of Flower cannot be used.")
     shown = ndarray_to_bytes(np.array([common.weight_sent(bound, clients)]))
     configs[Key.MASKED_PARAMETERS] = [shown, *values[1:]]

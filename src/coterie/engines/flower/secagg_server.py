@@ -87,12 +87,11 @@ def summed(
 
 
 def _why(problems: Mapping[int, str]) -> str:
-    return (
-        "the others: "
-        + "; ".join(dict.fromkeys(problem.splitlines()[0] for problem in problems.values()))
-        if problems
-        else "no reason"
-    )
+    if problems:
+        return "the others: " + "; ".join(
+            dict.fromkeys(problem.splitlines()[0] for problem in problems.values())
+        )
+    return "no reason"
 
 
 @dataclass

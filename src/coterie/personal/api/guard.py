@@ -157,11 +157,8 @@ class Guard:
         """Refuse a request to another server's name, from a foreign page, or without the token."""
         host = request.headers.get("host", "")
         if not self._is_own(host):
-            raise ApiError(
-                403,
-                f"This server is not called '{shown(host)}'. Use its address.",
-                code="wrong_host",
-            )
+            remedy = f"This server is not called '{shown(host)}'. Use its address."
+            raise ApiError(403, remedy, code="wrong_host")
         if _is_foreign(request):
             raise ApiError(403, "Pages of others may not use this server.", code="wrong_origin")
         if request.url.path == HEALTH:  # probes have no token, and learn nothing
@@ -353,12 +350,9 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         raise Refused(f"--host {host!r} is no address", "For example 127.0.0.1.") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise Refused(
-                f"port {port} is taken", f"Give another one, for example --port {port + 1}."
-            ) from None
-        raise Refused(
-            f"cannot listen on {host} port {port}: {error.strerror}",
-            "Give an address of this machine, for example --host 127.0.0.1.",
-        ) from None
+            problem = f"port {port} is taken"
+            raise Refused(problem, f"Give another one, for example --port {port + 1}.") from None
+        remedy = "Give an address of this machine, for example --host 127.0.0.1."
+        raise Refused(f"cannot listen on {host} port {port}: {error.strerror}", remedy) from None
     with listener:
         yield listener

@@ -55,12 +55,8 @@ class Preparation:
         if (client := names.normal(model)) in self.models.models:
             return client
         known = shown(", ".join(self.models.models))
-        raise ApiError(
-            404,
-            f"The model '{shown(model)}' does not exist. There are: {known}",
-            "model",
-            "model_not_found",
-        )
+        remedy = f"The model '{shown(model)}' does not exist. There are: {known}"
+        raise ApiError(404, remedy, "model", "model_not_found")
 
     def completion(self, request: CompletionRequest) -> Prepared:
         """Return the prompts of a completion request. Raises ApiError."""
@@ -111,13 +107,11 @@ class Preparation:
     def _template(self, request: ChatRequest) -> list[int]:
         """Return the messages as tokens, by the base's chat template."""
         if self.chats.template is None:
-            raise ApiError(
-                400,
+            remedy = (
                 "The base of these models has no chat template, so they cannot chat. Use "
-                "/v1/completions, or train on a base whose tokenizer has a chat template.",
-                "messages",
-                "no_chat_template",
+                "/v1/completions, or train on a base whose tokenizer has a chat template."
             )
+            raise ApiError(400, remedy, "messages", "no_chat_template")
         self._refuse_long([message.get("content") for message in request.messages], "messages")
         try:
             return self.chats.prompt(request.messages, request.tools, self.context)
@@ -151,37 +145,29 @@ class Preparation:
     def _check_ids(self, ids: Sequence[int], param: str) -> None:
         size = self.models.backbone.architecture.vocabulary
         if max(ids, default=0) >= size:
-            raise ApiError(
-                400,
-                f"Invalid '{param}': there is no token {max(ids)}, but 0 to {size - 1}.",
-                param,
-                "invalid_value",
-            )
+            remedy = f"Invalid '{param}': there is no token {max(ids)}, but 0 to {size - 1}."
+            raise ApiError(400, remedy, param, "invalid_value")
 
     def _check(self, prompts: int, choices: int) -> None:
         """Refuse more texts than the server accepts at once."""
         if choices > self.rows:
-            raise ApiError(
-                400, f"Invalid 'n': this server writes at most {self.rows} at once.", "n"
-            )
+            remedy = f"Invalid 'n': this server writes at most {self.rows} at once."
+            raise ApiError(400, remedy, "n")
         if prompts * choices > self.texts:
-            raise ApiError(
-                400,
+            remedy = (
                 f"This server takes at most {self.texts} texts in a request, and this one asks "
-                f"for {prompts * choices}. Send fewer prompts at once.",
-                "prompt",
+                f"for {prompts * choices}. Send fewer prompts at once."
             )
+            raise ApiError(400, remedy, "prompt")
 
     def _fits(self, prompt: int, new: int, param: str) -> None:
         if prompt + new > self.context:
-            raise ApiError(
-                400,
+            remedy = (
                 f"The maximum context length here is {self.context} tokens. However, you requested "
                 f"{prompt + new} tokens ({prompt} in the prompt, {new} for the completion). "
-                f"Shorten the prompt, or ask for fewer tokens.",
-                param,
-                "context_length_exceeded",
+                f"Shorten the prompt, or ask for fewer tokens."
             )
+            raise ApiError(400, remedy, param, "context_length_exceeded")
 
 
 def _characters(content: Any) -> int:

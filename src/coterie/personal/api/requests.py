@@ -216,20 +216,12 @@ def parsed(kind: type[_R], body: bytes) -> _R:
     }
     for name, neutral in _UNSUPPORTED.items():
         if name in fields and fields.pop(name) not in neutral:
-            raise ApiError(
-                400,
-                f"Unsupported parameter: '{name}' is not supported by these models.",
-                name,
-                "unsupported_parameter",
-            )
+            remedy = f"Unsupported parameter: '{name}' is not supported by these models."
+            raise ApiError(400, remedy, name, "unsupported_parameter")
     request = validated(kind, fields)
     if isinstance(request, CompletionRequest) and request.best_of not in (None, request.n):
-        raise ApiError(
-            400,
-            "'best_of' can only be equal to 'n': ask for more choices, with 'logprobs'.",
-            "best_of",
-            "unsupported_value",
-        )
+        remedy = "'best_of' can only be equal to 'n': ask for more choices, with 'logprobs'."
+        raise ApiError(400, remedy, "best_of", "unsupported_value")
     return request
 
 

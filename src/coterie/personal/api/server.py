@@ -201,10 +201,8 @@ class Api(Service):
         super().__init__(settings.limits, report)
         limit = models.backbone.context_limit
         if settings.context is not None and settings.context > limit:
-            raise Refused(
-                f"--context {settings.context} is longer than the base's, {limit} tokens",
-                f"Give at most {limit}.",
-            )
+            problem = f"--context {settings.context} is longer than the base's, {limit} tokens"
+            raise Refused(problem, f"Give at most {limit}.")
         context = settings.context or min(limit, CONTEXT)
         rows, queue = settings.rows, settings.queue
         self.preparation = Preparation(models, context, rows + queue, rows)

@@ -300,14 +300,10 @@ class Mixtures:
         c = x.new_zeros((*x.shape[:-2], B2.shape[-2], x.shape[-2]))
         for experts, start, end in sets:
             rows = slice(start, end)
+            shares = weights[..., rows, :]
+            scalings = [b[..., rows, :] for b in bases]
             self._turns(
-                experts,
-                (B1, A2),
-                codes[..., rows],
-                weights[..., rows, :],
-                [b[..., rows, :] for b in bases],
-                c[..., rows],
-                base.activation,
+                experts, (B1, A2), codes[..., rows], shares, scalings, c[..., rows], base.activation
             )
         y = base_layer(base.down, bases[0].view(len(tokens), -1)).view(shape)
         return add_product(y, c.mT, B2)
