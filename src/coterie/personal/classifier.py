@@ -164,8 +164,8 @@ class PersonalClassifier:
         common = {}
         if about.pool and about.pool.common:
             common = prefixed(artifact.COMMON, under(artifact.COMMON, tensors))
-        own = {name: tensor for name, tensor in tensors.items() if name not in common}
-        artifact.fill(artifact.own_tensors(model), own, str(source))
+        values = {name: tensor for name, tensor in tensors.items() if name not in common}
+        artifact.fill(artifact.own_tensors(model), values, str(source))
         return cls(model, about)
 
 
