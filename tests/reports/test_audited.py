@@ -18,10 +18,10 @@ def test_the_longest_figures_fit_a_terminal_of_80_characters() -> None:
     lines = captured.get().splitlines()
     assert "…" not in captured.get()
     assert max(map(len, lines)) <= 80
-    rate = next(line for line in lines if line.startswith("TPR"))
+    rate = next(line for line in lines if line.startswith(" TPR"))
     assert rate.count("100.0 (100.0 to 100.0)") == 2
-    assert "a server of sums" in lines[0]
-    assert "chance" in lines[0]
+    assert "a server of sums" in lines[1]
+    assert "chance" in lines[1]
 
 
 def test_three_observers_of_a_mixture_fit_too() -> None:
@@ -35,10 +35,10 @@ def test_three_observers_of_a_mixture_fit_too() -> None:
     lines = captured.get().splitlines()
     assert "…" not in captured.get()
     assert max(map(len, lines)) <= 80
-    place = next(k for k, line in enumerate(lines) if line.startswith("TPR"))
+    place = next(k for k, line in enumerate(lines) if line.startswith(" TPR"))
     assert lines[place].split()[-4:] == ["100.0", "100.0", "100.0", "1"]
     assert lines[place + 1].count("(100.0 to 100.0)") == 3
-    assert all(name in lines[0] for name in ("a server of sums", "client", "the model's user"))
+    assert all(name in lines[1] for name in ("a server of sums", "client", "the model's user"))
     sentences = told.sentences(AuditResult.from_json(found))
     assert any(line.startswith("The model's user can tell which examples") for line in sentences)
 

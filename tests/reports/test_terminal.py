@@ -1,22 +1,34 @@
 """What a terminal shows: tables and progress."""
 
 import io
+import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from figures import typed
 from reports.samples import result
 from rich.console import Console
 
-from coterie.core.metrics import ACCURACY
-from coterie.core.result import Result
+from coterie.core.metrics import ACCURACY, PERPLEXITY
+from coterie.core.result import Evaluated, Result, TunedRow, Tuning, WordScores
 from coterie.core.result.rows import row as rows_of
+from coterie.data.splits import SPLITS
+from coterie.data.summary import ClientSummary, DataSummary, SplitSummary
 from coterie.methods import METHODS
+from coterie.papers import page as papers
+from coterie.papers.reproduced import Reproduced
+from coterie.personal.classifier import Prediction
+from coterie.personal.ui.terminal import show, show_classes
+from coterie.personal.word_search import Word
 from coterie.reports import progress as terminals
+from coterie.reports import tuning
+from coterie.reports.data import print_data
 from coterie.reports.progress import Terminal
-from coterie.reports.tables import tables
+from coterie.reports.tables import evaluated, tables
 
 
 def ended(mean: float) -> Result:
@@ -229,3 +241,89 @@ def test_plain_progress_is_a_line_every_other_second_and_the_last_one(
     ]
     assert "1,280 examples/s" in lines[-1]
     assert lines[-2] == "  after round 600: valid accuracy 61.00 %, test accuracy 62.50 %"
+
+
+NAMES = (
+    "marketing-department/newsletter.team@example.org",
+    "research and development, Reykjavík",
+    "a_very_long_name_of_a_client.which-has-many-parts",
+)
+
+
+def data_tables(console: Console) -> str:
+    split = SplitSummary(12_345, 1_234_567, 1_234_567, 1234, 12_345)
+    client = ClientSummary(dict.fromkeys(SPLITS, split), 1, 2, 3, 4, 5, {}, {}, {})
+    print_data(console, DataSummary("", [], dict.fromkeys(NAMES, client)))
+    return "1,234,567 12,345 documents longest equal"
+
+
+def scores_of_given_data(console: Console) -> str:
+    words = WordScores(100, 23.45, 34.56, 45.67)
+    scores = Evaluated(perplexity=1234.56, tokens=1_234_567, words=words, questions=1000)
+    console.print(evaluated(dict.fromkeys(NAMES, scores), console.width))
+    return "1,234.56 1,234,567 23.45 45.67 keystrokes 1,000"
+
+
+def chosen_settings(console: Console) -> str:
+    chosen = {f"training.experts.{name}": 0.00123 for name in ("lr", "weight_decay", "momentum")}
+    row = TunedRow(
+        method="comigs-1g1s",
+        recipe="r",
+        chosen=chosen,
+        rounds=1000,
+        valid=1234.56,
+        runs=100,
+        iterations=1_234_567,
+        at_edge=list(chosen),
+    )
+    tuned = Tuning(recipe="r", metric=PERPLEXITY.about, seeds=[0], effort="", rows=(row,))
+    console.print(tuning.terminal(tuned, console.width))
+    return "CoMiGS-1G1S 1,234.56 momentum 1,234,567"
+
+
+def a_paper(console: Console) -> str:
+    file = Path(__file__).parents[2] / "benchmarks" / "results" / "ddome-table1-small.json"
+    found = Reproduced.from_json(json.loads(file.read_text()))
+    for table in papers.terminal(found, console.width):
+        console.print(table)
+    return "ensembles what 93.38 aligned 93.42 0.26"
+
+
+def classes_of_samples(console: Console) -> str:
+    predicted = {name: [Prediction(0, "a_class-of_letters", 0.1234, 2)] for name in NAMES}
+    show_classes(console, ["photographs/letter_a.png"], predicted)
+    return "photographs png letters 12.3%"
+
+
+def next_words(console: Console) -> str:
+    words = [Word(word, word, 0.1234, (0.5, 0.5)) for word in ("introspection", "thread-safe")]
+    model = SimpleNamespace(speaker=lambda word: "G1")
+    show(console, dict.fromkeys(NAMES, model), dict.fromkeys(NAMES, words * 2), "The")  # type: ignore[arg-type]
+    return "introspection thread 12.3% G1"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        data_tables,
+        scores_of_given_data,
+        chosen_settings,
+        a_paper,
+        classes_of_samples,
+        next_words,
+    ],
+)
+def test_no_table_breaks_a_word_or_a_figure_at_80_columns(
+    table: Callable[[Console], str],
+) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    figures = table(console)
+    written = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    text = "\n".join(line for line in written if not line.startswith("- "))  # sentences wrap
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("…") == (table is next_words)  # the text that goes on
+    names = NAMES if "marketing" in text else ()
+    assert bool(names) is (table not in (chosen_settings, a_paper))
+    shown_words = set(re.findall(r"[^\W_]+", text))
+    assert {word for name in names for word in re.findall(r"[^\W_]+", name)} <= shown_words
+    assert set(figures.split()) <= {*shown_words, *text.split()}

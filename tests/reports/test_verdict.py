@@ -160,17 +160,21 @@ def test_training_that_did_not_help() -> None:
         (50, (20, 30), (10, 20), "has too little data, and their data are alike"),
         (50, (10, 20), (20, 30), "too unlike for one model of all, or each has enough"),
         (50, (10, 32), (20, 20), "1 of 2 clients have too little data alone"),
-        (5, (10, 20), (20, 30), "too little data to train on: the base alone is at 5.00"),
+        (5, (10, 20), (20, 30), "too little data to train on: the base alone is better"),
     ],
 )
 def test_why_sharing_helps_or_not_comes_with_figures(
     base: float, alone: tuple[float, ...], shared: tuple[float, ...], why: str
 ) -> None:
+    """Each figure once, whether the method that was tried is one of both or another."""
     rows = [line("pretrained", base, base), line("local", *alone), line("fedavg", *shared)]
     said = verdict(typed(rows), "fedavg")
-    figures = f"(FedAvg {sum(shared) / 2:.2f}, Local {sum(alone) / 2:.2f})"
-    assert why in said
-    assert figures in said
+    other = verdict(typed([*rows, line(OURS, 1, 1)]), OURS)
+    means = [f"{sum(of) / 2:.2f}" for of in (shared, alone)]
+    for text in (said, other):
+        assert why in text
+        assert [text.count(mean) for mean in means] == [1, 1]
+    assert other.count(f" {base}.00") == (base == 5)
     assert ("than their own (c1)" in said) == why.startswith("1 of 2")
     assert why not in verdict(typed(rows[:2]), "local")
 

@@ -201,7 +201,7 @@ def reproduce(
         changed = f", with {', '.join(result.overrides)}" if result.overrides else ""
         heading = f"\n{result.title}, scale {scale}, seeds {result.seeds}{changed}"
         _line(console, heading, style="bold")
-        for table in terminal(result):
+        for table in terminal(result, console.width):
             console.print(table)
         if result.statements:
             console.print("what the paper says", style="italic")

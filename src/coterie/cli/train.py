@@ -251,7 +251,7 @@ def tune(
         )
         console, folder = Console(), tuned.folder
         console.print()
-        console.print(reports.terminal(tuned))
+        console.print(reports.terminal(tuned, console.width))
         for note in (*reports.READING, tuned.effort, *tuned.notes):
             common._line(console, f"- {note}")
         first = next(row for row in tuned.rows if row.valid is not None)

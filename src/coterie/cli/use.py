@@ -197,9 +197,7 @@ def audit(
             console, f"\n{audit_report.about(report)}: what the shared part reveals", style="bold"
         )
         for table in audit_report.terminal(report):
-            console.print()
             console.print(table)
-        console.print()
         for sentence in audit_report.sentences(report):
             common._line(console, f"- {sentence}")
         common._line(
@@ -335,4 +333,5 @@ def evaluate(
             return
         from rich.console import Console
 
-        Console().print(evaluated(scores))
+        console = Console()
+        console.print(evaluated(scores, console.width))

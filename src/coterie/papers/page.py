@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from coterie.core.files import write_atomically
@@ -22,6 +21,7 @@ from coterie.reports.parts import (
     section,
     verdicts,
 )
+from coterie.reports.tables import fitted
 
 INTERVALS = (
     "Intervals are Student's 95 % intervals over seeds of the difference between runs of the same "
@@ -99,38 +99,28 @@ def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
     }
 
 
-def terminal(reproduced: Reproduced) -> list[Table]:
-    """Return tables that fit 80 columns, one for each column, and one of what is beside."""
+def terminal(reproduced: Reproduced, width: int = 80) -> list[Table]:
+    """Return tables of at most `width` characters: one of each column, and of what is beside."""
     shown = []
     for c, title in reproduced.columns.items():
         cells, metric = reproduced.of(c), reproduced.metrics[c]
         columns, beside = _figures(reproduced, c), _beside(cells)
         names = [name for name in ("row", "measured", "paper") if any(columns[name])]
-        one = _plain(
-            f"{title}: {metric}, {direction(metric)}",
-            (*names, "params", "MFLOPs", "kB up, down", "s"),
-        )
-        for k, cell in enumerate(cells):
-            one.add_row(
+        lines = [
+            (
                 *(columns[name][k] for name in names),
                 f"{cell.trainable_parameters / 1000:,.0f} k",
                 f"{cell.flops_per_token / 1e6:.2f}",
                 f"{cell.bytes_up_per_round / 1000:,.0f}, {cell.bytes_down_per_round / 1000:,.0f}",
                 f"{cell.wall_s:.0f}",
             )
-        shown.append(one)
+            for k, cell in enumerate(cells)
+        ]
+        header = (*names, "params", "MFLOPs", "kB up, down", "s")
+        shown.append(fitted(f"{title}: {metric}, {direction(metric)}", header, lines, width))
         if beside.keys() & {"Imp.%, paper", "W error", "gate, %"} or not metric.lower_is_better:
-            two = _plain(f"{title}, beside the mean", ("row", *beside))
-            for values in zip(columns["row"], *beside.values(), strict=True):
-                two.add_row(*values)
-            shown.append(two)
-    return shown
-
-
-def _plain(title: str, header: Sequence[str]) -> Table:
-    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for k, name in enumerate(header):
-        shown.add_column(name, justify="right" if k else "left", no_wrap=k > 0, overflow="fold")
+            values = zip(columns["row"], *beside.values(), strict=True)
+            shown.append(fitted(f"{title}, beside the mean", ("row", *beside), values, width))
     return shown
 
 

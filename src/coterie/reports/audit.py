@@ -3,17 +3,17 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from rich.box import SIMPLE
 from rich.table import Table
+from rich.text import Text
 
 from coterie.core.result.audit import AuditResult, CanaryResult, Estimate, WordsResult
 from coterie.reports import chart, marks
 from coterie.reports.marks import Interval
 from coterie.reports.parts import BLUE, GREEN, GREY, VERMILION, captioned, notes, table
+from coterie.reports.tables import fitted
 
 OBSERVERS = {"server": "the server", "others": "another client", "user": "the model's user"}
 COLOURS = {"server": VERMILION, "others": BLUE, "user": GREEN}
-WIDTH = 80  # characters of a terminal in which every table fits
 
 ABOUT = (
     "<p>Measured by <code>coterie audit</code> on this machine, which has all texts. <em>The "
@@ -137,27 +137,17 @@ def _words_suggested(words: WordsResult, others: Estimate) -> str:
 
 def terminal(audit: AuditResult) -> list[Table]:
     """Return tables that fit a terminal of 80 characters."""
-    first = _table()
+    header = ["", *(_of(name, audit) for name in audit.observers), "chance"]
     three = len(audit.observers) > 2  # and their intervals have no room beside the values
-    first.add_column("", no_wrap=not three)
-    for name in [*(_of(name, audit) for name in audit.observers), "chance"]:
-        first.add_column(name, justify="right", no_wrap=True)
-    for line in rows(audit):
-        first.add_row(*(cell.replace(" (", "\n(") if three else cell for cell in line))
-    tables = [first]
-    if lines := word_rows(audit):
-        second = _table()
-        second.add_column(f"rare words among the first {audit.settings.top} suggestions of")
-        second.add_column("%", justify="right")
-        for line in lines:
-            second.add_row(*line)
-        tables.append(second)
-    return tables
-
-
-def _table() -> Table:
-    """Return an empty table with as much room for figures as there can be."""
-    return Table(box=SIMPLE, show_edge=False, pad_edge=False, collapse_padding=True, width=WIDTH)
+    lines = [
+        [Text(cell.replace(" (", "\n(") if three else cell) for cell in line]
+        for line in rows(audit)
+    ]
+    shown = [fitted("", header, lines)]
+    if words := word_rows(audit):
+        about = f"rare words among the first {audit.settings.top} suggestions of"
+        shown.append(fitted("", [about, "%"], words))
+    return shown
 
 
 def audited(audit: AuditResult | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from rich.text import Text
 from coterie.core.printing import printable
 from coterie.data.summary import DataSummary, Token
 from coterie.reports.parts import FEW
-from coterie.reports.tables import _plain
+from coterie.reports.tables import fitted
 
 _SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
 _EQUAL = ("client", "repeated", "shared", "in two splits", "nearly equal", "of these in two")
@@ -34,10 +34,7 @@ def print_data(console: Console, summary: DataSummary) -> None:
     for sentence in (*summary.notes, *_remarks(summary)):
         _say(console, f"- {sentence}")
     for header, rows, about in _tables(summary):
-        shown = _plain("", header)
-        for row in rows[:_SHOWN]:
-            shown.add_row(*map(printable, row))
-        console.print(shown)
+        console.print(fitted("", header, rows[:_SHOWN], console.width))
         if len(rows) > _SHOWN:
             _say(console, f"... and {len(rows) - _SHOWN:,} more rows: --json has all")
         console.print(about, style="dim", highlight=False)

@@ -2,13 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.box import SIMPLE
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from coterie.reports.scores import mixtures
 
 W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
 ROWS = 16  # clients that a table has a line for
+_BREAK = re.compile(r"\w[-_./@](?!\d)")  # a word without room may be broken after it
 FEW = 8  # clients that a table has a column for, if it has room for all of them
 
 
@@ -84,17 +84,19 @@ def tables(rows: Sequence[Row], titles: Mapping[str, str], width: int = 80) -> l
     only the best and the worst are shown. The scores come last, as the end of the output stays
     visible; the best of each column is bold.
     """
-    scores = _groups(rows, titles) if rows[0].groups else _scores(rows, titles, width)
-    return [_costs(rows, titles), _beside(rows, titles), scores]
+    scores = (_groups if rows[0].groups else _scores)(rows, titles, width)
+    return [_costs(rows, titles, width), _beside(rows, titles, width), scores]
 
 
 def mixture_tables(results: Sequence[Result]) -> list[Table]:
     """Return a table for each result with parts, see `mixtures`; of many clients its title."""
     tables = []
     for title, (header, lines) in mixtures(results).items():
-        tables.append(shown := _plain(title, header))
-        for cells in lines if len(lines) <= ROWS else ():
-            shown.add_row(*(Text(printable(cell.text), "bold" * cell.best) for cell in cells))
+        cells = [
+            [Text(printable(cell.text), "bold" * cell.best) for cell in line]
+            for line in (lines if len(lines) <= ROWS else ())
+        ]
+        tables.append(fitted(title, header, cells))
     return tables
 
 
@@ -118,34 +120,19 @@ def _scores(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
                 line[place] += f" ± {row.clients_std[client]:.2f}" if row.clients_std else ""
         return figures, lines, names
 
-    # where the terminal is narrow, names are broken, columns stand closer, and deviations go
+    # where the terminal is narrow, deviations go first
     for spread in (True, False):
         figures, lines, header = grid(spread)
-        rooms = [max(map(cell_len, column)) for column in zip(*lines, strict=True)]
-        broken = list(map(_by_words, header, rooms))
-        forms = [(header, 3), *((broken, gap) for gap in (3, 2, 1))]
-        form = next((f for f in forms if _needed([f[0], *lines], f[1]) <= width), None)
-        if form is not None:
+        if fits := _form(_columns(header, lines), width) is not None:
             break
-    if len(columns) > FEW or form is None:
+    if len(columns) > FEW or not fits:
         columns = ["best client", "worst client"]
         clients = [[best(values, metric), worst(values, metric)] for values in clients]
         figures, lines, header = grid(False)
-        form = header, 3
-    return _bold(_plain(str(metric), *form), lines, figures, metric)
+    return fitted(str(metric), header, _bold(lines, figures, metric), width)
 
 
-def _by_words(name: str, room: int) -> str:
-    """Return a name in lines of at most `room` characters, and never broken within a word."""
-    lines = [""]
-    for word in re.findall(r"[^-\s_./@]*[-\s_./@]|[^-\s_./@]+$", name):
-        if lines[-1] and cell_len(f"{lines[-1]}{word}".strip()) > room:
-            lines.append("")
-        lines[-1] += word
-    return "\n".join(line.strip() for line in lines)
-
-
-def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
+def _groups(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
     """Return the test metric of each unseen group, and the first group's best in training."""
     metric, (first, *others) = rows[0].metric, list(rows[0].groups or ())
     gated = any(row.gate_accuracy is not None for row in rows)
@@ -153,8 +140,8 @@ def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
         f"{metric}; best and best of last ten evaluations: for {first}, chosen on the test set"
         + "; gate accuracy" * gated
     )
-    names = *(unseen(g).replace(" ", "\n") for g in (first, *others)), "best", "best of\nlast ten"
-    shown = _plain(title, ("method", *names, *("gate %",) * gated))
+    names = *map(unseen, (first, *others)), "best", "best of last ten"
+    header = ("method", *names, *("gate %",) * gated)
     numbers = [
         [row.mean, *map(row.mean_of, others), _figure(row.best), _figure(row.best_of_last_ten)]
         for row in rows
@@ -162,7 +149,7 @@ def _groups(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
     lines = _lines(rows, titles, numbers)
     for row, line in zip(rows, lines, strict=True):
         line.extend(["" if row.gate_accuracy is None else f"{row.gate_accuracy:.1f}"] * gated)
-    return _bold(shown, lines, numbers, metric)
+    return fitted(title, header, _bold(lines, numbers, metric), width)
 
 
 def _figure(value: float | None) -> float:
@@ -181,48 +168,36 @@ def _lines(
 
 
 def _bold(
-    table: Table, lines: list[list[str]], numbers: list[list[float]], metric: MetricInfo
-) -> Table:
-    """Return a table with lines added, the best figures bold; headers may wrap, figures not."""
+    lines: list[list[str]], numbers: list[list[float]], metric: MetricInfo
+) -> Iterator[list[str | Text]]:
+    """Yield lines, the best figures bold."""
     tops = [best(column, metric) for column in zip(*numbers, strict=True)]
     for (name, *cells), values in zip(lines, numbers, strict=True):
         bold = [value == top for value, top in zip(values, tops, strict=True)]
         styles = ["bold" * top for top in bold] + [""] * (len(cells) - len(bold))
-        table.add_row(name, *map(Text, cells, styles))
-    for column in table.columns:
-        column.min_width = max(
-            cell_len(str(cell)) for cell in column.cells if cell is not column.header
-        )
-    return table
+        yield [name, *map(Text, cells, styles)]
 
 
-def _needed(lines: Sequence[Sequence[str]], gap: int) -> int:
-    """Return the width of a table with so many characters between columns, and one at each end."""
-    widths = [
-        max(map(cell_len, "\n".join(column).split("\n"))) for column in zip(*lines, strict=True)
-    ]
-    return sum(widths) + gap * (len(widths) - 1) + 2
-
-
-def _beside(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
+def _beside(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
     """Return the figures beside the metric, see `BESIDE`."""
     known = [figure for figure in BESIDE if figure.known(rows)]
     about = "; ".join(figure.about for figure in known).replace("{metric}", rows[0].metric.name)
-    names = (figure.name for figure in known)
-    shown = _plain(about.replace(*W_ERROR), ("method", *(name.replace(*W_ERROR) for name in names)))
+    lines: list[list[str]] = []
     for row in rows:
         values = ((figure.of(row), figure.digits) for figure in known)
         cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in values)
-        shown.add_row(titles[row.method], *cells)
-    return shown
+        lines.append([titles[row.method], *cells])
+    header = ("method", *(figure.name for figure in known))
+    return fitted(about.replace(*W_ERROR), header, lines, width)
 
 
-def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
+def _costs(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
     what = prediction(rows[0].metric)
     once = f"; common expert, once: {size(rows[0].once_bytes)}" if rows[0].once_bytes else ""
     names = ("method", "parameters", "active", f"MFLOPs /{what}", "kB up /round", "kB down /round")
     parts = f"parameters trained, and active per {what}; work of a forward pass"
-    shown = _plain(f"cost per client: {parts}; seconds of all clients{once}", (*names, "s"))
+    title = f"cost per client: {parts}; seconds of all clients{once}"
+    lines: list[list[str]] = []
     for row in rows:
         kilobytes = (
             rounded(count / 1000, ",.0f")
@@ -231,27 +206,100 @@ def _costs(rows: Sequence[Row], titles: Mapping[str, str]) -> Table:
         parameters = f"{row.trainable_parameters:,}"
         work = rounded(row.flops_per_token / 1e6, ",.2f")
         active = "" if row.active_parameters is None else f"{row.active_parameters:,}"
-        shown.add_row(titles[row.method], parameters, active, work, *kilobytes, f"{row.wall_s:.0f}")
-    return shown
+        costs = parameters, active, work, *kilobytes, f"{row.wall_s:.0f}"
+        lines.append([titles[row.method], *costs])
+    return fitted(title, (*names, "s"), lines, width)
 
 
-def _plain_text(text: str) -> str:
-    """Return untrusted text for Rich: no control characters, and no markup."""
-    return escape(printable(text, lines=True))
-
-
-def _plain(title: str, header: Sequence[str], gap: int = 3) -> Table:
-    """Return an empty table with so many characters between columns, from 1 to 3."""
-    padding = (0, int(gap > 1), 0, int(gap > 2))
+def fitted(
+    title: str,
+    header: Sequence[str],
+    lines: Iterable[Sequence[str | Text]],
+    width: int = 80,
+    text: Collection[int] = (0,),
+) -> Table:
+    """Return a table of at most `width` characters, broken between words where it must be: first
+    the header, then the columns `text`, the widest first. A word is broken, and a figure, only
+    where not even the words have room.
+    """
+    columns = _columns(header, lines)
+    gap, widths = _form(columns, width) or (1, _broken(columns))
+    words = [_widest(_by_words(cell, 1) for cell in column) for column in columns]
+    for room in (words, [3] * len(columns)):
+        least = [room[k] if k in text else wide for k, wide in enumerate(widths)]
+        widths = _narrowed(widths, least, gap, width)
     shown = Table(
-        title=_plain_text(title), title_justify="left", box=SIMPLE, pad_edge=False, padding=padding
+        title=Text(printable(title, lines=True), "italic"),
+        title_justify="left",
+        box=SIMPLE,
+        pad_edge=False,
+        padding=(0, int(gap > 1), 0, int(gap > 2)),
     )
-    for k, name in enumerate(header):
-        justify: Literal["right", "left"] = "right" if k else "left"
-        shown.add_column(
-            _plain_text(name), justify=justify, no_wrap=k <= 2, overflow="fold", min_width=3
-        )
+    rows = [
+        [_by_words(cell, room) for cell, room in zip(row, widths, strict=True)]
+        for row in zip(*columns, strict=True)
+    ]
+    for k, name in enumerate(rows[0]):
+        justify: Literal["left", "right"] = "left" if k in text else "right"
+        shown.add_column(name, justify=justify, min_width=widths[k], max_width=widths[k])
+    for row in rows[1:]:
+        shown.add_row(*row)
     return shown
+
+
+def _columns(header: Sequence[str], lines: Iterable[Sequence[str | Text]]) -> list[list[Text]]:
+    """Return the columns of a table, the header first, safe to print."""
+    rows = (header, *lines)
+    columns = zip(*rows, strict=True)
+    return [[c if isinstance(c, Text) else Text(printable(c)) for c in of] for of in columns]
+
+
+def _form(columns: Sequence[Sequence[Text]], width: int) -> tuple[int, list[int]] | None:
+    """Return the characters between columns, 3 to 1, and their widths; None if they have no room,
+    though the header is broken between words.
+    """
+    for gap in (3, 2, 1):
+        widths = _narrowed(list(map(_widest, columns)), _broken(columns), gap, width)
+        if sum(widths) + gap * len(widths) + 1 <= width:
+            return gap, widths
+    return None
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], gap: int, width: int) -> list[int]:
+    """Return widths, the widest narrowed first, until they fit or are the least."""
+    narrowed = list(widths)
+    while sum(narrowed) + gap * len(narrowed) + 1 > width:
+        wide = [k for k, room in enumerate(narrowed) if room > least[k]]
+        if not wide:
+            break
+        narrowed[max(wide, key=narrowed.__getitem__)] -= 1
+    return narrowed
+
+
+def _broken(columns: Sequence[Sequence[Text]]) -> list[int]:
+    """Return the widths of columns whose header is broken between words."""
+    return [_widest([_by_words(name, 1), *cells]) for name, *cells in columns]
+
+
+def _widest(cells: Iterable[Text]) -> int:
+    return max(cell_len(line) for cell in cells for line in cell.plain.split("\n"))
+
+
+def _by_words(text: Text, room: int) -> Text:
+    """Return a text in lines of at most `room` characters, and never broken within a word."""
+    lines: list[Text] = []
+    for line in text.split("\n"):
+        ends, start, end = [], 0, 0
+        for word in re.finditer(r"\S+\s*|\s+", line.plain):
+            inner = _BREAK.finditer(word[0]) if cell_len(word[0].rstrip()) > room else ()
+            for place in (*(word.start() + m.end() for m in inner), word.end()):
+                if end > start and cell_len(line.plain[start:place].rstrip()) > room:
+                    ends.append(start := end)
+                end = place
+        lines += line.divide(ends)
+    for line in lines:
+        line.rstrip()
+    return Text("\n").join(lines)
 
 
 _EVALUATED = {
@@ -267,7 +315,7 @@ _EVALUATED = {
 }
 
 
-def evaluated(scores: Mapping[str, Evaluated]) -> Table:
+def evaluated(scores: Mapping[str, Evaluated], width: int = 80) -> Table:
     """Return a table of clients' models on given data, with the figures that any of them has."""
     words = [None if of.words is None else vars(of.words) for of in scores.values()]
     figures = {
@@ -277,8 +325,8 @@ def evaluated(scores: Mapping[str, Evaluated]) -> Table:
         for name, field in _EVALUATED.items()
     }
     known = {name: of for name, of in figures.items() if set(of) != {None}}
-    shown = _plain("", ["client", *known])
-    for client, *values in zip(scores, *known.values(), strict=True):
-        cells = ("" if v is None else f"{v:,.{0 if v == int(v) else 2}f}" for v in values)
-        shown.add_row(_plain_text(client), *cells)
-    return shown
+    lines = [
+        [client, *("" if v is None else f"{v:,.{0 if v == int(v) else 2}f}" for v in values)]
+        for client, *values in zip(scores, *known.values(), strict=True)
+    ]
+    return fitted("", ["client", *known], lines, width)

@@ -5,18 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from coterie.core.files import write_atomically
 from coterie.core.metrics import best as best_of
 from coterie.core.metrics import direction
-from coterie.core.printing import printable
 from coterie.core.result import ROUNDS, MetricInfo, Tried, TunedRow, Tuning
 from coterie.core.result.tuning import name_of, value, written
 from coterie.methods import METHODS
 from coterie.reports import chart, parts
 from coterie.reports.chart import Axes, Line, Style
+from coterie.reports.tables import fitted
 
 TUNED_PAGE = "tune.html"
 # by number of rounds, the most first
@@ -49,17 +48,13 @@ def lies(row: TunedRow) -> str:
     return f"at the end of its range: {edges}" if edges else "within its range"
 
 
-def terminal(tuning: Tuning) -> Table:
+def terminal(tuning: Tuning, width: int = 80) -> Table:
     """Return the table for a terminal, with a line for each method."""
     metric = tuning.metric
-    title = printable(f"settings chosen on validation; {metric}, {direction(metric)}")
-    shown = Table(title=title, title_justify="left", box=SIMPLE, pad_edge=False)
-    for k, name in enumerate(("method", "validation", "chosen", "as good", "runs", "iterations")):
-        right = name not in ("method", "chosen")
-        shown.add_column(name, justify="right" if right else "left", no_wrap=right or k == 0)
-    for row in tuning.rows:
-        shown.add_row(METHODS[row.method].title, *map(printable, _cells(row)))
-    return shown
+    title = f"settings chosen on validation; {metric}, {direction(metric)}"
+    header = ("method", "validation", "chosen", "as good", "runs", "iterations")
+    lines = [(METHODS[row.method].title, *_cells(row)) for row in tuning.rows]
+    return fitted(title, header, lines, width, text=(0, 2))
 
 
 def _cells(row: TunedRow) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A verdict in plain words on the outcome of a table, also on a loss, and advice."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coterie.core.metrics import better, sort_key
@@ -37,42 +37,51 @@ def verdict(rows: Sequence[Row], own_method: str) -> str:
     rival = others[0]
     mixes = mine.groups or any(row.method == MIXTURE for row in rows)
     compared = _compared(mine, rival, "" if mixes else MIX)
-    parts = (compared, _certainty(mine, rival), _why(known), _keystrokes(mine, rival))
+    parts = (
+        compared,
+        _certainty(mine, rival),
+        _why(known, (mine, rival)),
+        _keystrokes(mine, rival),
+    )
     return " ".join(part for part in parts if part)
 
 
-def _why(rows: Sequence[Row]) -> str:
+def _why(rows: Sequence[Row], printed: Collection[Row]) -> str:
     """Return a sentence on why sharing helps or not, by client: Local's models against FedAvg's
-    one; "" if not both were run, or within the deviation over seeds.
+    one; "" if not both were run, or within the deviation over seeds. `printed` have theirs already.
     """
     by_method = {row.method: row for row in rows}
     alone, shared = by_method.get(ALONE), by_method.get("fedavg")
     if alone is None or shared is None or alone.groups or _tied(alone, shared):
         return ""
     metric = alone.metric
-    figures = f"FedAvg {_value(shared.mean, metric)}, Local {_value(alone.mean, metric)}"
     base = by_method.get(BASE)
+
+    def figures(*of: Row) -> str:
+        those = [f"{_title(r)} {_value(r.mean, metric)}" for r in of if r not in printed]
+        return f" ({', '.join(those)})" if those else ""
+
     if base is not None and not any(better(r.mean, base.mean, metric) for r in (alone, shared)):
         return (
-            f"There is too little data to train on: the base alone is at "
-            f"{_value(base.mean, metric)} ({figures})."
+            f"There is too little data to train on: the base alone is better"
+            f"{figures(base, shared, alone)}."
         )
     helped = [i for i, x in alone.clients.items() if better(shared.clients[i], x, metric)]
     if len(helped) == len(alone.clients):
         return (
             f"Each client alone has too little data, and their data are alike: one model of all "
-            f"is better than each one's own ({figures})."
+            f"is better than each one's own{figures(shared, alone)}."
         )
     if not helped:
         return (
             f"The clients' data are too unlike for one model of all, or each has enough: it is "
-            f"better for none of them than its own ({figures})."
+            f"better for none of them than its own{figures(shared, alone)}."
         )
     names = ", ".join(helped[:NAMED]) + f" and {len(helped) - NAMED} more" * (len(helped) > NAMED)
     return (
         f"{len(helped)} of {len(alone.clients)} clients have too little data alone: one model of "
         f"all is better than their own ({names}). The others' data are too unlike for it, or "
-        f"enough ({figures})."
+        f"enough{figures(shared, alone)}."
     )
 
 
