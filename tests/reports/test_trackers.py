@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from offline_trackers import assert_no_secrets, every_byte, secret_texts
 from typer.testing import CliRunner
 
 import coterie
 from coterie.cli.base import app
+from coterie.core.result import Comparison, Result
 from coterie.reports import trackers
 from coterie.reports.trackers import TRACKED, TRACKERS, TrackedRun, Tracker
+from coterie.reports.verdict import verdict
 
 SHORT = {"method": {"rounds": 2}, "compare_with": ["local"], "threads": 1, "evaluate_every": 1}
 TINY = [
@@ -32,6 +35,13 @@ MODULES = {"wandb": "wandb", "mlflow": "mlflow.tracking"}
 def mlflow_rows(folder: Path, query: str) -> list[tuple[Any, ...]]:
     with sqlite3.connect(folder / "mlflow.db") as base:
         return base.execute(query).fetchall()
+
+
+def artifacts(folder: Path, name: str) -> dict[str, str]:
+    """The files of the run of this name."""
+    ((place,),) = mlflow_rows(folder, f"select artifact_uri from runs where name = '{name}'")
+    root = folder / place.removeprefix("file://")
+    return {path.name: path.read_text() for path in root.iterdir()}
 
 
 class Recorder(Tracker):
@@ -192,6 +202,12 @@ def test_mlflow_has_the_figures_in_its_database(offline: Path, tmp_path: Path) -
     assert mlflow_rows(offline, query) == expected
     query = "select value from params where key = 'method.rounds'"
     assert {value for (value,) in mlflow_rows(offline, query)} == {"2"}
+    local, own = (artifacts(offline, name) for name in ("local", "cobo"))
+    assert own.keys() - local.keys() == {"verdict.txt"}
+    assert Result.from_json(json.loads(own["result.json"])) == Result.read(run.folder)
+    assert yaml.safe_load(local["recipe.yaml"])["method"]["name"] == "local"
+    assert yaml.safe_load(own["recipe.yaml"])["method"]["rounds"] == 2
+    assert own["verdict.txt"] == verdict(run.rows, "cobo")
 
 
 def test_mlflow_has_a_comparison_as_one_run_with_children(offline: Path, tmp_path: Path) -> None:
@@ -215,6 +231,26 @@ def test_mlflow_has_a_comparison_as_one_run_with_children(offline: Path, tmp_pat
         f"{method}/seed-{seed}" for method in ("fedavg", "local") for seed in (0, 1)
     ]
     assert len(runs) == 5
+    kept = artifacts(offline, "table")
+    table_rows = Comparison.from_json(json.loads(kept["comparison.json"])).rows
+    assert [len(row.per_seed) for row in table_rows] == [2, 2]
+    assert kept["verdict.txt"] == verdict(table_rows, "fedavg")
+    assert artifacts(offline, "local/seed-1").keys() == {"result.json", "recipe.yaml"}
+
+
+def test_artifacts_that_cannot_be_kept_lose_no_figures(
+    offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+
+    def full(*_: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(tracking.MlflowClient, "log_dict", full)
+    with pytest.warns(RuntimeWarning, match="No space left on device"):
+        coterie.run("cobo-digits", out=tmp_path / "mine", track=["mlflow"], **SHORT)
+    names = mlflow_rows(offline, "select name, status from runs order by start_time")
+    assert names == [("local", "FINISHED"), ("cobo", "FINISHED")]
 
 
 @pytest.mark.parametrize("name", list(MODULES))

@@ -19,7 +19,9 @@ from coterie.core.errors import CoterieError, Refused
 from coterie.core.files import read_json, write_json
 from coterie.core.importing import EXTRAS, require
 from coterie.core.names import encoded
-from coterie.core.result import Result
+from coterie.core.result import Comparison, Result
+from coterie.core.result.rows import rows
+from coterie.reports.verdict import verdict
 
 PROJECT = "coterie"  # if the program's own environment variable names no other
 TRACKED = "tracked.json"  # in a run's folder: the run's id in each program
@@ -61,6 +63,9 @@ class Tracker(ABC):
     @abstractmethod
     def close(self, complete: bool) -> None:
         """End the open run."""
+
+    def keep(self, id: str, files: Mapping[str, Any], sentences: str) -> None:  # noqa: B027
+        """Keep files of JSON values and a verdict with a run that has ended, where that can be."""
 
 
 class WeightsAndBiases(Tracker):
@@ -169,6 +174,12 @@ class MLflow(Tracker):
     def close(self, complete: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
 
+    def keep(self, id: str, files: Mapping[str, Any], sentences: str) -> None:
+        for name, values in files.items():
+            self._client.log_dict(id, values, name)
+        if sentences:
+            self._client.log_text(id, sentences, "verdict.txt")
+
 
 TRACKERS: Mapping[str, type[Tracker]] = {
     tracker.name: tracker for tracker in (WeightsAndBiases, MLflow)
@@ -220,6 +231,7 @@ class Tracking(Callback):
         self._tracker, self._folder = tracker, folder
         self._open, self._round, self._values = False, 0, dict[str, float]()
         self._group = ""  # the id of the run above those of the folder
+        self._id, self._run_folder, self._recipe = "", folder, dict[str, Any]()
 
     def opened(self, folder: Path, recipe: Mapping[str, Any]) -> None:
         self.close(complete=False)
@@ -234,11 +246,12 @@ class Tracking(Callback):
             title = "/".join(parts) or str(recipe["method"]["name"])
             known, parent = _ids(folder).get(name), self._group
             run = TrackedRun(title, group, _without_paths(recipe), known, parent)
-            id = self._tracker.open(run)
+            self._id = self._tracker.open(run)
         except Exception as error:
             raise Refused(f"--track {name}: {_line(error)}", self._tracker.remedy) from error
         self._open = True
-        write_json(folder / TRACKED, {**_ids(folder), name: id})
+        write_json(folder / TRACKED, {**_ids(folder), name: self._id})
+        self._run_folder, self._recipe = folder, dict(run.config)
 
     def recorded(self, kind: str, round: int, client: str, values: Mapping[str, Any]) -> None:
         if round != self._round:
@@ -259,7 +272,15 @@ class Tracking(Callback):
             "",
             {"mean": result.mean, "mean_synced": result.mean_synced, "seconds": result.wall_s},
         )
+        self._send()
+        works = self._open  # up to here
         self.close(complete=True)
+        if works:
+            files = {Result.file: result.to_json(), "recipe.yaml": self._recipe}
+            others = sorted(self._run_folder.glob(f"baselines/*/{Result.file}"))
+            compared = rows([*(Result.read(path.parent) for path in others), result])
+            sentences = verdict(compared, result.method) if others else ""
+            self._tried(lambda: self._tracker.keep(self._id, files, sentences))
 
     def close(self, complete: bool) -> None:
         """End the open run, if there is one."""
@@ -272,6 +293,10 @@ class Tracking(Callback):
         """End the run above those of the folder, if there is one."""
         if self._group:
             self._tried(lambda: self._tracker.close_group(self._group, complete))
+            if complete and (comparison := Comparison.read_any(self._folder)):
+                files = {Comparison.file: comparison.to_json()}
+                sentences = verdict(comparison.rows, comparison.own)
+                self._tried(lambda: self._tracker.keep(self._group, files, sentences))
 
     def _send(self) -> None:
         """Send the figures of a round."""

@@ -29,7 +29,7 @@ from coterie.runs.execution import Execution, ScoreTexts
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
-from coterie.runs.folder.names import COMPARISON, RECIPE
+from coterie.runs.folder.names import RECIPE
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
@@ -254,7 +254,7 @@ def _executed(execution: Execution, changed: bool) -> Result:
 
 def check_new(folder: Path, resume: bool) -> None:
     """Refuse a folder with a comparison, unless it is to be resumed. Raises Refused."""
-    if (folder / COMPARISON).exists() and not resume:
+    if (folder / Comparison.file).exists() and not resume:
         problem = f"{folder} already holds a comparison"
         raise Refused(problem, "Resume it with --resume, or choose another --out.")
 
@@ -317,5 +317,5 @@ def compare(
         machine=results[0].machine,
         folder=folder,
     )
-    write_json(folder / COMPARISON, comparison.to_json())
+    write_json(folder / Comparison.file, comparison.to_json())
     return comparison

@@ -363,6 +363,8 @@ class Comparison(Record):
             only.
     """
 
+    file: ClassVar[str] = "comparison.json"
+
     recipe: str
     own: str
     seeds: Sequence[int]
