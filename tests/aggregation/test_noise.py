@@ -278,6 +278,7 @@ HARMLESS = {  # files that draw from generators which anybody can predict, and w
     "client/outbound.py": "lies of simulated clients",
     "adapt/distillation.py": "which tokens are replaced in the text of one client, on it",
     "core/isolation.py": "the caller's generator, which is restored",
+    "methods/fedamole.py": "which experts a client has at first",
     "methods/fedfomo.py": "whose models are sent, by chance",
     "methods/flora.py": "new values of factors, the same for all clients",
     "methods/parts.py": "the server's draws, the same for each part",

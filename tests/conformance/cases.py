@@ -57,6 +57,7 @@ CASES: dict[str, dict[str, object]] = {
     "feddpa-f": {"rounds": 2, "local_steps": 2, "start": 0.5},
     "feddpa-t": {"rounds": 2, "local_steps": 2},
     "fedlease": {"rounds": 2, "local_steps": 2, "experts": 3, "alone": 0.5},
+    "fedamole": {"rounds": 2, "local_steps": 2, "experts": 4, "most_experts": 4},
     "local-moe": {"rounds": 2, "local_steps": 2},
     "fedavg-moe": {"rounds": 2, "local_steps": 2},
     "local-moe-tr": {"rounds": 2, "local_steps": 2, "router_every": 1, "router_steps": 1},

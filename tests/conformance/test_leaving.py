@@ -88,6 +88,7 @@ def test_every_task_says_what_it_sends_or_never_leaves_a_device_that_protects() 
         ("FC", "descend"),
         ("FC", "gradients"),
         ("FDLoRA", "local_round"),
+        ("FedAMoLE", "embed"),
         ("FedFomo", "local_round"),
         ("FedLEASE", "upload"),
         ("IFCA", "local_round"),

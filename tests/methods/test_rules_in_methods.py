@@ -39,6 +39,13 @@ def tensor(*key: object, size: int = 6) -> torch.Tensor:
     )
 
 
+def holding(k: int) -> torch.Tensor:
+    """The experts that the k-th of five clients holds of 12 in two blocks: two hold each, and the
+    last nobody.
+    """
+    return ((torch.arange(24).view(12, 2) + k) % 5 < 2) & (torch.arange(12)[:, None] < 11)
+
+
 def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
     """A method of 6 rounds, and a state that its server could have."""
     fields = {"rounds": 6, **({"pool": 3} if name == "ddome" else {}), **fields}
@@ -67,6 +74,10 @@ def start(name: str, **fields: Any) -> tuple[Method, Tensors]:
         | {f"{kind}/{c}": tensor(kind, c) for kind in ("expert", "router") for c in range(4)}
         | {f"{i}/cluster": ints(k) for i, k in CLUSTERS.items()}
         | {"sizes": ints([3, 3]), "round": ints(3)},
+        "fedamole": {role: tensor(role) for role in ("generalist", "router")}
+        | {f"expert/{n}": tensor(n) for n in range(24)}  # of two blocks
+        | {f"{i}/held": holding(k) for k, i in enumerate(IDS)}
+        | {"embeddings": torch.zeros(2, 9, 3).double()},
         "ddome": {f"expert/{m}": tensor(m) for m in range(3)}
         | {"gate": tensor("gate"), "anchor/eve": ints(1)},
         "fedmix": {f"expert/{m}": tensor(m) for m in range(2)} | {"gate": tensor("gate")},
@@ -99,7 +110,7 @@ class Exchange:
             return torch.tensor(1 + IDS.index(client))
         if name == "choice":
             return torch.tensor(CLUSTERS[client])
-        move = tensor(name, client, number, size=form.numel()).to(form.dtype)
+        move = tensor(name, client, number, size=form.numel()).to(form.dtype).view(form.shape)
         if form.is_meta:  # a score: only its form is known
             return move.exp()
         return form + (1e6 if client == self.attacker else 0.1) * move
@@ -107,7 +118,8 @@ class Exchange:
     @property
     def trained(self) -> tuple[Ask, dict[ClientId, Tensors]]:
         """The last exchange in which models came and went."""
-        return self.asks[-1], self.replies[-1]
+        last = max(k for k, ask in enumerate(self.asks) if ask.name != "embed")
+        return self.asks[last], self.replies[last]
 
 
 def columns(replies: Mapping[ClientId, Tensors], name: str) -> np.ndarray[Any, Any]:
@@ -171,7 +183,7 @@ def expected(
     return {n: of(columns(replies, n)) for n in names}
 
 
-GROUPED = ("ifca", "oracle", "ddome", "fedlease")  # too few clients in a group
+GROUPED = ("ifca", "oracle", "ddome", "fedlease", "fedamole")  # too few clients in a group
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in NAMES if name != "comigs"]
 
 

@@ -78,7 +78,8 @@ def shared_part(client: Client, method: Method) -> Snapshot:
     if not layout.specialists and (not layout.routed or ROUTER in method.shared):
         return Snapshot(layout, tensors)
     count = max(layout.generalists, 1)
-    alone = replace(layout, generalists=count, specialists=0, routing="equal", balance="none")
+    alone = replace(layout, generalists=count, specialists=0, held=(), projected=False)
+    alone = replace(alone, routing="equal", balance="none")
     named = dict(Adapter(client.model.backbone.architecture, alone).named_parameters())  # zeros
     for name, tensor in named.items():
         if name in tensors:

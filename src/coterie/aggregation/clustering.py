@@ -3,7 +3,9 @@
 Threshold-Clustering finds the centre of vectors of which some are far off (FC: Werner et al.,
 "Provably Personalized and Robust Federated Learning", TMLR 2023). Agglomerative clustering joins
 the nearest clusters (FedLEASE: Wang et al., "Adaptive LoRA Experts Allocation and Selection for
-Federated Fine-Tuning", NeurIPS 2025).
+Federated Fine-Tuning", NeurIPS 2025). Experts choose clients by embeddings of both (FedAMoLE: Zhang
+et al., "Personalized Federated Fine-Tuning for LLMs via Data-Driven Heterogeneous Model
+Architectures").
 """
 
 import math
@@ -131,15 +133,44 @@ def assign_experts(scores: Tensor, count: int, load: float | None) -> Tensor:
     """
     if load is None:
         return largest(scores, count)
+    n, m = scores.shape
+    return largest(best_choices(scores, count, math.ceil(load * n * count / m)), count)
+
+
+def best_choices(scores: Tensor, count: int, most: int, least: int = 0) -> Tensor:
+    """Return the entries of (n, m) scores with the largest sum, (n, m) float64 of 0 and 1: `count`
+    of each row, or as many as there is room for, and between `least` and `most` of each column.
+    """
     from scipy.optimize import linprog
 
     n, m = scores.shape
-    # which of the N M variables count for whom
-    members, clients = np.tile(np.eye(m), n), np.repeat(np.eye(n), m, axis=1)
-    limit = math.ceil(load * n * count / m)
-    costs = -scores.flatten().numpy()
-    solution = linprog(
-        costs, members, [limit] * m, clients, [count] * n, bounds=(0, 1), method="highs-ds"
-    )
+    # which of the n m variables count for which column and row
+    columns, rows = np.tile(np.eye(m), n), np.repeat(np.eye(n), m, axis=1)
+    exact = (rows, [count] * n) if n * count <= m * most else ()
+    matrices, limits = [columns], [most] * m
+    if least:
+        matrices, limits = [*matrices, -columns], [*limits, *[-least] * m]
+    if not exact:
+        matrices, limits = [*matrices, rows], [*limits, *[count] * n]
+    costs, upper = -scores.flatten().numpy(), np.concatenate(matrices)
+    solution = linprog(costs, upper, limits, *exact, bounds=(0, 1), method="highs-ds")
     # corners of this programme are whole: 0 or 1 each
-    return largest(torch.from_numpy(solution.x).view(n, m), count)
+    return torch.from_numpy(solution.x).view(n, m).round()
+
+
+def affinities(held: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
+    """Return <e_m, t_i> / sqrt(r), (B, M, N) float64, of expert m and client i in each of B blocks,
+    where e_m is the mean embedding of the expert over the clients that hold it.
+
+    Args:
+        held: Whether each of N clients holds an expert, (M, B) bool each.
+        embeddings: Clients' means, (B, 1 + S, r) float64 each: first t_i, of their tokens, then of
+            the experts that they hold.
+    """
+    total = torch.zeros(*held[0].T.shape, embeddings[0].shape[-1], dtype=torch.float64)
+    for mask, means in zip(held, embeddings, strict=True):
+        present = torch.arange(means.shape[1] - 1) < mask.sum(dim=0)[:, None]
+        total[mask.T] += means[:, 1:][present]
+    holders = torch.stack([*held]).sum(dim=0).T.clamp(min=1)
+    tokens = torch.stack([means[:, 0] for means in embeddings], dim=-1)  # (B, r, N)
+    return total / holders[..., None] @ tokens / math.sqrt(tokens.shape[1])

@@ -170,16 +170,20 @@ class BoundClient:
         for role in tensors.keys() & set(OWNED):
             named |= self._unflatten(self._parameters[Role(role)], named.pop(role), role)
         if numbers := numbers_of_experts(tensors):
-            slots = self.model.expert_slots()
-            if len(numbers) > len(slots):
-                raise TensorError(
-                    f"{len(numbers)} experts for client {self.id!r}, which has {len(slots)} slots",
-                    "Send at most K.",
-                )
-            for number, slot in zip(numbers, slots, strict=False):
-                name = of_expert(number)
-                named |= self._unflatten(slot, named.pop(name), name)
-            named[EXPERT_IDS] = torch.tensor(numbers + [ABSENT] * (len(slots) - len(numbers)))
+            slots, pools = self.model.expert_slots(), self.model.pools
+            ids = [ABSENT] * len(slots)
+            for number in numbers:
+                pool = number % pools
+                if ABSENT not in ids[pool::pools]:
+                    raise TensorError(
+                        f"{len(numbers)} experts for client {self.id!r}, which has {len(slots)} "
+                        "slots",
+                        "Send at most K.",
+                    )
+                place, name = pool + pools * ids[pool::pools].index(ABSENT), of_expert(number)
+                named |= self._unflatten(slots[place], named.pop(name), name)
+                ids[place] = number
+            named[EXPERT_IDS] = torch.tensor(ids)
         return named
 
     def _unflatten(self, like: Named, flat: Tensor, what: str) -> Tensors:
@@ -196,11 +200,11 @@ class BoundClient:
 
     def experts(self) -> Tensors:
         """Return copies of the client's experts of a pool, as `expert/<number>`, (d,) each."""
-        numbers = [number for number in self.state[EXPERT_IDS].tolist() if number != ABSENT]
-        slots = zip(numbers, self.model.expert_slots(), strict=False)
+        slots = zip(self.state[EXPERT_IDS].tolist(), self.model.expert_slots(), strict=True)
         return {
             of_expert(number): torch.cat([t.detach().flatten() for t in slot.values()])
             for number, slot in slots
+            if number != ABSENT
         }
 
     def flat(self, role: Role = GENERALIST, into: Tensor | None = None) -> Tensor:

@@ -98,7 +98,8 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "hub": ("data sets of the Hub, and local ones in its formats", ("datasets",)),
     "vision": ("images, and scikit-learn's digits", ("PIL", "pyarrow", "sklearn")),
     "scipy": (
-        "`coterie audit` and `reproduce`, the methods ddome (under a load), fdlora, fedlease",
+        "`coterie audit` and `reproduce`, the methods ddome (under a load), fdlora, fedamole, "
+        "fedlease",
         ("scipy",),
     ),
     "export": ("`coterie export --format peft`", ("peft",)),

@@ -81,6 +81,12 @@ class Source:
         loaded = load_all(self.run, clients, backbone=backbone)
         models = cast(list[PersonalModel], [*loaded.values()])
         for model in models:
+            if any(adapter.layout.projected for adapter in model.adapters):
+                raise Refused(
+                    f"{model.about.client}: no format holds a router of projections (fedamole)",
+                    "Use the model by coterie generate or predict, or train fedlease, which has an "
+                    "ordinary router.",
+                )
             model.about = replace(model.about, base=self.base or model.about.base)
         recipe, absent = self._recipe(folders[0])
         data, absent = self._texts(models[0], recipe, absent)

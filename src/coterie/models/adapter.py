@@ -54,6 +54,8 @@ class Adapter(nn.Module):
             AdapterBlock(block, layout.of_block(number, count), targets)
             for number, block in enumerate(architecture.blocks)
         )
+        for router, held in zip(self.routers(), layout.held, strict=False):
+            router.held = held
         self.eval()
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
@@ -125,13 +127,25 @@ class Adapter(nn.Module):
         """Return the routers of all blocks."""
         return [module for module in self.modules() if isinstance(module, Router)]
 
+    @property
+    def pools(self) -> int:
+        """The number of pools whose members it has: one for each block with `projected`, else 1."""
+        return len(self.blocks) if self.layout.projected else 1
+
     def expert_slots(self) -> list[dict[str, Tensor]]:
-        """Return, for each generalist of a pool, its slices of the stacks of all blocks."""
+        """Return the slices of the stacks of each pool's blocks: the first place of each pool, the
+        second, and so on.
+        """
         stacks = self.parameters_by_role()[EXPERT]
-        count = self.layout.generalists if stacks else 0
+        count = max([len(stack) for stack in stacks.values()], default=0)
         return [
-            {f"{place}.{name}": stack.data[place : place + 1] for name, stack in stacks.items()}
+            {
+                f"{place}.{name}": stack.data[place : place + 1]
+                for name, stack in stacks.items()
+                if int(name.split(".")[1]) % self.pools == pool
+            }
             for place in range(count)
+            for pool in range(self.pools)
         ]
 
     @property

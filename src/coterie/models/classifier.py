@@ -78,7 +78,7 @@ class Classifier:
         }
         return self._started(fresh)
 
-    embed = None
+    embed, pools = None, 1
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
         """Return []: a single network has no experts of a pool."""

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import cycle
 from typing import Any, cast
 
 import torch
@@ -13,13 +14,13 @@ from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, Role
 from coterie.core.tensors import Tensors
 from coterie.data.chats.splits import ChatBatch
-from coterie.models.adapter import Adapter, CopiedAdapter, copies
+from coterie.models.adapter import Adapter, AdapterBlock, CopiedAdapter, copies
 from coterie.models.backbone import Backbone
 from coterie.models.layout import ABSENT, Layout
 from coterie.models.mixture import LoRA
 from coterie.models.network_tensors import check_trained, training
 from coterie.models.predictions import Prediction, score_of
-from coterie.models.routing import RepeatedRouter, Routing, Totals, balance_by_row
+from coterie.models.routing import Router, Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch, Windows, nll_by_row, nll_of, nll_sum
 
@@ -28,8 +29,8 @@ class LanguageModel:
     """A backbone with one client's adapter.
 
     The adapter's parameters are fp32 on the backbone's device, and cast to its dtype where they are
-    used. They start from `Adapter.initial` with seed 0; generalists of a pool are 0 until bound:
-    `numbers`, (K,) int64, are then their members in the pool.
+    used. They start from `Adapter.initial` with seed 0; experts of a pool are 0 until bound:
+    `numbers`, (K,) int64, are then the pool's members in the places of `expert_slots`.
 
     Args:
         backbone: The frozen base, which other models may share.
@@ -42,7 +43,8 @@ class LanguageModel:
         for role in set(Role) - {EXPERT}:
             self.adapter.load_state_dict(self.adapter.initial(role, 0), strict=False)
         self.adapter.to(backbone.device)
-        self.numbers = torch.full((layout.generalists,), ABSENT)
+        self.pools = self.adapter.pools
+        self.bind_experts(torch.full((len(self.expert_slots()),), ABSENT))
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +62,7 @@ class LanguageModel:
         return self.adapter.expert_slots()
 
     def bind_experts(self, numbers: Tensor) -> None:
-        """Take over a client's generalists by number, (K,) int64."""
+        """Take over the numbers of a client's experts, (K,) int64."""
         self.numbers = numbers
 
     @torch.no_grad()
@@ -77,24 +79,48 @@ class LanguageModel:
     def settled(self) -> tuple[Layout, Tensors]:
         """Return layout and tensors with nothing frozen or repeated: sums become ranks."""
         if self.layout.repeated:
-            return self.adapter.unrepeated(self._held)
+            return self.adapter.unrepeated(*self._held)
         if self.layout.frozen_sum:
             return self.adapter.whole()
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
+        if self.layout.projected and not self.layout.held:
+            most = max(*self._held, 1)
+            tensors |= {n: tensors[n][:most] for n in self.parameters_by_role()[EXPERT]}
+            return replace(self.layout, specialists=most, held=(*self._held,)), tensors
         return replace(self.layout, frozen_generalists=False), tensors
 
     @property
-    def _held(self) -> int:
-        """The number of bound members."""
-        return int((self.numbers != ABSENT).sum())
+    def _held(self) -> list[int]:
+        """The numbers of bound members of each pool."""
+        held: list[int] = (self.numbers.view(-1, self.pools) != ABSENT).sum(dim=0).tolist()
+        return held
+
+    @torch.no_grad()
+    def embeddings(self, batches: Iterable[TextBatch]) -> Tensor:
+        """Return what `ProjectedRouter` compares, the means over all tokens, (blocks, 1 + S, r)
+        float64: first of P x, then of A_j x.
+        """
+        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        for batch in batches:
+            windows, record = Windows.of(self.backbone, batch), list[Routing]()
+            with self._using(record):
+                self.backbone.hidden(windows.inputs, windows.positions)
+            inputs = (decision.inputs for decision in windows.of_tokens(record))
+            sums = [x.sum(dim=0, dtype=torch.float64) for x in inputs if x is not None]
+            total, tokens = total.to(sums[0]) + torch.stack(sums), tokens + windows.routed
+        mixtures = [block.mlp for block in cast(Iterable[AdapterBlock], self.adapter.blocks)]
+        projections = [
+            torch.cat([cast(Router, m.router).weight[None], cast(Tensor, m.keys)]) for m in mixtures
+        ]
+        return torch.einsum("bjrd,bd->bjr", torch.stack(projections).double(), total / tokens)
 
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None
     ) -> AbstractContextManager[None]:
         """Attach the adapter, or one in its place, within the block."""
-        for router in self.adapter.routers():
-            if isinstance(router, RepeatedRouter):
-                router.others = self._held
+        if not self.layout.held:
+            for router, held in zip(self.adapter.routers(), cycle(self._held), strict=False):
+                router.held = held
         return self.backbone.using(adapter or self.adapter, record)
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:

@@ -44,6 +44,11 @@ class Layout:
         repeated: Whether the generalists are other clusters' experts, as many as a server sends,
             which no client trains, and the one specialist has as many of a router's places as there
             are experts, so that a token may use few others or none (FedLEASE).
+        projected: Whether the one generalist serves every token with half of the weight, and the
+            specialists, members of a server's pool of experts for each block, are chosen by
+            projections of the token (FedAMoLE).
+        held: How many of its specialists each block of a kept model has; (): those that a server
+            sends.
         local_a: Whether every A is local, whatever its expert is.
         local_b: Whether every B is local, whatever its expert is (FedSA-LoRA).
         local_part: What of the model is local: the head, of a language model the adapters of its
@@ -70,6 +75,8 @@ class Layout:
     frozen_generalists: bool = False
     frozen_sum: bool = False
     repeated: bool = False
+    projected: bool = False
+    held: tuple[int, ...] = ()
     local_a: bool = False
     local_b: bool = False
     local_part: LocalPart = "none"
@@ -87,6 +94,8 @@ class Layout:
             "specialists": (self.specialists >= 0, "at least 0"),
             "generalists + specialists": (self.generalists + self.specialists >= 1, "at least 1"),
             "repeated": (not self.repeated or self.specialists == 1, "false without a specialist"),
+            "projected": (not self.projected or self.generalists == 1, "with one generalist"),
+            "held": (all(0 <= h <= self.specialists for h in self.held), "at most specialists"),
             "rank": (self.rank >= 1, "at least 1"),
             "mlp_rank": (self.mlp_rank is None or self.mlp_rank >= 1, "at least 1"),
             "alpha": (abs(self.alpha) <= MOST_ALPHA, f"within ±{MOST_ALPHA:,.0f}"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear
 
+from coterie.core.errors import ModelError
 from coterie.core.roles import BACKBONE, GENERALIST, Role
 from coterie.models.families import MLPShape
 from coterie.models.layout import Layout
@@ -22,7 +23,7 @@ from coterie.models.mixture_kernel import (
     grouped_pieces,
     stacked,
 )
-from coterie.models.routing import RepeatedRouter, Router, Routing, by_experts
+from coterie.models.routing import ProjectedRouter, RepeatedRouter, Router, Routing, by_experts
 
 
 def project(base: nn.Module, x: Tensor) -> Tensor:
@@ -129,9 +130,10 @@ class Mixture(nn.Module):
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.repeated else Role.GENERALIST
         shared = Role.BACKBONE if layout.frozen_generalists else shared
+        pooled = layout.projected and not layout.held
         for name, role, count in (
             ("generalist", shared, layout.generalists),
-            ("specialist", Role.SPECIALIST, layout.specialists),
+            ("specialist", Role.EXPERT if pooled else Role.SPECIALIST, layout.specialists),
         ):
             if count:
                 roles, rank = layout.factors(role), layout.expert_rank
@@ -149,9 +151,16 @@ class Mixture(nn.Module):
                     for layer in shape.linears
                 }
                 self.add_module(name, nn.ModuleDict(loras))
+        if layout.projected and targets is not None and self.first[0] not in targets:
+            raise ModelError(
+                f"model.target_modules: leaves out {self.first[0]}, by which tokens choose experts",
+                f"Add the MLP's {self.first[0]}.",
+            )
         n, k = layout.experts, layout.active
         self.router: Router | None = None
-        if layout.routed:
+        if layout.routed and layout.projected:
+            self.router = ProjectedRouter(shape.width, layout.expert_rank, n, k)
+        elif layout.routed:
             router = RepeatedRouter if layout.repeated else Router
             self.router = router(shape.width, n, k, layout.biased)
 
@@ -166,10 +175,16 @@ class Mixture(nn.Module):
     def _stack(self, layer: str, matrix: str, dtype: torch.dtype) -> Tensor:
         return stacked(self._by_role(layer, matrix), dtype)
 
+    @property
+    def keys(self) -> Tensor | None:
+        """A of the first layer of the experts that a `ProjectedRouter` chooses from, (S, r, d)."""
+        path = f"specialist.{self.first[0]}.A"
+        return self.get_parameter(path) if self.layout.projected else None
+
     def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         """Return (..., d_model) in the dtype and shape of x; append the decision to `record`."""
         tokens = x.flatten(0, -2)
-        routing = self.router(tokens) if self.router is not None else None
+        routing = self.router(tokens, self.keys) if self.router is not None else None
         if record is not None and routing is not None:
             record.append(routing)
         weights = self._weights(tokens, routing)

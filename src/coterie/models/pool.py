@@ -81,6 +81,8 @@ class PoolClassifier:
         ]
         return {name: buffer for buffers in initial for name, buffer in buffers.items()}
 
+    pools = 1
+
     def expert_slots(self) -> list[dict[str, Tensor]]:
         """Return the parameters and statistics in each place, which are sent with its expert."""
         return self._expert_slots

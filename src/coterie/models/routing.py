@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from coterie.core.roles import Role
 from coterie.models.layout import Layout
@@ -21,6 +22,7 @@ class Routing:
     weights: Tensor
     probabilities: Tensor  # (T, n) softmax over all n logits
     selected: Tensor | None  # (T, k) the experts that each token uses; None: all
+    inputs: Tensor | None = None  # (T, d_model) of a `ProjectedRouter`, without gradients
 
     @classmethod
     def of(cls, logits: Tensor, weights: Tensor, selected: Tensor | None) -> "Routing":
@@ -43,8 +45,8 @@ class Routing:
         return self._mapped(lambda values: values.chunk(parts)[number])
 
     def _mapped(self, part: Callable[[Tensor], Tensor]) -> "Routing":
-        selected = None if self.selected is None else part(self.selected)
-        return Routing(part(self.weights), part(self.probabilities), selected)
+        optional = (None if t is None else part(t) for t in (self.selected, self.inputs))
+        return Routing(part(self.weights), part(self.probabilities), *optional)
 
 
 def top_k_weights(
@@ -74,8 +76,9 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.zeros(experts)) if biased else None
         self.roles = {"weight": Role.ROUTER, "bias": Role.ROUTER}
         self.active = active
+        self.held = 0  # experts that a server sent, where it chooses
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Routing:
         """Return the decision for T tokens, (T, d_model)."""
         precise = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(precise)
@@ -88,25 +91,53 @@ class Router(nn.Module):
 
 class RepeatedRouter(Router):
     """A router that knows M of at most n experts: the first M - 1, and the last, which has M places
-    of its own (FedLEASE). A token goes to M of these 2 M - 1 places. Its user sets `others`, M - 1.
+    of its own (FedLEASE). A token goes to M of these 2 M - 1 places. Its user sets `held`, M - 1.
     """
-
-    others: int
 
     def __init__(self, width: int, experts: int, active: int, biased: bool = False) -> None:
         super().__init__(width, 2 * experts - 1, active, biased)
-        self.others, self.first = 0, experts - 1  # the row of the last expert's first place
+        self.first = experts - 1  # the row of the last expert's first place
 
     def rows(self, values: Tensor) -> Tensor:
         """Return the places in use, (2 M - 1, ...), of all."""
-        return torch.cat([values[: self.others], values[self.first : self.first + self.others + 1]])
+        return torch.cat([values[: self.held], values[self.first : self.first + self.held + 1]])
 
     def decide(self, logits: Tensor) -> Routing:
-        weights, _ = top_k_weights(self.rows(logits.T).T, self.others + 1)
-        last = weights[:, self.others :].sum(dim=-1, keepdim=True)
-        unknown = logits.new_zeros(len(logits), self.first - self.others)
-        weights = torch.cat([weights[:, : self.others], unknown, last], dim=-1)
+        weights, _ = top_k_weights(self.rows(logits.T).T, self.held + 1)
+        last = weights[:, self.held :].sum(dim=-1, keepdim=True)
+        unknown = logits.new_zeros(len(logits), self.first - self.held)
+        weights = torch.cat([weights[:, : self.held], unknown, last], dim=-1)
         return Routing(weights, weights, None)
+
+
+class ProjectedRouter(Router):
+    """A router that compares projections of a token, P x and A_j x, by <A_j x, P x> / sqrt(r): P,
+    (r, d_model), is its weight, and A_j the first factor of an expert's LoRA (FedAMoLE). The first
+    expert has no logit, and half of the weight; of the others only the first `held` are present.
+    """
+
+    def __init__(self, width: int, rank: int, experts: int, active: int) -> None:
+        super().__init__(width, rank, active - 1)
+        self.places = experts - 1
+
+    def forward(self, x: Tensor, keys: Tensor | None = None) -> Routing:
+        """Return the decision for T tokens, (T, d_model); `keys` are the A_j, (S, r, d_model)."""
+        assert keys is not None
+        inputs, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
+        projected = torch.einsum("td,jrd->tjr", x, keys[: self.held].to(x.dtype))
+        token = nn.functional.linear(x, self.weight.to(x.dtype)) / math.sqrt(len(self.weight))
+        logits = (projected * token[:, None]).sum(dim=-1)  # (T, held)
+        weights, selected = top_k_weights(logits, min(self.active, self.held))
+        if selected is None:
+            selected = torch.arange(self.held, device=x.device).expand_as(logits)
+        absent = self.places - self.held
+        share = 0.5 if self.held else 0.0
+        return Routing(
+            pad(pad(share * weights, (1, 0), value=1 - share), (0, absent)),
+            pad(logits.softmax(dim=-1), (1, absent)),
+            pad(selected + 1, (1, 0)),
+            None if torch.is_grad_enabled() else inputs,
+        )
 
 
 def by_experts(selected: Tensor) -> tuple[Tensor, list[tuple[list[int], int, int]]]:

@@ -363,3 +363,31 @@ class Mixtures:
             flat = None if selected is None else selected.flatten(0, 1)
             record.append(Routing.of(logits.flatten(0, 1), weights.flatten(0, 1), flat))
         return weights.to(x.dtype), selected
+
+
+@dataclass(frozen=True)
+class Apart:
+    """The mixtures of one MLP, computed model by model, as `Mixtures`: for routers that compare
+    projections.
+    """
+
+    mixtures: Sequence[Mixture]
+
+    @classmethod
+    def of(cls, mixtures: Sequence[Mixture], base: FrozenMLP, dtype: torch.dtype) -> "Apart":
+        """Return the mixtures of models on one backbone."""
+        return cls(mixtures)
+
+    def select(self, places: Tensor) -> "Apart":
+        """See `Mixtures.select`."""
+        return Apart([self.mixtures[place] for place in places.tolist()])
+
+    def __call__(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
+        """Compute (..., d_model) -> (..., d_model), as `Mixture.forward`."""
+        parts, records = x.reshape(len(self.mixtures), -1, x.shape[-1]), list[Routing]()
+        y = [mixture(t, base, records) for mixture, t in zip(self.mixtures, parts, strict=True)]
+        if record is not None:
+            most = max(mixture.layout.experts for mixture in self.mixtures)
+            rows = [functional.pad(r.weights, (0, most - r.weights.shape[1])) for r in records]
+            record.append(Routing(torch.cat(rows), torch.cat(rows), None))
+        return torch.stack(y).view_as(x)

@@ -22,7 +22,7 @@ from coterie.models.interpolation import interpolate
 from coterie.models.mixture import SingleLoRA
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable
-from coterie.personal.inference.mixtures import Mixtures
+from coterie.personal.inference.mixtures import Apart, Mixtures
 from coterie.personal.inference.packing import FEW, base_layer, padded, side_by_side
 
 SPARE = 64  # columns that are added if there is no room for the next token
@@ -243,7 +243,7 @@ def attended(
 class _Block:
     """The adapters of one transformer block, called like an `AdapterBlock`."""
 
-    def __init__(self, attention: dict[str, Attended], mlp: Mixtures) -> None:
+    def __init__(self, attention: dict[str, Attended], mlp: Mixtures | Apart) -> None:
         self.attention, self.mlp = attention, mlp
 
     def select(self, places: Tensor) -> "_Block":
@@ -278,7 +278,8 @@ class Stacks:
                 for block in each
             ]
             layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
-            mixtures = Mixtures.of([block.mlp for block in each], mlp, backbone.dtype)
+            kind = Apart if any(adapter.layout.projected for adapter in adapters) else Mixtures
+            mixtures = kind.of([block.mlp for block in each], mlp, backbone.dtype)
             blocks.append(_Block(attended(loras, layers, backbone.dtype), mixtures))
         return cls(adapters[0].architecture, blocks, len(adapters))
 
