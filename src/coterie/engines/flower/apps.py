@@ -10,12 +10,14 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import Mod
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
@@ -23,29 +25,39 @@ from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_conte
 from flwr.supercore.task_identity import TaskIdentity
 
 from coterie.core.errors import ClientError, TensorError, extra
-from coterie.engines.messages import Request, failed, parsed
+from coterie.engines.messages import Reply, Request, failed, parsed
 
 # (node's configuration, request, tensors) -> (reply, tensors)
 Handle = Callable[[Mapping[str, Any], str, bytes], tuple[str, bytes]]
 Main = Callable[[Grid, Mapping[str, Any]], None]  # (grid, run's configuration)
 QUERY = "query.coterie"  # the one kind of message; the action is in the request
 
-_TEXT, _TENSORS, _STYPE = "text", "tensors", "safetensors"
+_TEXT, _TENSORS, _METRICS, _STYPE = "text", "tensors", "metrics", "safetensors"
 
 
-def packed(text: str, body: bytes) -> RecordDict:
-    """Return the content of a message."""
+def packed(text: str, body: bytes, metrics: Mapping[str, Any] = {}) -> RecordDict:
+    """Return the content of a message; of `metrics`, numbers and lists of numbers."""
     array = Array(dtype="uint8", shape=(len(body),), stype=_STYPE, data=body)
-    return RecordDict(
+    flat = {
+        name: value
+        for name, value in metrics.items()
+        if not isinstance(value, list) or all(isinstance(entry, float) for entry in value)
+    }
+    content = RecordDict(
         {_TEXT: ConfigRecord({_TEXT: text}), _TENSORS: ArrayRecord({_TENSORS: array})}
     )
+    if flat:
+        content[_METRICS] = MetricRecord(flat)
+    return content
 
 
 def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
-    """Return the inverse of `packed`. Raises TensorError for other records or too many bytes."""
+    """Return text and tensors of `packed`. Metrics are for programs between, and never read.
+    Raises TensorError for other records or too many bytes.
+    """
     text, arrays = content.get(_TEXT), content.get(_TENSORS)
     if (
-        set(content) != {_TEXT, _TENSORS}
+        set(content) - set(content.metric_records) != {_TEXT, _TENSORS}
         or not isinstance(text, ConfigRecord)
         or not isinstance(arrays, ArrayRecord)
     ):
@@ -68,9 +80,11 @@ def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
     return str(text[_TEXT]), body
 
 
-def client_app(handle: Handle) -> ClientApp:
-    """Return the program of a device. It always answers, since a SuperNode would wait forever."""
-    app = ClientApp()
+def client_app(handle: Handle, mods: Sequence[Mod] = ()) -> ClientApp:
+    """Return the program of a device, around it Flower's `mods`, the first outermost. It always
+    answers, since a SuperNode would wait forever.
+    """
+    app = ClientApp(mods=[*mods])
 
     @app.query("coterie")
     def answer(message: Message, context: Context) -> Message:
@@ -82,7 +96,10 @@ def client_app(handle: Handle) -> ClientApp:
             text, body = handle(dict(context.node_config), text, body)
         except Exception as error:
             text, body = failed(f"{type(error).__name__}: {error}").model_dump_json(), b""
-        return Message(packed(text, body), reply_to=message)
+        metrics = {}
+        with suppress(TensorError):  # the server refuses it, and says why
+            metrics = parsed(Reply, text).metrics
+        return Message(packed(text, body, metrics), reply_to=message)
 
     @app.train()
     def answer_masked(message: Message, context: Context) -> Message:
