@@ -198,6 +198,7 @@ def test_the_hub_out_of_reach(tokenizer, monkeypatch) -> None:
         raise ConnectionError("no route")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     message = refusal(AgNews(), tokenizer)
     assert "cannot load data set fancyzhx/ag_news from the Hub (offline?)" in message
     assert "--set data.root=DIR" in message

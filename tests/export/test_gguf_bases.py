@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import huggingface_hub.constants
 import numpy as np
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_what_is_no_base_is_named(file_of, tmp_path, monkeypatch):
         architecture.locate(tmp_path / "other.gguf")
     with pytest.raises(ModelError, match="no GGUF file at"):
         architecture.locate(tmp_path / "missing.gguf")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelError, match=r"cannot get f\.gguf of owner/name from the Hub"):
         architecture.locate("owner/name/f.gguf")
 

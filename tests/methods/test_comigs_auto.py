@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     coterie.run(
         "synthetic",
         out=folder,
-        data={"clients": 3, "train_tokens": 3000, "valid_tokens": 1500, "test_tokens": 1500},
+        data={"clients": 3, "train_tokens": 1500, "valid_tokens": 600, "test_tokens": 600},
         method={"name": "comigs-auto", **SMALL, "local_steps": 6, "specialists": [0, 1]},
         training={"batch_size": 4},
         compare_with=["comigs-1g1s"],

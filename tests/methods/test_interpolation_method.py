@@ -115,7 +115,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     coterie.run(
         "synthetic",
         out=folder,
-        data={"clients": 3, "train_tokens": 3000, "valid_tokens": 1500, "test_tokens": 1500},
+        data={"clients": 3, "train_tokens": 1500, "valid_tokens": 600, "test_tokens": 600},
         method={
             "name": "interpolation",
             "parts": ["local", "fedavg", ROUTED],
