@@ -158,7 +158,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
                 mean = f"{statistics.mean(values):.2f}" if values else "not run"
                 line[f"{to}: {text} text"] = mean + spread
         lines.append(line)
-    seeds = {to: sorted({run["seed"] for run in runs if run["to"] == to}) for to in TO}
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in runs})))
     return f"""# Drift: a client whose texts change at half of the run
 
 `python benchmarks/drift.py run`, then `table`. Ann's test perplexity, lower is better, mean ±
