@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy, silu
 from transformers import AutoModelForCausalLM
 
 import coterie
-from coterie.aggregation.clustering import best_choices
+from coterie.aggregation.clustering import affinities, best_choices
 from coterie.core.errors import RecipeError, Refused
 from coterie.data.federation import Federation
 from coterie.export.frame import Source
@@ -225,6 +225,22 @@ def test_choices_are_the_best_of_all(seed: int) -> None:
     np.testing.assert_array_equal(ours, best_of_all(scores.log()))
     crowded = best_choices(scores, 2, 1)  # room for three of eight
     assert crowded.sum(dim=0).tolist() == [1, 1, 1]
+
+
+def test_an_expert_s_embedding_is_the_mean_over_those_that_hold_it() -> None:
+    """Of four experts in two blocks one, two, three and no clients hold them."""
+    torch.manual_seed(0)
+    held = [torch.tensor([[k < n] * BLOCKS for n in (1, 2, 3, 0)]) for k in range(3)]
+    embeddings = [torch.randn(BLOCKS, 1 + PLACES, RANK).double() for _ in held]
+    ours = affinities(held, embeddings)
+    for b, m, i in product(range(BLOCKS), range(EXPERTS), range(3)):
+        rows = []
+        for mask, means in zip(held, embeddings, strict=True):
+            numbers = mask[:, b].nonzero()[:, 0].tolist()
+            rows += [means[b, 1 + numbers.index(m)].numpy()] if m in numbers else []
+        expert = np.mean(rows, axis=0) if rows else np.zeros(RANK)
+        expected = expert @ embeddings[i][b, 0].numpy() / math.sqrt(RANK)
+        assert float(ours[b, m, i]) == pytest.approx(float(expected))
 
 
 def test_too_few_experts_are_refused(backbone: Backbone, tiny_federation: Federation) -> None:

@@ -173,14 +173,14 @@ class BoundClient:
             slots, pools = self.model.expert_slots(), self.model.pools
             ids = [ABSENT] * len(slots)
             for number in numbers:
-                pool = number % pools
-                if ABSENT not in ids[pool::pools]:
+                name, places = of_expert(number), range(number % pools, len(slots), pools)
+                place = next((place for place in places if ids[place] == ABSENT), None)
+                if place is None:
                     raise TensorError(
                         f"{len(numbers)} experts for client {self.id!r}, which has {len(slots)} "
                         "slots",
                         "Send at most K.",
                     )
-                place, name = pool + pools * ids[pool::pools].index(ABSENT), of_expert(number)
                 named |= self._unflatten(slots[place], named.pop(name), name)
                 ids[place] = number
             named[EXPERT_IDS] = torch.tensor(ids)

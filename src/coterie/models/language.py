@@ -14,13 +14,13 @@ from coterie.core.errors import ModelError
 from coterie.core.roles import EXPERT, Role
 from coterie.core.tensors import Tensors
 from coterie.data.chats.splits import ChatBatch
-from coterie.models.adapter import Adapter, AdapterBlock, CopiedAdapter, copies
+from coterie.models.adapter import Adapter, CopiedAdapter, copies
 from coterie.models.backbone import Backbone
 from coterie.models.layout import ABSENT, Layout
 from coterie.models.mixture import LoRA
 from coterie.models.network_tensors import check_trained, training
 from coterie.models.predictions import Prediction, score_of
-from coterie.models.routing import Router, Routing, Totals, balance_by_row
+from coterie.models.routing import Routing, Totals, balance_by_row
 from coterie.models.slots import Attachable
 from coterie.models.windows import TextBatch, Windows, nll_by_row, nll_of, nll_sum
 
@@ -105,14 +105,10 @@ class LanguageModel:
             windows, record = Windows.of(self.backbone, batch), list[Routing]()
             with self._using(record):
                 self.backbone.hidden(windows.inputs, windows.positions)
-            inputs = (decision.inputs for decision in windows.of_tokens(record))
-            sums = [x.sum(dim=0, dtype=torch.float64) for x in inputs if x is not None]
-            total, tokens = total.to(sums[0]) + torch.stack(sums), tokens + windows.routed
-        mixtures = [block.mlp for block in cast(Iterable[AdapterBlock], self.adapter.blocks)]
-        projections = [
-            torch.cat([cast(Router, m.router).weight[None], cast(Tensor, m.keys)]) for m in mixtures
-        ]
-        return torch.einsum("bjrd,bd->bjr", torch.stack(projections).double(), total / tokens)
+            each = [cast(Tensor, decision.embeddings) for decision in windows.of_tokens(record)]
+            sums = torch.stack([x.sum(dim=0, dtype=torch.float64) for x in each])
+            total, tokens = total.to(sums.device) + sums, tokens + windows.routed
+        return total / tokens
 
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None

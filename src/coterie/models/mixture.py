@@ -130,10 +130,10 @@ class Mixture(nn.Module):
         self.hidden = shape.linears[0].outputs  # f
         shared = Role.EXPERT if layout.repeated else Role.GENERALIST
         shared = Role.BACKBONE if layout.frozen_generalists else shared
-        pooled = layout.projected and not layout.held
+        individual = Role.EXPERT if layout.projected and not layout.held else Role.SPECIALIST
         for name, role, count in (
             ("generalist", shared, layout.generalists),
-            ("specialist", Role.EXPERT if pooled else Role.SPECIALIST, layout.specialists),
+            ("specialist", individual, layout.specialists),
         ):
             if count:
                 roles, rank = layout.factors(role), layout.expert_rank
@@ -159,7 +159,7 @@ class Mixture(nn.Module):
         n, k = layout.experts, layout.active
         self.router: Router | None = None
         if layout.routed and layout.projected:
-            self.router = ProjectedRouter(shape.width, layout.expert_rank, n, k)
+            self.router = ProjectedRouter(shape.width, layout.expert_rank, k - 1)
         elif layout.routed:
             router = RepeatedRouter if layout.repeated else Router
             self.router = router(shape.width, n, k, layout.biased)

@@ -22,7 +22,7 @@ class Routing:
     weights: Tensor
     probabilities: Tensor  # (T, n) softmax over all n logits
     selected: Tensor | None  # (T, k) the experts that each token uses; None: all
-    inputs: Tensor | None = None  # (T, d_model) of a `ProjectedRouter`, without gradients
+    embeddings: Tensor | None = None  # (T, 1 + S, r) P x and A_j x of a `ProjectedRouter`
 
     @classmethod
     def of(cls, logits: Tensor, weights: Tensor, selected: Tensor | None) -> "Routing":
@@ -45,7 +45,7 @@ class Routing:
         return self._mapped(lambda values: values.chunk(parts)[number])
 
     def _mapped(self, part: Callable[[Tensor], Tensor]) -> "Routing":
-        optional = (None if t is None else part(t) for t in (self.selected, self.inputs))
+        optional = (None if t is None else part(t) for t in (self.selected, self.embeddings))
         return Routing(part(self.weights), part(self.probabilities), *optional)
 
 
@@ -116,27 +116,25 @@ class ProjectedRouter(Router):
     expert has no logit, and half of the weight; of the others only the first `held` are present.
     """
 
-    def __init__(self, width: int, rank: int, experts: int, active: int) -> None:
-        super().__init__(width, rank, active - 1)
-        self.places = experts - 1
-
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Routing:
         """Return the decision for T tokens, (T, d_model); `keys` are the A_j, (S, r, d_model)."""
         assert keys is not None
-        inputs, x = x, x.to(torch.promote_types(x.dtype, torch.float32))
-        projected = torch.einsum("td,jrd->tjr", x, keys[: self.held].to(x.dtype))
-        token = nn.functional.linear(x, self.weight.to(x.dtype)) / math.sqrt(len(self.weight))
-        logits = (projected * token[:, None]).sum(dim=-1)  # (T, held)
+        x, held = x.to(torch.promote_types(x.dtype, torch.float32)), keys[: self.held]
+        token = nn.functional.linear(x, self.weight.to(x.dtype))
+        experts = torch.einsum("td,jrd->tjr", x, held.to(x.dtype))
+        logits = torch.einsum("tjr,tr->tj", experts, token) / math.sqrt(len(self.weight))
         weights, selected = top_k_weights(logits, min(self.active, self.held))
         if selected is None:
             selected = torch.arange(self.held, device=x.device).expand_as(logits)
-        absent = self.places - self.held
-        share = 0.5 if self.held else 0.0
+        absent, share = len(keys) - self.held, 0.5 if self.held else 0.0
+        compared = None
+        if not torch.is_grad_enabled():
+            compared = pad(torch.cat([token[:, None], experts], dim=1), (0, 0, 0, absent))
         return Routing(
             pad(pad(share * weights, (1, 0), value=1 - share), (0, absent)),
             pad(logits.softmax(dim=-1), (1, absent)),
             pad(selected + 1, (1, 0)),
-            None if torch.is_grad_enabled() else inputs,
+            compared,
         )
 
 

@@ -373,11 +373,6 @@ class Apart:
 
     mixtures: Sequence[Mixture]
 
-    @classmethod
-    def of(cls, mixtures: Sequence[Mixture], base: FrozenMLP, dtype: torch.dtype) -> "Apart":
-        """Return the mixtures of models on one backbone."""
-        return cls(mixtures)
-
     def select(self, places: Tensor) -> "Apart":
         """See `Mixtures.select`."""
         return Apart([self.mixtures[place] for place in places.tolist()])

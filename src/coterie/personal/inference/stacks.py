@@ -278,9 +278,10 @@ class Stacks:
                 for block in each
             ]
             layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
-            kind = Apart if any(adapter.layout.projected for adapter in adapters) else Mixtures
-            mixtures = kind.of([block.mlp for block in each], mlp, backbone.dtype)
-            blocks.append(_Block(attended(loras, layers, backbone.dtype), mixtures))
+            mlps, attention = [b.mlp for b in each], attended(loras, layers, backbone.dtype)
+            apart = any(adapter.layout.projected for adapter in adapters)
+            stack = Apart(mlps) if apart else Mixtures.of(mlps, mlp, backbone.dtype)
+            blocks.append(_Block(attention, stack))
         return cls(adapters[0].architecture, blocks, len(adapters))
 
     def select(self, places: Tensor) -> "Stacks":
