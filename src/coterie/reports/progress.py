@@ -201,7 +201,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         if not self.live:
             resumed = f", continuing after round {done}" if done else ""
             most = "at most " if 0 < self.patience < rounds else ""
-            trained = f"{most}{rounds} rounds, {clients} clients{resumed}"
+            number = f"{rounds} round{'s' * (rounds > 1)}"
+            trained = f"{most}{number}, {clients} clients{resumed}"
             if done == rounds:
                 before = "trained already" if done else "no training"
                 trained = f"{before}, {clients} clients to score"

@@ -93,7 +93,7 @@ def engines_are_alike(method: Method, world: World) -> None:
 def batch_is_as_one_by_one(method: Method, world: World) -> None:
     """Compare a run with batches of clients to one without batches."""
     if world.separate is None:
-        raise NotApplicable("models of this kind are never computed in a batch")
+        raise NotApplicable("this kind is never computed in a batch")
     a, b = (Run(method, w).rounds(method.rounds) for w in (world, world.one_by_one))
     states = ((f"state of {i!r}", s, b.engine.states()[i]) for i, s in a.engine.states().items())
     for what, one, other in (("server's state", a.server, b.server), *states):
