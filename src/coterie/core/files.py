@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ from coterie.core import devices, foreign
 from coterie.core.errors import CheckpointError, Refused, SaveError
 from coterie.core.foreign import read_bytes
 from coterie.core.tensors import MOST_HEADER, Named, Tensors, _dense, _owned, check_header
+
+_WINDOWS = sys.platform == "win32"
 
 
 def write_atomically(path: Path, data: bytes, lasting: bool = True) -> None:
@@ -46,6 +49,19 @@ def _replace(path: Path, write: Callable[[Path], object], lasting: bool) -> None
     except (OSError, SafetensorError) as error:
         new.unlink(missing_ok=True)
         raise unwritable(path, error) from error
+
+
+def flush(path: Path) -> None:
+    """Flush a file, or a folder's entries, to disk, so that a power cut loses neither. Windows
+    opens no folders, and flushes only what may be written.
+    """
+    if _WINDOWS and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDWR if _WINDOWS else os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def unwritable(path: Path, error: OSError | SafetensorError) -> SaveError:

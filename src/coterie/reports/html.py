@@ -86,7 +86,7 @@ def write_report(folder: Path, results: Sequence[Result], description: str) -> N
         shown, clients = len(routing.texts), len(result.clients)
         some = f"<p class=note>The first {shown} of {clients} clients.</p>"
         parts["texts"] = (TEXTS, some if shown < clients else "", tokens.routing(routing))
-    about = f"seed {result.seed}, {result.rounds} rounds"
+    about = f"seed {result.seed}, {result.rounds} round{'s' * (result.rounds != 1)}"
     about += computed_with(result.machine, result.versions)
     title = f"{result.recipe}: {METHODS[result.method].title}"
     header = introduction(description, about)

@@ -20,6 +20,7 @@ from filelock import FileLock
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 from coterie.core.errors import Refused, SaveError
+from coterie.core.files import flush
 from coterie.core.foreign import MOST_BYTES, json_of, read_text
 from coterie.runs.device.limits import OWNERS
 
@@ -203,11 +204,7 @@ def _store(path: Path, content: BaseModel) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        flush(path.parent)
     except OSError as error:
         problem = f"cannot write {path}: {error.strerror}; nothing is sent"
         raise SaveError(problem, "Free some space.") from error

@@ -1,6 +1,5 @@
 """Checkpoints of a run: written atomically, verified by checksums when read."""
 
-import os
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -14,6 +13,7 @@ from coterie.core.errors import CheckpointError, SaveError
 from coterie.core.files import (
     check_sums,
     digest_later,
+    flush,
     load,
     read_json,
     read_sums,
@@ -115,7 +115,7 @@ class Checkpoints:
                 shutil.rmtree(final)
             final.unlink(missing_ok=True)
             new.rename(final)
-            _sync(self.folder)
+            flush(self.folder)
         except (OSError, SaveError) as error:
             shutil.rmtree(new, ignore_errors=True)
             reason = error.strerror if isinstance(error, OSError) else error.problem
@@ -237,15 +237,6 @@ def _linked(states: Mapping[ClientId, State], folder: Path) -> Stored:
         packs.seal()
         kept = Stored(entries, packs.sealed())
     for path in kept.digests:
-        _sync(folder / path.name)
-    _sync(folder)
+        flush(folder / path.name)
+    flush(folder)
     return kept
-
-
-def _sync(path: Path) -> None:
-    """Flush a file, or a folder's entries, to disk, so that a power cut loses neither."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
