@@ -201,7 +201,7 @@ def compare(
             track=track or (),
             progress=True,
         )
-        folder, console = comparison.folder, Console()
+        folder, console = out or comparison.folder, Console()
         title = f"{loaded.name}, {seeds} seed{'s' * (seeds > 1)}"
         _show(console, comparison.rows, title, loaded.method["name"], comparison.notes)
         print(f"Everything is in {folder}; open {folder}/report.html.")
@@ -249,7 +249,7 @@ def tune(
             track=track or (),
             progress=True,
         )
-        console, folder = Console(), tuned.folder
+        console, folder = Console(), out or tuned.folder
         console.print()
         console.print(reports.terminal(tuned, console.width))
         for note in (*reports.READING, tuned.effort, *tuned.notes):

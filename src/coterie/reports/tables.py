@@ -194,7 +194,8 @@ def _beside(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
 def _costs(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
     what = prediction(rows[0].metric)
     once = f"; common expert, once: {size(rows[0].once_bytes)}" if rows[0].once_bytes else ""
-    names = ("method", "parameters", "active", f"MFLOPs /{what}", "kB up /round", "kB down /round")
+    broken = map(Text, (f"MFLOPs\n/{what}", "kB up\n/round", "kB down\n/round"))
+    names: list[str | Text] = ["method", "parameters", "active", *broken, "s"]
     parts = f"parameters trained, and active per {what}; work of a forward pass"
     title = f"cost per client: {parts}; seconds of all clients{once}"
     lines: list[list[str]] = []
@@ -208,12 +209,12 @@ def _costs(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
         active = "" if row.active_parameters is None else f"{row.active_parameters:,}"
         costs = parameters, active, work, *kilobytes, f"{row.wall_s:.0f}"
         lines.append([titles[row.method], *costs])
-    return fitted(title, (*names, "s"), lines, width)
+    return fitted(title, names, lines, width)
 
 
 def fitted(
     title: str,
-    header: Sequence[str],
+    header: Sequence[str | Text],
     lines: Iterable[Sequence[str | Text]],
     width: int = 80,
     text: Collection[int] = (0,),
@@ -247,7 +248,9 @@ def fitted(
     return shown
 
 
-def _columns(header: Sequence[str], lines: Iterable[Sequence[str | Text]]) -> list[list[Text]]:
+def _columns(
+    header: Sequence[str | Text], lines: Iterable[Sequence[str | Text]]
+) -> list[list[Text]]:
     """Return the columns of a table, the header first, safe to print."""
     rows = (header, *lines)
     columns = zip(*rows, strict=True)
