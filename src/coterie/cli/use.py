@@ -333,5 +333,4 @@ def evaluate(
             return
         from rich.console import Console
 
-        console = Console()
-        console.print(evaluated(scores, console.width))
+        Console().print(evaluated(scores, Console().width))

@@ -20,7 +20,6 @@ from coterie.methods import METHODS
 from coterie.reports.parts import BESIDE, VERDICTS, rounded, size, unseen
 from coterie.reports.scores import mixtures
 
-W_ERROR = "W error", "W\u00a0error"  # the second without a break between the words
 ROWS = 16  # clients that a table has a line for
 _BREAK = re.compile(r"\w[-_./@](?!\d)")  # a word without room may be broken after it
 FEW = 8  # clients that a table has a column for, if it has room for all of them
@@ -188,7 +187,7 @@ def _beside(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
         cells = ("" if value is None else f"{value:.{digits}f}" for value, digits in values)
         lines.append([titles[row.method], *cells])
     header = ("method", *(figure.name for figure in known))
-    return fitted(about.replace(*W_ERROR), header, lines, width)
+    return fitted(about, header, lines, width)
 
 
 def _costs(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table:
@@ -252,8 +251,7 @@ def _columns(
     header: Sequence[str | Text], lines: Iterable[Sequence[str | Text]]
 ) -> list[list[Text]]:
     """Return the columns of a table, the header first, safe to print."""
-    rows = (header, *lines)
-    columns = zip(*rows, strict=True)
+    columns = zip(header, *lines, strict=True)
     return [[c if isinstance(c, Text) else Text(printable(c)) for c in of] for of in columns]
 
 

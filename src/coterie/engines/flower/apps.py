@@ -60,18 +60,12 @@ def unpacked(content: RecordDict, most: int | None = None) -> tuple[str, bytes]:
         set(content) - set(content.metric_records) != {_TEXT, _TENSORS}
         or not isinstance(text, ConfigRecord)
         or not isinstance(arrays, ArrayRecord)
-    ):
-        problem = f"a message with records {sorted(content)[:5]}, expected {_TEXT} and {_TENSORS}"
-        raise TensorError(problem, "It did not come from coterie.")
-    if (
-        set(text) != {_TEXT}
+        or (set(text), set(arrays)) != ({_TEXT}, {_TENSORS})
         or not isinstance(text[_TEXT], str)
-        or set(arrays) != {_TENSORS}
         or arrays[_TENSORS].stype != _STYPE
     ):
-        problem = (
-            "a message whose records hold something else than one text and one array of safetensors"
-        )
+        records = f"records {sorted(content)[:5]}"
+        problem = f"a message with {records}, expected a text and an array of safetensors"
         raise TensorError(problem, "It did not come from coterie.")
     body = arrays[_TENSORS].data
     if most is not None and len(body) > most:

@@ -47,11 +47,7 @@ def show_classes(
 ) -> None:
     """Print a table of predictions by sample, in the given order, and client."""
     several = len(predictions) > 1
-    gated = any(
-        prediction.expert is not None
-        for client_predictions in predictions.values()
-        for prediction in client_predictions
-    )
+    gated = any(one.expert is not None for of in predictions.values() for one in of)
     header = ["sample", *["client"] * several, "class", "probability", *["expert"] * gated]
     lines = [
         [
