@@ -125,6 +125,14 @@ def test_clients_are_compared_on_one_range(tmp_path: Path) -> None:
     assert max(places[0]) > max(places[3])  # what is lower on the page is lower in perplexity
 
 
+def test_a_single_point_is_drawn_where_no_line_can_be() -> None:
+    quiet = Style("black", marked=False)
+    one, two = ({"a": [Line([(1, 0.5), (2, 0.4)][:n], "a", quiet)]} for n in (1, 2))
+    marker = '<circle cx="100.00%"'
+    assert marker in chart.panels(one, "x", "y")
+    assert marker not in chart.panels(two, "x", "y")
+
+
 def test_a_wide_range_of_perplexities_is_logarithmic() -> None:
     lines = {
         "a": [Line([(0, 2000.0), (1, 20.0)], "m", Style("#000"))],

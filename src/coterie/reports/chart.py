@@ -287,8 +287,9 @@ def _power(exponent: float) -> str:
 
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:
     """Return a marker and a tooltip at every point."""
+    marked = line.style.marked or len(places) == 1  # nothing else would show a single point
     return "".join(
-        f"<g>{_marker(line.style, f'{across:.2f}%', up) if line.style.marked else ''}"
+        f"<g>{_marker(line.style, f'{across:.2f}%', up) if marked else ''}"
         f'<circle class="target" cx="{across:.2f}%" cy="{up:.1f}" r="7"/>'
         f"<title>{escape(f'{line.name}: {_value_text(py)} at {px:g} {x}'.rstrip())}</title></g>"
         for (px, py), (across, up) in zip(line.points, places, strict=True)
