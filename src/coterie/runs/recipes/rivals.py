@@ -3,7 +3,7 @@
 from coterie.runs.recipes.recipe import Recipe
 
 BOUNDS = ("local", "fedavg", "finetuned-fedavg")
-LORAS = ("ditto", "apfl", "fedper", "fedsa-lora", "pfedmoe", "fedalt", "fdlora", "comigs-1g1s")
+LORAS = ("ditto", "apfl", "fedper", "fedsa-lora", "pfedmoe", "fedalt", "fedlease", "comigs-1g1s")
 PERSONAL = ("ditto", "apfl", "fedper", "fedrep", "fedala", "pfedme", "ifca", "cobo")
 UNSEEN = ("common-expert", "fedavg", "fedprox", "fedmix", "ensemble", "ddome", "ddome-shared")
 
