@@ -103,12 +103,23 @@ class LanguageModel:
         total, tokens = torch.zeros((), dtype=torch.float64), 0
         for batch in batches:
             windows, record = Windows.of(self.backbone, batch), list[Routing]()
-            with self._using(record):
+            with self._using(record), self._comparing():
                 self.backbone.hidden(windows.inputs, windows.positions)
             each = [cast(Tensor, decision.embeddings) for decision in windows.of_tokens(record)]
             sums = torch.stack([x.sum(dim=0, dtype=torch.float64) for x in each])
             total, tokens = total.to(sums.device) + sums, tokens + windows.routed
         return total / tokens
+
+    @contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Let routers keep what they compare within the block; nothing else reads it."""
+        try:
+            for router in self.adapter.routers():
+                router.comparing = True
+            yield
+        finally:
+            for router in self.adapter.routers():
+                router.comparing = False
 
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None

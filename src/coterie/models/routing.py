@@ -77,6 +77,7 @@ class Router(nn.Module):
         self.roles = {"weight": Role.ROUTER, "bias": Role.ROUTER}
         self.active = active
         self.held = 0  # experts that a server sent, where it chooses
+        self.comparing = False
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Routing:
         """Return the decision for T tokens, (T, d_model)."""
@@ -114,6 +115,7 @@ class ProjectedRouter(Router):
     """A router that compares projections of a token, P x and A_j x, by <A_j x, P x> / sqrt(r): P,
     (r, d_model), is its weight, and A_j the first factor of an expert's LoRA (FedAMoLE). The first
     expert has no logit, and half of the weight; of the others only the first `held` are present.
+    With `comparing` a decision has what was compared.
     """
 
     def forward(self, x: Tensor, keys: Tensor | None = None) -> Routing:
@@ -128,7 +130,7 @@ class ProjectedRouter(Router):
             selected = torch.arange(self.held, device=x.device).expand_as(logits)
         absent, share = len(keys) - self.held, 0.5 if self.held else 0.0
         compared = None
-        if not torch.is_grad_enabled():
+        if self.comparing:
             compared = pad(torch.cat([token[:, None], experts], dim=1), (0, 0, 0, absent))
         return Routing(
             pad(pad(share * weights, (1, 0), value=1 - share), (0, absent)),
