@@ -74,14 +74,14 @@ def _why(rows: Sequence[Row], printed: Collection[Row]) -> str:
         )
     if not helped:
         return (
-            f"The clients' data are too unlike for one model of all, or each has enough: it is "
-            f"better for none of them than its own{figures(shared, alone)}."
+            f"One model of all is better for no client than its own{figures(shared, alone)}: each "
+            f"has enough data, or their data differ too much."
         )
     names = ", ".join(helped[:NAMED]) + f" and {len(helped) - NAMED} more" * (len(helped) > NAMED)
     return (
-        f"{len(helped)} of {len(alone.clients)} clients have too little data alone: one model of "
-        f"all is better than their own ({names}). The others' data are too unlike for it, or "
-        f"enough{figures(shared, alone)}."
+        f"For {len(helped)} of {len(alone.clients)} clients ({names}), who have too little data "
+        f"alone, one model of all is better than their own{figures(shared, alone)}. The others "
+        f"have enough data, or data too different from the rest."
     )
 
 
