@@ -56,7 +56,9 @@ def test_where_steps_are_long_rows_are_counted_and_nothing_is_computed(
     trained = 2 * 2 * 4 * 2 * sum(flops)  # rounds, steps, rows, clients
     rows = sum(data.valid.windows + data.test.windows for data in prepared.site.data.values())
     scored = 1.5 * rows * len(parts) * flops[0]
-    assert found.seconds == pytest.approx(3e-6 * trained + 1e-6 * scored, rel=0.02)
+    typed = 20 * 2 * sum(0.15 + 3e-9 * each for each in flops)  # words, clients
+    assert found.seconds == pytest.approx(3e-6 * trained + 1e-6 * scored + typed, rel=0.02)
+    assert found.once == pytest.approx(1e-6 * scored / 3 + typed, rel=0.02)
     assert found.up > 0
     assert found.down > 0
 

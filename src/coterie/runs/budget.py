@@ -7,7 +7,7 @@ from typing import Any
 
 from coterie.core.errors import Refused
 from coterie.methods import Method
-from coterie.runs.estimate import Speed, estimates
+from coterie.runs.estimate import Speed, estimates, word
 from coterie.runs.problems.auto import (
     FEWEST,
     ROUNDS,
@@ -18,7 +18,6 @@ from coterie.runs.problems.auto import (
     rows_of,
     with_dtype,
 )
-from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes.dotted import BATCH, CONTEXT, ROWS, STEPS
 from coterie.runs.recipes.recipe import Recipe, changed
 
@@ -28,9 +27,6 @@ LONG_S = 3600.0  # a run that takes longer is told how it could take less
 MOST_SCORED = 0.2  # of the time for the last scores
 FINAL = "final_rows"
 CHOSEN = ("method.rounds", STEPS, BATCH, CONTEXT, ROWS, FINAL, "words")
-# seconds to type a word with a model's suggestions, and for each operation of a forward pass: 4 s
-# for 20 words with the embedded base, 20 s with one of 135 M parameters (docs/own-text.md)
-WORD_S, OPERATION_S = 0.15, 3e-9
 MOST_WORDS = 0.1  # of the time for them
 
 
@@ -77,10 +73,10 @@ def _in_time(
         seconds, once = (sum(getattr(cost, name) for cost in costs) for name in ("seconds", "once"))
         training = seconds - once
         if recipe.words:
-            words = sum(_word(prepared) for prepared, _ in rows)
-            most_words = int(MOST_WORDS * left / words)
-            recipe = changed(recipe, {"words": min(recipe.words, most_words) or None})
-            once += words * (recipe.words or 0)
+            words = sum(word(prepared) for prepared, _ in rows)
+            fewer = min(recipe.words, int(MOST_WORDS * left / words))
+            once -= words * (recipe.words - fewer)
+            recipe = changed(recipe, {"words": fewer or None})
         if once > (most := MOST_SCORED * left) and recipe.evaluate_rows and not recipe.final_rows:
             sets = rows[-1][0].site.data.values()
             largest = max(max(data.valid.windows, data.test.windows) for data in sets)
@@ -93,13 +89,6 @@ def _in_time(
     done, whole = (r.build_method().rounds * r.build_method().local_steps for r in (recipe, before))
     foreseen = once + training * done / max(whole, 1) + time.monotonic() - begun
     return recipe, _sentence(recipe, limit, foreseen)
-
-
-def _word(prepared: Prepared) -> float:
-    """Return about how long a word of each client takes to be typed."""
-    layouts = [prepared.site.layouts[i] for i in prepared.clients]
-    of_models = (prepared.problem.flops(layout, True) for layout in layouts[0].models)
-    return len(layouts) * sum(WORD_S + OPERATION_S * flops for flops in of_models)
 
 
 def _smaller(

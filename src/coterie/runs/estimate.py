@@ -39,6 +39,9 @@ PART_S = 3.0  # of a longer step, a part is measured that takes about as long
 WHOLE_S = 0.5  # a round of all clients that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
+# seconds to type a word with a model's suggestions, and for each operation of a forward pass: 4 s
+# for 20 words with the embedded base, 20 s with one of 135 M parameters (docs/own-text.md)
+WORD_S, OPERATION_S = 0.15, 3e-9
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     seconds += (evaluations * share + _curve(prepared)) * scoring
     # of the kept models; or once more, synchronised, of the test sets alone
     end = _share(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
-    once = scoring * end / prepared.at_once
+    once = scoring * end / prepared.at_once + (recipe.words or 0) * word(prepared)
     peak = devices.peak_memory()
     states = trial.state_bytes * len(prepared.site.data)
     memory = None if peak is None else peak + states
@@ -111,6 +114,15 @@ def _share(
     sizes: list[int] = [getattr(data, name).windows for data in everyone for name in splits]
     scored = sum(size if rows is None else min(rows, size) for size in sizes)
     return scored / sum(data.valid.windows + data.test.windows for data in everyone)
+
+
+def word(prepared: Prepared) -> float:
+    """Return about how long a word of each client takes to be typed."""
+    if not isinstance(prepared.problem, Language):
+        return 0.0
+    layouts = [prepared.site.layouts[i] for i in prepared.clients]
+    of_models = (prepared.problem.flops(layout, True) for layout in layouts[0].models)
+    return len(layouts) * sum(WORD_S + OPERATION_S * flops for flops in of_models)
 
 
 def _curve(prepared: Prepared) -> float:
