@@ -9,16 +9,14 @@ that names it; the cause is chained.
 
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from coterie.client.batch import ClientBatch
 from coterie.client.blueprint import Metrics
@@ -58,21 +56,45 @@ class AtOnce:
         early, as by an exception, they stop at their next batch. Raises ClientError of the first
         client, in order, whose task failed; then no others begin.
         """
-        todo = deque(clients)
-        sites, stop = self._free(todo), threading.Event()
-        with torch.random.fork_rng(devices=[]), _pool(len(sites), stop) as pool:
+        clients = list(clients)
+        free, lock = self._free(clients), threading.Lock()
+        stop, full = threading.Event(), threading.Event()  # `full`: no other task begins
+        with torch.random.fork_rng(devices=[]), _pool(len(free), stop) as pool:
             before = torch.get_rng_state()
-            exchange = _Exchange(pool, self.kept, answer, before, sites, todo.copy())
+
+            def work(client: ClientId) -> Reply | None:
+                with lock:
+                    if full.is_set():
+                        return None
+                    site, state = free.pop(), self.kept.take(client)
+                undo = {name: tensor.clone() for name, tensor in state.items()}
+                try:
+                    reply = answer(site, client, state)
+                except BaseException:
+                    full.set()
+                    if torch.equal(torch.get_rng_state(), before):
+                        raise
+                with lock:
+                    free.append(site)
+                    if torch.equal(torch.get_rng_state(), before):
+                        self.kept.put(client, state)
+                        return reply
+                full.set()
+                state.clear()
+                state |= undo
+                return None
+
+            futures = [pool.submit(work, client) for client in clients]
             try:
-                for client in todo:
-                    work = exchange.ended(client)
-                    if work is not None and work.error is not None:
-                        raise work.error
-                    yield client, None if work is None else work.reply
+                for client, future in zip(clients, futures, strict=True):
+                    if (reply := future.result()) is None:
+                        wait(futures)  # the caller draws from the global generator, too
+                    yield client, reply
             finally:
                 stop.set()
+                full.set()
 
-    def _free(self, clients: deque[ClientId]) -> list[Site]:
+    def _free(self, clients: Sequence[ClientId]) -> list[Site]:
         """Return a site for each thread, with models for these clients."""
         count = min(self.most, len(clients))
         self._sites = self._sites or [self.site]
@@ -81,75 +103,6 @@ class AtOnce:
             for client in clients:
                 site.model(client)
         return self._sites[:count]
-
-
-@dataclass
-class _Work:
-    """A client's task: its reply or error, and the state before it."""
-
-    client: ClientId
-    site: Site
-    state: State
-    reply: Reply | None = None
-    error: BaseException | None = None
-    drew: bool = False
-
-    def __post_init__(self) -> None:
-        self._undo = {name: tensor.clone() for name, tensor in self.state.items()}
-
-    def do(self, answer: Answer, before: Tensor) -> None:
-        """Do the task, and note whether anything drew from the global generator meanwhile."""
-        try:
-            self.reply = answer(self.site, self.client, self.state)
-        except BaseException as error:  # raised where the client's turn is
-            self.error = error
-        self.drew = not torch.equal(torch.get_rng_state(), before)
-
-    def undo(self) -> None:
-        """Restore the state from before the task."""
-        self.state.clear()
-        self.state |= self._undo
-
-
-@dataclass
-class _Exchange:
-    """The tasks of one exchange: pending, running and done."""
-
-    pool: ThreadPoolExecutor
-    kept: States
-    answer: Answer
-    before: Tensor
-    free: list[Site]
-    todo: deque[ClientId]
-    running: dict[Future[None], _Work] = field(default_factory=dict)
-    done: dict[ClientId, _Work] = field(default_factory=dict)
-
-    def ended(self, client: ClientId) -> _Work | None:
-        """Return a client's task when it is done; None if it was undone or never begun."""
-        while client not in self.done:
-            self._begin()
-            if not self.running:
-                return None
-            for future in wait(self.running, return_when=FIRST_COMPLETED).done:
-                self._end(self.running.pop(future))
-        return self.done.pop(client)
-
-    def _begin(self) -> None:
-        while self.free and self.todo:
-            client = self.todo.popleft()
-            work = _Work(client, self.free.pop(), self.kept.take(client))
-            self.running[self.pool.submit(work.do, self.answer, self.before)] = work
-
-    def _end(self, work: _Work) -> None:
-        if work.drew or work.error is not None:
-            self.todo.clear()
-        if work.drew:
-            work.undo()
-            return
-        self.free.append(work.site)
-        if work.error is None:
-            self.kept.put(work.client, work.state)
-        self.done[work.client] = work
 
 
 @contextmanager
@@ -276,14 +229,8 @@ class InProcess(Engine):
         self.kept.close()
 
 
-@dataclass
-class Loopback(Engine):
+class Loopback(InProcess):
     """The engine; the clients' method is rebuilt from its hyperparameters for every task."""
-
-    site: Site
-    method: Method
-    listener: Listener = field(default_factory=Listener)
-    _states: dict[ClientId, bytes] = field(default_factory=dict)
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
         requests = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
@@ -297,33 +244,14 @@ class Loopback(Engine):
         self, task: str, client: ClientId, request: bytes, round: int, phase: int
     ) -> bytes:
         method = type(self.method)(**asdict(self.method))
-        state = {}
-        if client in self._states:
-            state = from_bytes(self._states[client], f"state of client {client!r}")
+        state = from_bytes(to_bytes(self.kept.take(client)), f"state of client {client!r}")
         reply, metrics = self.site.answer(
             method, task, client, from_bytes(request), state, round, phase
         )
-        self._states[client] = to_bytes(state)
+        self.kept.put(client, state)
         self.listener.measured(client, metrics)
         return to_bytes(reply)
 
-    def keep(self, ask: Ask, round: int, write: Write) -> None:
-        self.answer(ask, round, -1)
-        for i, tensors in ask.to.items():
-            write(self.site.clients(i, from_bytes(self._states[i])), tensors)
-
-    def states(self) -> Mapping[ClientId, State]:
-        return {i: from_bytes(state) for i, state in self._states.items()}
-
-    def restore(self, states: Mapping[ClientId, State], memo: Mapping[str, Any] = {}) -> None:
-        self._states = {i: to_bytes(state) for i, state in states.items()}
-
-    def state_bytes(self) -> Mapping[ClientId, int]:
-        return {i: nbytes(state) for i, state in self.states().items()}
-
 
 # the values of `engine` in a recipe that need nothing but this process
-ENGINES: dict[str, type[InProcess] | type[Loopback]] = {
-    "inprocess": InProcess,
-    "loopback": Loopback,
-}
+ENGINES: dict[str, type[InProcess]] = {"inprocess": InProcess, "loopback": Loopback}

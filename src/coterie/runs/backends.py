@@ -16,7 +16,7 @@ from coterie.core.errors import CheckpointError, CoterieError
 from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
 from coterie.core.threads import THREAD_VARIABLES, choose
-from coterie.engines import ENGINES, Engine, InProcess, Listener
+from coterie.engines import ENGINES, Engine, Listener
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier
@@ -66,11 +66,9 @@ class LocalBackend:
         """Return the engine of one run. Raises ClientError if clients cannot be reached."""
         if (name := self._carrier(prepared.recipe)) != "flower":
             kind, memory = ENGINES[name], prepared.recipe.memory
-            if not issubclass(kind, InProcess):
-                return kind(prepared.site, prepared.method, listener)
             most = half_of_memory(prepared.problem.device) if memory is None else memory * 2**30
-            states = States(folder, most)
-            return kind(prepared.site, prepared.method, listener, states, prepared.at_once)
+            kept = States(folder, most)
+            return kind(prepared.site, prepared.method, listener, kept, prepared.at_once)
         from coterie.engines.flower.apps import simulated
         from coterie.engines.flower.engine import gathered
 
