@@ -460,7 +460,7 @@ def test_the_same_simulation_is_used_again_and_another_ends_it(
         return simulation._Simulation(about, Nodes(), lambda: ended.append(about))  # type: ignore[arg-type]
 
     monkeypatch.setattr(simulation, "_simulation", start)
-    monkeypatch.setattr(simulation, "_going_on", [])
+    monkeypatch.setattr(simulation, "_going_on", {})
     one = simulated(3, 1, on_device)
     assert simulated(3, 1, on_device) is one
     assert ended == []

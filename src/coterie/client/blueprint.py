@@ -127,19 +127,11 @@ class Blueprint:
         """Return one role's initial values, (d,); `start` 1, 2, ... for others of the same
         distribution. Of a pool it is one expert with running statistics, else in no vector.
         """
-        seed = (
-            initial_seed(self.seed, role, "")
-            if start == 0
-            else derive_seed(self.seed, "start", start)
-        )
+        first = initial_seed(self.seed, role, "")
         model = self.trainable(next(iter(self.layouts.values())))
-        initial = model.initial(role, seed)
-        return torch.cat(
-            [
-                initial[name].flatten()
-                for name in (initial if role is EXPERT else model.parameters_by_role()[role])
-            ]
-        )
+        initial = model.initial(role, derive_seed(self.seed, "start", start) if start else first)
+        names = initial if role is EXPERT else model.parameters_by_role()[role]
+        return torch.cat([initial[name].flatten() for name in names])
 
     @property
     def ranks(self) -> dict[ClientId, list[int]]:

@@ -130,13 +130,16 @@ class Site:
     _parts: "dict[str, Site]" = field(default_factory=dict)  # see `part`
     _known: dict[Layout, tuple[dict[str, Role], dict[Role, int]]] = field(default_factory=dict)
 
+    def built(self, layout: Layout) -> Model:
+        """Return the model that clients of this layout take turns in."""
+        if layout not in self.models:
+            self.models[layout] = self.build(layout)
+        return self.models[layout]
+
     def model(self, id: ClientId) -> Model:
-        """Return the model that clients of this layout take turns in; of parts, the first's."""
-        layouts = self.layouts[id].models
-        for layout in layouts:
-            if layout not in self.models:
-                self.models[layout] = self.build(layout)
-        return self.models[layouts[0]]
+        """Return a client's model; of parts, the first's."""
+        first, *_ = [self.built(layout) for layout in self.layouts[id].models]
+        return first
 
     def part(self, name: str) -> "Site":
         """Return the place of one part of a method that trains several models of each client."""
@@ -146,13 +149,9 @@ class Site:
 
     def twin(self) -> "Site":
         """Return a copy for another thread, with its own models on the base's weights."""
-
-        def copied(layout: Layout) -> Model:
-            if layout not in self.models:
-                self.models[layout] = self.build(layout)
-            return deepcopy(self.models[layout])
-
-        return replace(self, build=copied, models={}, _parts={}, _known={})
+        return replace(
+            self, build=lambda of: deepcopy(self.built(of)), models={}, _parts={}, _known={}
+        )
 
     def client(self, id: ClientId, state: State, **task: Any) -> Client:
         """Return the client `id` with its state, and the settings of a task."""

@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -28,13 +27,8 @@ _AUTOCAST = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "maia", "xla", "private
 _NUMPY = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
 
 
-@dataclass
-class _Setting:
-    """A setting of the whole process, with the value under which coterie computes."""
-
-    read: Callable[[], Any]
-    write: Callable[[Any], object]
-    own: Any
+# reads and writes a setting of the whole process, and the value under which coterie computes
+_Setting = tuple[Callable[[], Any], Callable[[Any], object], Any]
 
 
 def _precision(backend: str, operation: str) -> _Setting:
@@ -48,56 +42,51 @@ def _precision(backend: str, operation: str) -> _Setting:
     def write(value: str) -> None:
         torch._C._set_fp32_precision_setter(backend, operation, value)
 
-    return _Setting(read, write, "ieee")
+    return read, write, "ieee"
 
 
-_SETTINGS = (
-    _Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
-    _Setting(
+_SETTINGS: tuple[_Setting, ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda value: torch.set_anomaly_enabled(*value),
         (False, True),
     ),
-    _Setting(torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
-    _Setting(flash_sdp_enabled, enable_flash_sdp, True),
-    _Setting(math_sdp_enabled, enable_math_sdp, True),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, True),
+    (flash_sdp_enabled, enable_flash_sdp, True),
+    (math_sdp_enabled, enable_math_sdp, True),
     *(_precision(*of) for of in (("cuda", "matmul"), ("mkldnn", "matmul"), ("mkldnn", "conv"))),
 )
 
 
-@dataclass
-class _Process:
-    """The settings of the process before the first of the blocks that are open, in any thread."""
-
-    open: int = 0
-    before: list[Any] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+_lock = threading.Lock()
+_before: list[list[Any]] = []  # of each block that is open in any thread, the settings before it
 
 
-_process = _Process()
+def _read() -> list[Any]:
+    return [read() for read, *_ in _SETTINGS]
 
 
 def _write(values: list[Any]) -> None:
-    for setting, value in zip(_SETTINGS, values, strict=True):
-        if setting.read() != value:
-            setting.write(value)
+    for (read, write, _), value in zip(_SETTINGS, values, strict=True):
+        if read() != value:
+            write(value)
 
 
 @contextmanager
 def _of_process() -> Iterator[None]:
     """Compute under coterie's settings while any thread is in such a block."""
-    with _process.lock:
-        _process.open += 1
-        if _process.open == 1:
-            _process.before = [setting.read() for setting in _SETTINGS]
-            _write([setting.own for setting in _SETTINGS])
+    with _lock:
+        _before.append(_read())
+        if len(_before) == 1:
+            _write([value for *_, value in _SETTINGS])
     try:
         yield
     finally:
-        with _process.lock:
-            _process.open -= 1
-            if not _process.open:
-                _write(_process.before)
+        with _lock:
+            before = _before.pop()
+            if not _before:
+                _write(before)
 
 
 def _function_modes() -> list[Any]:
@@ -162,7 +151,7 @@ def isolated() -> Iterator[None]:
 @contextmanager
 def unchanged() -> Iterator[None]:
     """Undo what foreign code, such as a callback, changes of the settings."""
-    before = [setting.read() for setting in _SETTINGS]
+    before = _read()
     try:
         with _of_thread():
             yield

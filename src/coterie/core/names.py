@@ -9,7 +9,7 @@ ignore case. So names are percent-encoded (RFC 3986, section 2.1), all but plain
 import unicodedata
 from collections.abc import Iterable, Iterator
 from hashlib import sha256
-from urllib.parse import unquote_to_bytes
+from urllib.parse import quote, unquote_to_bytes
 
 LONGEST = 100  # characters of a name
 # bytes of an encoded name: with what is put behind it (`.safetensors.new`), any file system takes
@@ -28,7 +28,6 @@ _JOINERS = "\u200c\u200d"  # which the spelling of some languages needs
 # names would look the same
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}
 _INVISIBLE |= {*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
-_PLAIN = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789._-")
 # of Windows, whatever their ending
 _DEVICES = {
     "con",
@@ -141,7 +140,10 @@ def encoded(name: str) -> str:
     reserved = name.partition(".")[0].rstrip(" ").lower() in _DEVICES
     escaped = {0} if name[0] == "." or reserved else set[int]()
     escaped |= {len(name) - 1} if name[-1] == "." else set()
-    parts = [c if c in _PLAIN and k not in escaped else _percent(c) for k, c in enumerate(name)]
+    parts = [
+        f"%{ord(c):02X}" if k in escaped or c == _CUT else quote(c, "", errors="surrogatepass")
+        for k, c in enumerate(name)
+    ]
     if sum(map(len, parts)) <= LONGEST_FILE:
         return "".join(parts)
     beginning = ""
@@ -149,15 +151,8 @@ def encoded(name: str) -> str:
         if len(beginning) + len(part) > LONGEST_FILE - _DIGEST - len(_CUT):
             break
         beginning += part
-    return f"{beginning}{_CUT}{sha256(_bytes(name)).hexdigest()[:_DIGEST]}"
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _percent(character: str) -> str:
-    return "".join(f"%{byte:02X}" for byte in _bytes(character))
+    digest = sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"{beginning}{_CUT}{digest[:_DIGEST]}"
 
 
 def is_cut(file: str) -> bool:

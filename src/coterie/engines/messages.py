@@ -47,11 +47,8 @@ Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 def _is_matrix(value: Metric) -> bool:
     """Return whether a measurement is a list of equally long, nonempty lists."""
-    lengths = (
-        {len(row) if isinstance(row, list) else 0 for row in value}
-        if isinstance(value, list)
-        else set()
-    )
+    rows = value if isinstance(value, list) else []
+    lengths = {len(row) if isinstance(row, list) else 0 for row in rows}
     return len(lengths) == 1 and lengths != {0}
 
 
@@ -127,20 +124,13 @@ class Reply(BaseMessage):
             raise ValueError(f"{min(taken)} cannot be the name of a measurement")
         if not isinstance(metrics.get("tokens", 0), int):
             raise ValueError("tokens must be a whole number")
-        if odd := [name for name in metrics if not _MEASURED.fullmatch(name)]:
-            raise ValueError(f"{odd[0]!r} is not a valid name of a measurement")
-        if ragged := [
-            name
-            for name, value in metrics.items()
-            if name.startswith("router/") and not _is_matrix(value)
-        ]:
-            raise ValueError(f"{ragged[0]} must have the same number of weights for each block")
-        if lists := [
-            name
-            for name, value in metrics.items()
-            if name.startswith("loss/") and isinstance(value, list)
-        ]:
-            raise ValueError(f"{lists[0]} must be one number")
+        for name, value in metrics.items():
+            if not _MEASURED.fullmatch(name):
+                raise ValueError(f"{name!r} is not a valid name of a measurement")
+            if name.startswith("router/") and not _is_matrix(value):
+                raise ValueError(f"{name} must have the same number of weights for each block")
+            if name.startswith("loss/") and isinstance(value, list):
+                raise ValueError(f"{name} must be one number")
         return metrics
 
 

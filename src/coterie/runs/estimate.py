@@ -212,11 +212,9 @@ class Speed:
             return
         counted, patched = Counted(*pace), list[tuple[Any, str]]()
         for layout in dict.fromkeys(each for of in site.layouts.values() for each in of.models):
-            if layout not in site.models:
-                site.models[layout] = site.build(layout)
             if layout not in self.flops:
                 self.flops[layout] = problem.flops(layout, True)
-            model = site.models[layout]
+            model = site.built(layout)
             for name, stands_in in counted.model(self.flops[layout]).items():
                 setattr(model, name, stands_in)
                 patched.append((model, name))

@@ -118,16 +118,8 @@ def server_app(main: Main) -> ServerApp:
 ANSWER_S = 10.0  # seconds for a Ray cluster to answer
 
 
-@dataclass(frozen=True)
-class _Simulation:
-    """A simulation in a separate thread."""
-
-    about: tuple[int, int, Handle, int]
-    grid: Grid
-    stop: Callable[[], None]
-
-
-_going_on: list[_Simulation] = []  # at most one: Ray is started once in a process
+# grid and end of a simulation by its arguments; at most one: Ray is started once in a process
+_going_on: dict[tuple[int, int, Handle, int], tuple[Grid, Callable[[], None]]] = {}
 
 
 def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0) -> Grid:
@@ -137,15 +129,18 @@ def simulated(clients: int, threads: int, handle: Handle, accelerators: int = 0)
     ClientError.
     """
     about = (clients, threads, handle, accelerators)
-    if _going_on and _going_on[0].about != about:
-        _going_on.pop().stop()
-    if not _going_on:
-        _going_on.append(_simulation(*about))
-    return _going_on[0].grid
+    if about not in _going_on:
+        for _, stop in _going_on.values():
+            stop()
+        _going_on.clear()
+        _going_on[about] = _simulation(*about)
+    return _going_on[about][0]
 
 
-def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -> _Simulation:
-    """Start a simulation. Raises ClientError."""
+def _simulation(
+    clients: int, threads: int, handle: Handle, accelerators: int
+) -> tuple[Grid, Callable[[], None]]:
+    """Start a simulation in a separate thread. Raises ClientError."""
     for name, value in {
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
@@ -192,7 +187,7 @@ def _simulation(clients: int, threads: int, handle: Handle, accelerators: int) -
     if isinstance(grid_or_error, BaseException):
         problem = f"Flower's simulation could not be started: {grid_or_error}"
         raise ClientError(problem, f"Is the extra complete? {extra('simulation')}")
-    return _Simulation((clients, threads, handle, accelerators), grid_or_error, stop)
+    return grid_or_error, stop
 
 
 def _connect(threads: int, accelerators: int) -> None:
@@ -274,24 +269,12 @@ class LocalGrid(Grid):
         self.nodes[id] = node
         return id
 
-    @property
-    def run(self) -> Any:
-        """Refuse: the engine never asks."""
+    def _refused(self, *_: Any, **__: Any) -> Any:
+        """Refuse what the engine never asks: it watches while it waits."""
         raise NotImplementedError
 
-    def set_run(self, run: Any) -> None:
-        """Refuse: the engine never asks."""
-        raise NotImplementedError
-
-    def create_message(self, *arguments: Any, **named: Any) -> Message:
-        """Refuse: Flower has deprecated it."""
-        raise NotImplementedError
-
-    def send_and_receive(
-        self, messages: Iterable[Message], *, timeout: float | None = None
-    ) -> Iterable[Message]:
-        """Refuse: the engine watches while it waits, which this does not allow."""
-        raise NotImplementedError
+    run = property(_refused)
+    set_run = create_message = send_and_receive = _refused
 
     def get_node_ids(self) -> Iterable[int]:
         """Return the ids of the nodes that can be reached."""

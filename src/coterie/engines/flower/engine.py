@@ -2,7 +2,6 @@
 that spoils masked sums is searched for by halves, from one exchange to the next.
 """
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from flwr.serverapp import Grid
 
 from coterie.aggregation import secure
 from coterie.core.errors import CheckpointError, ClientError, TensorError
-from coterie.core.files import write_atomically
+from coterie.core.files import write_json
 from coterie.core.foreign import json_of, read_bytes
 from coterie.core.printing import printable
 from coterie.core.protocol import Ask, ClientId, Replies, State, trains
@@ -184,14 +183,12 @@ class Flower(Engine):
             nodes[i]: self._request("task", ask.name, i, round, phase, masked=True) for i in clients
         }
         bodies = bodies_of(ask, clients, nodes)
-        total = summed(
-            lambda messages: self._transport.collected(
-                self._transport.post(messages, self.deadline), self.deadline
-            ),
-            requests,
-            bodies,
-            size,
-        )
+
+        def carry(messages: Mapping[int, Message]) -> dict[int, Message]:
+            sent = self._transport.post(messages, self.deadline)
+            return self._transport.collected(sent, self.deadline)
+
+        total = summed(carry, requests, bodies, size)
         if spoilt := [i for i in clients if nodes[i] in total.spoilt]:
             self._suspects.learn(spoilt)
         self.spoilt = bool(spoilt and self._suspects.left_out(sorted(self.present())))
@@ -219,9 +216,7 @@ class Flower(Engine):
         if self.journal is not None:
             run, begun = self._journal()
             known = [then for then in begun if run == self.run and then >= self.kept(round)]
-            write_atomically(
-                self.journal, json.dumps({"run": self.run, "begun": [*known, round]}).encode()
-            )
+            write_json(self.journal, {"run": self.run, "begun": [*known, round]})
 
     def _journal(self) -> tuple[str, list[int]]:
         """Return the journal's run and rounds of exchanges. Raises CheckpointError."""
@@ -245,11 +240,8 @@ class Flower(Engine):
     def _count(self, round: int, phase: int, task: str) -> None:
         """Count the exchanges of a round; a repeated request keeps its number."""
         if self._asked_last != (round, phase, task):
-            self._number = (
-                self._number + 1
-                if self._asked_last is not None and self._asked_last[0] == round
-                else 0
-            )
+            goes_on = self._asked_last is not None and self._asked_last[0] == round
+            self._number = self._number + 1 if goes_on else 0
             self._asked_last = (round, phase, task)
 
     def _believed(

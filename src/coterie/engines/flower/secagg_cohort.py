@@ -80,10 +80,8 @@ def _is_list(value: Any, kind: type) -> bool:
 
 def check_lengths(values: Sequence[bytes], expected: Sequence[int]) -> None:
     """Raise TensorError unless the values have the expected lengths."""
-    if [len(value) for value in values] != list(expected):
-        problem = (
-            f"values of {[len(value) for value in values[:5]]} bytes, expected {list(expected[:5])}"
-        )
+    if (lengths := list(map(len, values))) != list(expected):
+        problem = f"values of {lengths[:5]} bytes, expected {list(expected[:5])}"
         raise TensorError(problem, FOREIGN)
 
 
@@ -316,8 +314,7 @@ class Participants:
                 left = self.left if stage == Stage.UNMASK else self.problems
                 left[node] = error.problem
             except CoterieError as error:
-                sentences = filter(None, (error.problem, error.remedy))
-                self.problems[node] = "\n  ".join(sentences)
+                self.problems[node] = str(error)
             except Exception as error:  # whatever a foreign node managed to send
                 problem = f"unreadable: {type(error).__name__}: {error}"[:2000]
                 self.problems[node] = problem

@@ -136,11 +136,6 @@ def share_key(
     return *share_secret(secret, start, threshold, clients, _context(cohort, node, point)), point
 
 
-def private_key(secret: int) -> ec.EllipticCurvePrivateKey:
-    """Return the private key that was dealt."""
-    return ec.derive_private_key(secret, ec.SECP384R1())
-
-
 def _context(cohort: bytes, node: int, point: bytes = b"") -> bytes:
     return cohort + node.to_bytes(8) + point
 
@@ -227,11 +222,8 @@ def _share(source: int, target: int, b_share: bytes, key_share: bytes) -> bytes:
 def share_read(share: bytes) -> tuple[int, int, bytes, bytes]:
     """Return the inverse of `_share`. Raises TensorError: the other exchange or cohort differs."""
     if share[:DIGEST] != _bound.get().cohort:
-        problem = (
-            "secure aggregation: another client was sent a different cohort or exchange from this"
-        )
         raise TensorError(
-            problem,
+            "secure aggregation: another client was sent a different cohort or exchange from this",
             "A server that tells clients different things could see a single client's update; "
             "nothing was sent.",
         )

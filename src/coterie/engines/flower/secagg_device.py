@@ -70,12 +70,8 @@ def masked(handle: Handle, message: Message, context: Context) -> Message:
         _complete(reply, context, stage, bound)
     except Exception as error:
         _forget(context)
-        problem = (
-            f"{error.problem}\n  {error.remedy}"
-            if isinstance(error, CoterieError)
-            else f"{type(error).__name__}: {error}"
-        )
-        return Message(Error(_RAISED, problem[:20000]), reply_to=message)
+        kind = "" if isinstance(error, CoterieError) else f"{type(error).__name__}: "
+        return Message(Error(_RAISED, f"{kind}{error}"[:20000]), reply_to=message)
     if stage == Stage.UNMASK:
         _forget(context)
     return reply
@@ -196,13 +192,10 @@ def _admitted(message: Message, context: Context) -> str:
         raise TensorError(problem, "It did not come from coterie.")
     settings = {key: value for key, value in configs.items() if key != Key.STAGE}
     if stage == Stage.SETUP:
-        clients = settings.get(Key.SAMPLE_NUMBER)
+        clients, expected = settings.get(Key.SAMPLE_NUMBER), f"at least {FEWEST} clients"
+        if isinstance(clients, int) and clients >= FEWEST:
+            expected = f"{common.terms(clients)}"
         if not isinstance(clients, int) or clients < FEWEST or settings != common.terms(clients):
-            expected = (
-                f"at least {FEWEST} clients"
-                if not isinstance(clients, int) or clients < FEWEST
-                else f"{common.terms(clients)}"
-            )
             raise TensorError(f"secure aggregation with settings {settings}, expected {expected}")
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _refuse_twice(settings.get(Key.SOURCE_LIST), "sources")

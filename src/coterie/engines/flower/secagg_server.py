@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any, cast
 
 import numpy as np
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import ConfigRecord, RecordDict
 from flwr.common import FitIns, Parameters
 from flwr.common.secure_aggregation.crypto.symmetric_encryption import generate_shared_key
@@ -87,11 +88,8 @@ def summed(
 
 
 def _why(problems: Mapping[int, str]) -> str:
-    if problems:
-        return "the others: " + "; ".join(
-            dict.fromkeys(problem.splitlines()[0] for problem in problems.values())
-        )
-    return "no reason"
+    reasons = dict.fromkeys(problem.splitlines()[0] for problem in problems.values())
+    return f"the others: {'; '.join(reasons)}" if reasons else "no reason"
 
 
 @dataclass
@@ -166,7 +164,7 @@ class _Exchange:
             # A client that did not send leaves its pairwise masks in the others' updates; the
             # sign of a pair's mask follows the order of the two nodes, as Flower adds it.
             for node in dealers - active:
-                private = common.private_key(combined(shares[node]))
+                private = ec.derive_private_key(combined(shares[node]), ec.SECP384R1())
                 for other in active:
                     public = bytes_to_public_key(self.cohort.keys[other][0])
                     mask = self._mask(generate_shared_key(private, public))
