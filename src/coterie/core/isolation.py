@@ -2,11 +2,12 @@
 same with gradients switched off, under another default dtype or device, and within autocast.
 """
 
+import os
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from typing import Any
 
 import numpy as np
@@ -150,10 +151,10 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Undo what foreign code, such as a callback, changes of the settings."""
+    """Undo what foreign code, such as a callback, changes of settings and the current folder."""
     before = _read()
     try:
-        with _of_thread():
+        with _of_thread(), chdir(os.curdir):
             yield
     finally:
         _write(before)

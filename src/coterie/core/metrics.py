@@ -64,25 +64,16 @@ def check_scores(score: Mapping[str, Tensor]) -> None:
     for split in score.keys() & {"valid", "test"}:
         nll, predictions, *right = score[split].tolist()
         counted = all(float(value).is_integer() for value in (predictions, *right))
-        if not (
-            counted
-            and 1 <= predictions <= MOST
-            and nll >= -1e-3 * predictions
-            and all(0 <= r <= predictions for r in right)
-        ):
+        fits = 1 <= predictions <= MOST and all(0 <= r <= predictions for r in right)
+        if not (counted and fits and nll >= -1e-3 * predictions):
             raise TensorError(
                 f"{split} {score[split].tolist()} cannot be sums of losses, predictions and "
                 f"correct predictions"
             )
     if "choices" in score:
         given, right = score["choices"]
-        whole = bool((score["choices"] == score["choices"].floor()).all())
-        if not (
-            whole
-            and bool((right >= 0).all())
-            and bool((right <= given).all())
-            and 1 <= float(given.sum()) <= MOST
-        ):
+        counts = (score["choices"] == score["choices"].floor()) & (right >= 0) & (right <= given)
+        if not (bool(counts.all()) and 1 <= float(given.sum()) <= MOST):
             problem = "choices must be counts of samples and of correctly classified samples"
             raise TensorError(problem)
 

@@ -23,7 +23,7 @@ _TAKEN = {
     CENTRALIZED: "the union of all clients' data",
     "__metadata__": "what safetensors files say of themselves",
 }
-_JOINERS = "\u200c\u200d"  # which the spelling of some languages needs
+JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and only join letters
 # Letters and marks that show nothing (Default_Ignorable_Code_Point of Unicode 16), so that two
 # names would look the same
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}
@@ -82,7 +82,7 @@ def _begins(character: str) -> bool:
 def _allowed(name: str, place: int) -> bool:
     """Return whether the character at a place may stand there."""
     character = name[place]
-    if character in _JOINERS:
+    if character in JOINERS:
         return _joins(name[place - 1 : place], name[place + 1 : place + 2])
     category = unicodedata.category(character)
     return character in SIGNS or (
@@ -113,12 +113,12 @@ def nearest(text: str) -> str:
     name = normal(" ".join(text.split()))
     kept = "".join(c if _allowed(name, place) else "-" for place, c in enumerate(name))
     start = next((place for place, c in enumerate(kept) if _begins(c)), len(kept))
-    return kept[start : start + LONGEST].rstrip(f" {_JOINERS}")
+    return kept[start : start + LONGEST].rstrip(f" {JOINERS}")
 
 
 def folded(name: str) -> str:
     """Return a key that is equal for names that differ only in case or joiners."""
-    return normal("".join(c for c in normal(name).casefold() if c not in _JOINERS))
+    return normal("".join(c for c in normal(name).casefold() if c not in JOINERS))
 
 
 def alike(names: Iterable[str]) -> list[tuple[str, str]]:

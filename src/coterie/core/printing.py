@@ -3,8 +3,8 @@
 import re
 import unicodedata
 
-# which the spelling of some languages needs, and do no more than join letters
-_JOINERS = "\u200c\u200d"
+from coterie.core.names import JOINERS
+
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # categories of characters that show nothing
 _BREAK = re.compile(r"(?<![ \t])[ \t]*(?:\r?\n[ \t]*)+")  # linear: of many spaces, too
 
@@ -17,7 +17,7 @@ def printable(text: str, lines: bool = False) -> str:
     """
     if not lines:
         text = _BREAK.sub(" ↵ ", text)
-    kept = _JOINERS + "\n\t" * lines
+    kept = JOINERS + "\n\t" * lines
     return "".join(
         c
         if c in kept or unicodedata.category(c) not in _HIDDEN

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -25,7 +25,6 @@ from coterie.models.windows import shortened
 from coterie.runs.device.device import Device
 from coterie.runs.folder.checkpoints import KEPT
 from coterie.runs.problems.language import Language
-from coterie.runs.problems.loading import anchored, load
 from coterie.runs.problems.members import check_member, prepare_remote
 from coterie.runs.problems.prepare import Prepared, prepare, share_data
 from coterie.runs.problems.problem import LearningProblem
@@ -49,8 +48,6 @@ class LocalBackend:
     """All clients in this process, or in Flower's simulation, which may span several machines."""
 
     carrier: str | None = None  # the engine's name; None for the recipe's
-    # where relative paths of recipes begin, since callbacks may change the current folder
-    begun_in: Path = field(default_factory=Path.cwd)
     # whether clients are on machines of their own: what they must not know is drawn from a secret
     devices: ClassVar[bool] = False
 
@@ -58,8 +55,6 @@ class LocalBackend:
         """Check all that can be checked in advance, see `prepare.prepare`. Raises Refused."""
         if self._carrier(recipe) == "flower":
             from coterie.engines.flower import engine  # noqa: F401 - refused at once where it is not installed
-        if loaded is None and Path.cwd() != self.begun_in:
-            loaded = load(anchored(recipe, self.begun_in))
         return prepare(recipe, loaded)
 
     def engine(self, prepared: Prepared, folder: Path, listener: Listener) -> Engine:

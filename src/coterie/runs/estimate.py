@@ -95,7 +95,9 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     every, share = recipe.evaluate_every, _share(prepared, recipe.evaluate_rows)
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
-    seconds += (evaluations * share + _curve(prepared)) * scoring
+    points = 1 + math.ceil(method.rounds / recipe.curve_every) if recipe.curve_every else 0
+    curve = points * _share(prepared, CURVE_ROWS, ("test",))  # in evaluations
+    seconds += (evaluations * share + curve) * scoring
     # of the kept models; or once more, synchronised, of the test sets alone
     end = _share(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
     once = scoring * end / prepared.at_once + (recipe.words or 0) * word(prepared)
@@ -123,16 +125,6 @@ def word(prepared: Prepared) -> float:
     layouts = [prepared.site.layouts[i] for i in prepared.clients]
     of_models = (prepared.problem.flops(layout, True) for layout in layouts[0].models)
     return len(layouts) * sum(WORD_S + OPERATION_S * flops for flops in of_models)
-
-
-def _curve(prepared: Prepared) -> float:
-    """Return the cost of the points of the curves, in evaluations."""
-    recipe = prepared.recipe
-    if recipe.curve_every is None:
-        return 0.0
-    return _share(prepared, CURVE_ROWS, ("test",)) * (
-        1 + math.ceil(prepared.method.rounds / recipe.curve_every)
-    )
 
 
 def work(prepared: Prepared) -> float:

@@ -21,7 +21,7 @@ from coterie.methods import Method
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
-from coterie.runs.folder.metrics import MetricsFile, Observations, check_metrics
+from coterie.runs.folder.metrics import MetricsFile, Observations
 from coterie.runs.folder.names import AUDIT, CANARIES, RECIPE
 from coterie.runs.privacy import PrivacySpending
 from coterie.runs.problems.members import joined
@@ -61,7 +61,7 @@ class Execution:
         self._score_texts = score_texts
         self.reporter = reporter or Callback()
         backend = backend or LocalBackend()
-        recipe = prepared.recipe
+        self.recipe = recipe = prepared.recipe
         self.state = RunState(prepared)
         self.spending: PrivacySpending | None = None
         if recipe.privacy is not None:
@@ -80,11 +80,6 @@ class Execution:
             None if recipe.audit is None else Observations(folder / AUDIT, recipe.audit.exchanges)
         )
         self.skipped = range(0)  # rounds that were lost when the run was resumed
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe of the run."""
-        return self.state.recipe
 
     # The loop
 
@@ -138,8 +133,14 @@ class Execution:
                 state.server = drive(exchanges, self._exchange)
             for text in remarks:
                 self.requests.noted("the server", f"round {state.round + 1}: {text}")
-        except SpoiltSum:
-            self._drop_round()
+        except SpoiltSum:  # the server's state is as it was
+            if self.spending is not None:
+                self.spending.count_discarded()
+            self.requests.noted(
+                "the server",
+                f"round {state.round + 1} is dropped: one client spoilt the sum of the updates; "
+                f"until it is found, half of the suspects are left out in turn",
+            )
         for i in sorted(self.requests.answered):
             state.progress["took_part"][i] = state.progress["took_part"].get(i, 0) + 1
         if state.round + 1 == method.rounds:
@@ -207,16 +208,6 @@ class Execution:
             return active
         here = tuple(i for i in active if i in reachable)
         return here if len(here) >= min(self.recipe.quorum.min_clients, len(active)) else active
-
-    def _drop_round(self) -> None:
-        """Restore the server's state before a round whose sum was spoilt by a client."""
-        if self.spending is not None:
-            self.spending.count_discarded()
-        self.requests.noted(
-            "the server",
-            f"round {self.state.round + 1} is dropped: one client spoilt the sum of the updates; "
-            f"until it is found, half of the suspects are left out in turn",
-        )
 
     def _due(self, every: int | None) -> bool:
         """Whether an action of every `every` rounds, and after the last one, is due."""
@@ -359,8 +350,3 @@ class Execution:
             if self.engine.distant
             else "Restore the data that the run began with, or choose another --out.",
         )
-
-    def check_metrics(self) -> None:
-        """Refuse to continue from a checkpoint whose metrics are lost. Raises CheckpointError."""
-        progress = self.state.progress
-        check_metrics(self.folder, progress["position"], progress.get("metrics"))

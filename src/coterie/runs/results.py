@@ -2,6 +2,7 @@
 
 import json
 import platform
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -46,16 +47,14 @@ class ResultWriter:
     def result(self, seconds: float) -> Result:
         """Return the result of the run, which took `seconds`."""
         state, progress = self.state, self.state.progress
-        recipe, prepared, last = state.recipe, state.prepared, state.evaluations[-1]
-        metric = prepared.problem.metric.about
+        recipe, problem, last = state.recipe, state.prepared.problem, state.evaluations[-1]
+        metric, costs = problem.metric.about, self._costs()
         tests = [evaluation.test for evaluation in state.evaluations]
-        clients = self._clients(last)
+        clients = self._clients(last, costs)
         first = headline(clients, last.groups).values()
         everyone = len(state.groups or state.clients)
         drawn_of = everyone if len(state.scored) < everyone else None
         best = self.scorer.keeps_best
-        # of the clients that train, where not all of them are scored
-        costs = self._costs() if state.groups or drawn_of else None
         return Result(
             method=recipe.method["name"],
             recipe=recipe.name,
@@ -69,13 +68,13 @@ class ResultWriter:
             best_of_last_ten=metrics.best(tests[-10:], metric),
             best_by_valid=self._best_by_valid(),
             clients=clients,
-            training=costs and {i: costs[i] for i in state.clients},
+            training={i: costs[i] for i in state.clients} if state.groups or drawn_of else None,
             drawn_of=drawn_of,
             groups=last.groups,
             labels={i: list(classes) for i, classes in state.federation.labels.items()} or None,
             label_counts=self._label_counts(),
             anchors=list(state.federation.anchors) or None,
-            once_bytes=prepared.problem.once_bytes,
+            once_bytes=problem.once_bytes,
             clusters=state.federation.clusters,
             weights_error=self._weights_error(last),
             evaluations=tuple(state.evaluations),
@@ -88,10 +87,17 @@ class ResultWriter:
             part_of=progress.get("part_of"),
             peak_memory_bytes=devices.peak_memory(),
             versions=Versions(__version__, torch.__version__, platform.python_version()),
-            machine=self._machine(),
+            machine=Machine(
+                # on a server whose clients are on devices the model has no memory
+                device="elsewhere" if problem.device.type == "meta" else str(problem.device),
+                dtype=str(problem.dtype).removeprefix("torch."),
+                threads=torch.get_num_threads(),
+            ),
         )
 
-    def _clients(self, last: Evaluation) -> dict[ClientId, ClientResult]:
+    def _clients(
+        self, last: Evaluation, costs: Mapping[ClientId, Costs]
+    ) -> dict[ClientId, ClientResult]:
         """Return each client's figures, of its last model or of the one that it kept."""
         figures: dict[ClientId, tuple[Scores, float | None, int | None]]
         if self.scorer.keeps_best:
@@ -100,14 +106,13 @@ class ResultWriter:
         else:
             synced = self.scorer.synced()
             figures = {i: (of, synced.get(i), None) for i, of in last.clients.items()}
-        costs, groups = self._costs(), self.state.groups
         return {
             i: ClientResult(
                 **vars(scores),
                 test_synced=test_synced,
                 kept_round=round,
                 **vars(costs[i]),
-                group=groups.get(i),
+                group=self.state.groups.get(i),
             )
             for i, (scores, test_synced, round) in figures.items()
             if i in costs  # one that was scored before a resumption may be missing now
@@ -118,15 +123,6 @@ class ResultWriter:
         valid = metrics.best((v for v, _ in scored), self.state.prepared.problem.metric.about)
         best = next(evaluation for value, evaluation in scored if value == valid)
         return BestByValid(best.round, valid, best.test)
-
-    def _machine(self) -> Machine:
-        problem = self.state.prepared.problem
-        return Machine(
-            # on a server whose clients are on devices the model has no memory
-            device="elsewhere" if problem.device.type == "meta" else str(problem.device),
-            dtype=str(problem.dtype).removeprefix("torch."),
-            threads=torch.get_num_threads(),
-        )
 
     def _label_counts(self) -> dict[ClientId, list[int]] | None:
         """Return clients' examples per class (unseen: of tests); None if nobody is unseen."""

@@ -29,6 +29,7 @@ from coterie.runs.execution import Execution, ScoreTexts
 from coterie.runs.folder.candidates import adopt, folder_of, same_recipe
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
 from coterie.runs.folder.lock import alone, check_apart
+from coterie.runs.folder.metrics import check_metrics
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
@@ -138,7 +139,7 @@ def execute_all(
         try:
             prepared = data.prepared(recipe, backend)
         except RecipeError as error:
-            _report_unfit(unfit, folder, error)
+            (unfit or _raised)(folder, error)
             refused.add(folder)
             continue
         first = first or [prepared]
@@ -175,7 +176,7 @@ def execute_all(
                 try:
                     results[folder] = _executed(execution, changed)
                 except Divergence as error:
-                    _report_unfit(unfit, folder, error)
+                    (unfit or _raised)(folder, error)
                 del prepared, execution
                 if ended is not None:
                     ended(folder)
@@ -192,20 +193,15 @@ def _announce(
     reporter.expects(expected)
 
 
-def _report_unfit(
-    unfit: Callable[[Path, CoterieError], object] | None, folder: Path, error: CoterieError
-) -> None:
-    """Report a row without a result, or raise the error if there is no callback."""
-    if unfit is None:
-        raise error
-    unfit(folder, error)
-
-
 def _check_free(rows: Sequence[tuple[Recipe, Path]]) -> None:
     """Refuse folders that are not writable or are in use, see `alone`."""
     for _, folder in rows:
         with alone(folder):
             pass
+
+
+def _raised(folder: Path, error: CoterieError) -> None:
+    raise error
 
 
 def check_beside_data(recipe: Recipe, folder: Path) -> None:
@@ -239,7 +235,8 @@ def _executed(execution: Execution, changed: bool) -> Result:
         kept.accept(inputs)
     elif kept.begun():
         kept.check(inputs)
-        execution.check_metrics()
+        progress = execution.state.progress
+        check_metrics(folder, progress["position"], progress.get("metrics"))
     else:
         kept.begin(inputs)
     if not execution.recipe.samples:

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from coterie.core.metrics import better, deviation, mean, prediction
@@ -50,6 +50,8 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
     costs = [c for r in results for c in (r.training or r.clients).values()]
     rounds = max(first.rounds, 1)
     spread = {i: deviation(values) for i, values in of_clients.items()}
+    headline = [client for r in results for client in r.headline.values()]
+    words = _means(vars(client.words) for client in headline if client.words)
     absentees = [None if (i := r.never_took_part) is None else len(i) for r in results]
     return Row(
         method=name,
@@ -65,8 +67,8 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         best_of_last_ten=_average([r.best_of_last_ten for r in results]),
         gate_accuracy=_average([r.gate_accuracy for r in results]),
         loss=_average([r.mean_loss for r in results]),
-        words=_words(results),
-        answers=_answers(results),
+        words=WordScores(**words) if words else None,
+        answers=_means(client.answers for client in headline) or None,
         predictions=_predictions(first),
         between_clients=mean(map(between, results)),
         improved=improved(results, alone) if alone else None,
@@ -84,28 +86,17 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         peak_memory_bytes=_known([r.peak_memory_bytes for r in results]),
         wall_s=mean(r.wall_s for r in results),
         part_of=first.part_of,
-        lost=_lost(results),
+        lost=dict(sorted(sum((Counter(r.lost) for r in results), Counter[str]()).items())),
         never_took_part=_known(absentees),
         privacy=first.privacy,
         drawn_of=first.drawn_of,
     )
 
 
-def _answers(results: Sequence[Result]) -> dict[str, float] | None:
-    """Return the means of the shares of answers that pass each check, over clients and seeds."""
-    scored = (client.answers for result in results for client in result.headline.values())
-    known = [answers for answers in scored if answers]
-    return {name: mean(answers[name] for answers in known) for name in known[0]} if known else None
-
-
-def _words(results: Sequence[Result]) -> WordScores | None:
-    """Return the means of all clients' word scores, with the words of each client."""
-    scored = (client.words for result in results for client in result.headline.values())
-    known = [words for words in scored if words is not None]
-    if not known:
-        return None
-    names = vars(known[0])
-    return WordScores(**{name: mean(vars(words)[name] for words in known) for name in names})
+def _means(scores: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
+    """Return the means by name over the clients and seeds that have any; {} without."""
+    known = [each for each in scores if each]
+    return {name: mean(each[name] for each in known) for name in known[0]} if known else {}
 
 
 def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
@@ -116,14 +107,6 @@ def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
             if client_result.kept_round is not None:
                 rounds_of.setdefault(client, []).append(client_result.kept_round)
     return {client: mean(rounds) for client, rounds in rounds_of.items()} or None
-
-
-def _lost(results: Sequence[Result]) -> dict[str, int]:
-    """Return the number of lost replies over all seeds, of the clients that lost any."""
-    counts = Counter[str]()
-    for result in results:
-        counts.update(result.lost or {})
-    return dict(sorted(counts.items()))
 
 
 def rows(results: Sequence[Result]) -> list[Row]:

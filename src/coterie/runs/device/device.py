@@ -196,9 +196,8 @@ class Device:
     data: Path | None = None  # `data.path` or `data.root` on this machine; None: $COTERIE_DATA
     base: str | None = None  # the base model on this machine; None: as in the recipe
     index: int | None = None  # instead of `client`, in a simulation: its position in all data
-    secure: bool = (
-        False  # trained values are sent by secure aggregation only, whatever a recipe says
-    )
+    # trained values are sent by secure aggregation only, whatever a recipe says
+    secure: bool = False
     limits: Limits = field(default_factory=Limits)  # the owner's
 
     def answer(self, text: str, body: bytes) -> tuple[str, bytes]:

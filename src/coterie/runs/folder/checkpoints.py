@@ -149,30 +149,22 @@ class Checkpoints:
             sums = read_sums(folder)
             check_sums(folder, [_ABOUT], sums)
             about = _read(folder)
-            self._check_recipe(folder, about.recipe)
-            check_sums(folder, [_SERVER], sums)
-            server, clients = load(folder / _SERVER)[0], _stored(folder, about, sums)
-        except _OtherRecipe:
-            raise
+            if not (differing := sorted(_differences(self.recipe, about.recipe))):
+                check_sums(folder, [_SERVER], sums)
+                server, clients = load(folder / _SERVER)[0], _stored(folder, about, sums)
         except CheckpointError as error:
             former = "Start a new run, with another --out."
             if len(folders) > 1:
                 former = f"Delete {folder} to resume from {folders[-2].name}."
             raise CheckpointError(f"checkpoint {folder.name}: {error.problem}", former) from None
-        return Checkpoint(about.round, server, clients, about.progress)
-
-    def _check_recipe(self, folder: Path, recipe: Mapping[str, Any]) -> None:
-        if differing := sorted(_differences(self.recipe, recipe)):
+        if differing:
             field, ours, theirs = differing[0]
-            raise _OtherRecipe(
+            raise CheckpointError(
                 f"checkpoint {folder} is from another recipe: {field} was {theirs}, now {ours}"
                 + (f" ({len(differing)} fields differ)" if len(differing) > 1 else ""),
                 "Resume with the same recipe and options, or choose another --out.",
             )
-
-
-class _OtherRecipe(CheckpointError):
-    """A checkpoint of another recipe, which is not damaged."""
+        return Checkpoint(about.round, server, clients, about.progress)
 
 
 def _read(folder: Path) -> _About:

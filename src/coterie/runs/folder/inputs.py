@@ -37,9 +37,8 @@ class Inputs(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     bases: dict[str, dict[str, str]]  # of the files of each base, by name
-    clients: dict[
-        ClientId, dict[str, str]
-    ]  # of their splits, in order; none if data are on devices
+    # of their splits, in order; none if data are on devices
+    clients: dict[ClientId, dict[str, str]]
     # of the files of a named corpus, by origin: `corpora/` is the repository's part, `data.root/`
     # and `COTERIE_DATA/` a given folder; the clients' data decide whether a run may continue
     files: dict[str, str] = Field(default_factory=dict)

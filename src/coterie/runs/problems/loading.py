@@ -59,24 +59,9 @@ def pick_device(device: str) -> str:
         return devices.accelerator() or "cpu"
     if not devices.is_available(device):
         allowed = " or ".join(["auto", *devices.here()])
-        problem = "recipe"
-        raise RecipeError(problem, [f"model.device: {device} is not available here; use {allowed}"])
+        mistake = f"model.device: {device} is not available here; use {allowed}"
+        raise RecipeError("recipe", [mistake])
     return device
-
-
-def anchored(recipe: Recipe, folder: Path) -> Recipe:
-    """Return a recipe whose relative paths begin in a folder, where they exist."""
-    names = {"data": ("path", "root", "dataset", "chat_template"), "model": ("base",)}
-    for part, fields in names.items():
-        section = getattr(recipe, part)
-        values = {name: getattr(section, name, None) for name in fields}
-        moved = {
-            name: type(value)(folder / value)
-            for name, value in values.items()
-            if value and (folder / value).exists()
-        }
-        recipe = recipe.model_copy(update={part: section.model_copy(update=moved)})
-    return recipe
 
 
 def load(recipe: Recipe) -> LearningProblem:
@@ -105,18 +90,13 @@ def language(
     """Return language models of clients whose data are read as a section says."""
     if not isinstance(data, ChatFields):
         return Language(section, backbone, federation, control_tokens=data.control_tokens)
-    if data.content == "chats" and unused_to_chats(section.base, backbone.tokenizer):
+    # as far as it can be told: bases without a chat template of their own were never trained so
+    unused = section.base == EMBEDDED or not getattr(backbone.tokenizer, "chat_template", None)
+    if data.content == "chats" and unused:
         federation = replace(federation, notes=(*federation.notes, UNUSED_TO_CHATS))
     return Language(
         section, backbone, federation, data.chat_template, data.content, data.control_tokens
     )
-
-
-def unused_to_chats(base: str, tokenizer: Any) -> bool:
-    """Return whether a base was never trained on conversations, as far as it can be told: that of
-    the package, and bases without a chat template of their own.
-    """
-    return base == EMBEDDED or not getattr(tokenizer, "chat_template", None)
 
 
 def distant(recipe: Recipe, federation: Federation) -> LearningProblem:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -49,42 +48,38 @@ FAMILIAR = {
 
 def with_our_names(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields, of which those with others' names have ours. Raises RecipeError for both."""
-    renamed = dict(section)
+    renamed = _copied(section)
     for theirs, ours in FAMILIAR.items():
         above, _, name = theirs.rpartition(".")
         holder = _section_at(renamed, above)
         if name not in holder:
             continue
-        renamed = deepcopy(renamed)
-        value = _section_at(renamed, above).pop(name)
+        value = holder.pop(name)
         if ours.rpartition(".")[2] in _section_at(renamed, ours.rpartition(".")[0]):
             raise RecipeError("recipe", [f"{theirs}: the same as {ours}, which is given too"])
         assign(renamed, ours, value, theirs)
     return renamed
 
 
-def _section_at(section: Any, key: str) -> Any:
+def _section_at(section: dict[str, Any], key: str) -> dict[str, Any]:
     """Return the section of a dotted key; {} if there is none."""
-    for part in filter(None, key.split(".")):
-        section = section.get(part) if isinstance(section, dict) else None
-    return section if isinstance(section, dict) else {}
+    value = value_at(section, key) if key else section
+    return value if isinstance(value, dict) else {}
+
+
+def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy whose sections are copies, too."""
+    return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in section.items()}
 
 
 def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe's fields without those that are `auto`, which its field `auto` then names."""
-    values, named = dict(recipe), list(recipe.get("auto") or ())
+    values, named = _copied(recipe), list(recipe.get("auto") or ())
     for key in AUTOMATIC:
-        *path, last = key.split(".")
-        section = values
-        for name in path:
-            if not isinstance(section.get(name), Mapping):
-                break
-            section[name] = dict(section[name])
-            section = section[name]
-        else:
-            if section.get(last) == AUTO:
-                del section[last]
-                named.append(key)
+        above, _, last = key.rpartition(".")
+        if (section := _section_at(values, above)).get(last) == AUTO:
+            del section[last]
+            named.append(key)
     return values | {"auto": list(dict.fromkeys(named))} if named else values
 
 
@@ -92,7 +87,7 @@ def value_at(section: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key; None if it is missing."""
     value: Any = section
     for part in key.split("."):
-        value = (value or {}).get(part)
+        value = value.get(part) if isinstance(value, Mapping) else None
     return value
 
 
