@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import vector_to_parameters
 
 from coterie.client.blueprint import Model, initial_seed
 from coterie.client.settings import Training
@@ -60,7 +61,7 @@ class BoundClient:
                 initial = self.model.initial_buffers()
                 self.state["buffers"] = torch.cat([t.flatten() for t in initial.values()])
             self.state["buffers"] = self.state["buffers"].to(self.model.device)
-            _point(buffers, self.state["buffers"])
+            vector_to_parameters(self.state["buffers"], buffers.values())
         if slots := self.model.expert_slots():
             self.state.setdefault(EXPERT_IDS, torch.full((len(slots),), ABSENT))
             self.model.bind_experts(self.state[EXPERT_IDS])
@@ -80,7 +81,7 @@ class BoundClient:
                 "The state is from another recipe (rank, experts or base): start a new run.",
             )
         self.state[key] = self.state[key].to(self.model.device)
-        _point(named, self.state[key])
+        vector_to_parameters(self.state[key], named.values())
 
     @property
     def loras(self) -> Mapping[str, LoRA]:
@@ -223,13 +224,13 @@ class BoundClient:
     @contextmanager
     def at(self, values: Tensor, role: Role) -> Iterator[None]:
         """Give one role other values, (d,), within the block, without a copy."""
-        named, current = self._parameters[role], self.state[f"parameters/{role}"]
+        named, current = self._parameters[role].values(), self.state[f"parameters/{role}"]
         self._check({role: current}, {role: values})
-        _point(named, values.to(current))
+        vector_to_parameters(values.to(current), named)
         try:
             yield
         finally:
-            _point(named, current)
+            vector_to_parameters(current, named)
 
     @contextmanager
     def borrowing(self, tensors: Named) -> Iterator[None]:
@@ -243,13 +244,6 @@ class BoundClient:
             yield
         finally:
             self.load(before)
-
-
-def _point(named: Named, flat: Tensor) -> None:
-    """Make parameters or buffers consecutive views of one vector, (d,)."""
-    parts = torch.split(flat, [tensor.numel() for tensor in named.values()])
-    for tensor, part in zip(named.values(), parts, strict=True):
-        tensor.data = part.view_as(tensor)
 
 
 def count(state: State, key: str, add: int) -> int:

@@ -82,21 +82,15 @@ def _begins(character: str) -> bool:
 def _allowed(name: str, place: int) -> bool:
     """Return whether the character at a place may stand there."""
     character = name[place]
-    if character in JOINERS:
-        return _joins(name[place - 1 : place], name[place + 1 : place + 2])
+    if character in JOINERS:  # it must change how letters are written (RFC 5892, appendix A)
+        before, after = name[place - 1 : place], name[place + 1 : place + 2]
+        return bool(before and after) and (
+            unicodedata.combining(before) == 9
+            or unicodedata.bidirectional(before) == unicodedata.bidirectional(after) == "AL"
+        )
     category = unicodedata.category(character)
     return character in SIGNS or (
         ord(character) not in _INVISIBLE and (category[0] in "LN" or category in ("Mn", "Mc"))
-    )
-
-
-def _joins(before: str, after: str) -> bool:
-    """Return whether a joiner changes how letters are written (RFC 5892, appendix A)."""
-    if not before or not after:
-        return False
-    return (
-        unicodedata.combining(before) == 9
-        or unicodedata.bidirectional(before) == unicodedata.bidirectional(after) == "AL"
     )
 
 

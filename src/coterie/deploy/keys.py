@@ -28,7 +28,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coterie.core import names
 from coterie.core.errors import Refused
-from coterie.core.foreign import opened, read_bytes
+from coterie.core.foreign import read_bytes, read_text
 from coterie.deploy.resident import write_private
 
 CA, CA_KEY, CERTIFICATE, KEY, CLIENTS = "ca.crt", "ca.key", "server.crt", "server.key", "clients"
@@ -117,15 +117,13 @@ def _read(path: Path) -> str:
     try:
         if not path.is_file():
             raise Refused(f"It is not a file{', or a broken link' * path.is_symlink()}.")
-        with opened(path) as file:
-            content = file.read(_MOST + 1)
-        if len(content) > _MOST:
-            raise Refused(f"It has more than {_MOST:,} bytes.")
-        return content.decode()
+        return read_text(path, _MOST)
     except OSError as error:
         raise Refused(f"It cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise Refused("It holds no public key.") from None
+    except ValueError:
+        raise Refused(f"It has more than {_MOST:,} bytes.") from None
 
 
 @lru_cache(1 << 14)

@@ -58,20 +58,16 @@ def environment(home: Path) -> dict[str, str]:
     """Return the environment of Flower's programs, which keep their files below `home`. A guard
     ends them once this process has ended.
     """
-    variables = {
+    # this machine's own traffic stays off proxies (gRPC's, Python's)
+    names = ("no_proxy", "NO_PROXY", "no_grpc_proxy")
+    given = dict.fromkeys(filter(None, map(os.environ.get, names)))
+    variables = dict.fromkeys(names, ",".join([*given, *_HERE])) | {
         "FLWR_HOME": str((home / "flwr").resolve()),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         POSTED: str(posted(home)),
         guard.MARK: _guarded(),
     }
-    return _QUIET | os.environ | variables | _direct(os.environ)
-
-
-def _direct(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that keep this machine's own traffic off proxies (gRPC's, Python's)."""
-    names = ("no_proxy", "NO_PROXY", "no_grpc_proxy")
-    given = ",".join(dict.fromkeys(filter(None, map(environment.get, names))))
-    return dict.fromkeys(names, ",".join(filter(None, [given, *_HERE])))
+    return _QUIET | os.environ | variables
 
 
 def program(name: str) -> str:

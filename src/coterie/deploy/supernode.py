@@ -69,10 +69,6 @@ class Node:
         }
         return {key: value for key, value in settings.items() if value is not None}
 
-    def resident_command(self) -> list[str]:
-        """Return the command line of its resident process."""
-        return [sys.executable, "-m", "coterie", "resident", json.dumps(self.configuration)]
-
     def supernode(self) -> list[str]:
         """Return the command line of its SuperNode."""
         config = " ".join(line.replace(" = ", "=", 1) for line in toml(self.configuration))
@@ -106,16 +102,16 @@ class Supervisor:
 
     def look(self) -> list[str]:
         """Start the programs that do not run; return their names."""
-        commands = {"supernode": self.node.supernode}
-        if self.node.resident:
-            commands = {"resident": self.node.resident_command} | commands
-        running = self.processes
-        ended = [name for name in commands if name not in running or running[name].ended()]
+        running, home = self.processes, self.node.home
+        programs = ["resident"] * self.node.resident + ["supernode"]
+        ended = [name for name in programs if name not in running or running[name].ended()]
         for name in ended:
             if name in running:
                 running[name].stop()  # what it had started itself
-            home = self.node.home
-            running[name] = Program(commands[name](), home, home / f"{name}.log")
+            configuration = json.dumps(self.node.configuration)
+            resident = [sys.executable, "-m", "coterie", "resident", configuration]
+            command = resident if name == "resident" else self.node.supernode()
+            running[name] = Program(command, home, home / f"{name}.log")
         return ended
 
     def watch(self) -> Iterator[str]:

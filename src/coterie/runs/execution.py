@@ -36,7 +36,6 @@ from coterie.runs.scoring import Scorer
 ScoreTexts = Callable[[Path, LearningProblem, Recipe], Mapping[ClientId, Mapping[str, Any]]]
 # fields of a recipe that decide nothing of what a run computes
 UNDECISIVE = {"compare_with", "samples", "words", "memory", "curve_every", "auto", "time"}
-LATER = ("patience", "evaluate_rows", "final_rows")  # fields that older checkpoints are without
 
 
 class Execution:
@@ -71,8 +70,7 @@ class Execution:
         self.scorer = Scorer(self.state, self.requests)
         self.results = ResultWriter(self.state, self.requests, self.scorer, self.spending)
         # what decides the values of a run: a checkpoint is of one of these alone
-        later = {name for name in LATER if getattr(recipe, name) is None}
-        decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE | later)
+        decisive = recipe.model_dump(mode="json", exclude=UNDECISIVE)
         if fingerprint := prepared.problem.fingerprint:
             decisive["common_expert"] = fingerprint
         self.checkpoints = Checkpoints(folder / "checkpoints", decisive)

@@ -67,8 +67,13 @@ class PrivacySpending:
     def protect(self, ask: Ask, replies: Replies, phase: int) -> Replies:
         """Count the cost of an exchange; return the replies, with noise if privacy is central."""
         accountant = self.accountant
-        if isinstance(accountant, ExampleAccountant):
-            self._spend_examples(accountant, ask, phase)
+        if isinstance(accountant, ExampleAccountant):  # by noise of the clients' own
+            windows, steps = self._examples(ask.to)
+            accountant.spend(windows, steps)
+            if self.devices:
+                # A device that is asked again draws other noise: every exchange counts, also those
+                # that a server does again after it went back to a checkpoint.
+                self._release(phase, uuid4().hex, windows=windows, steps=steps)
         else:
             replies = self._spend_clients(accountant, ask, replies, phase)
         self.state.progress["spent"] = accountant.runs
@@ -79,15 +84,6 @@ class PrivacySpending:
         delta = self.accountant.delta
         epsilon = self.accountant.epsilon(delta)
         return {"epsilon": epsilon, "delta": delta, "clip": self.state.progress["clip"]}
-
-    def _spend_examples(self, accountant: ExampleAccountant, ask: Ask, phase: int) -> None:
-        """Count an exchange in which devices protect single examples by their own noise."""
-        windows, steps = self._examples(ask.to)
-        accountant.spend(windows, steps)
-        if self.devices:
-            # A device that is asked again draws other noise: every exchange counts, also those that
-            # a server does again after it went back to a checkpoint.
-            self._release(phase, uuid4().hex, windows=windows, steps=steps)
 
     def _examples(
         self, clients: Iterable[ClientId]

@@ -28,51 +28,45 @@ class OutgoingReply:
 
 
 @dataclass(frozen=True)
-class Account:
+class Account(LedgerFiles):
     """The account of a device, a file that survives process exit and power cuts. A damaged or
     missing one, or one older than an anchor, is refused, not replaced.
     """
 
-    path: Path  # see `LedgerFiles`
-
-    @property
-    def _files(self) -> LedgerFiles:
-        return LedgerFiles(self.path)
-
     def verify(self) -> None:
         """Refuse an account that is damaged, missing or older than an anchor. Raises Refused."""
-        with self._files.locked() as files:
-            files.read()
+        with self.locked():
+            self.read()
 
     def accept(self) -> None:
         """Continue, as its owner decided, with an account that `verify` refuses. All spending known
         to it or any anchor still counts; missing entries do not. Raises SaveError, or Refused if
         nothing is to be accepted.
         """
-        with self._files.locked() as files:
+        with self.locked():
             try:
-                files.read()
+                self.read()
             except Refused:
-                files.recover()
+                self.recover()
                 return
         problem = f"the account of this device, {self.path}, is whole: nothing is to be accepted"
         raise Refused(problem, "Leave out --accept-account.")
 
     def epsilon(self, delta: float) -> float:
         """Return the privacy spent over all runs. Raises Refused."""
-        with self._files.locked() as files:
-            return files.read().epsilon(delta)
+        with self.locked():
+            return self.read().epsilon(delta)
 
     @property
     def incomplete(self) -> bool:
         """Whether its owner has accepted missing entries. Raises Refused as `verify`."""
-        with self._files.locked() as files:
-            return files.read().accepted > 0
+        with self.locked():
+            return self.read().accepted > 0
 
     def check(self, leaving: OutgoingReply, limits: Limits) -> None:
         """Refuse, before any work, what could not be sent. Raises Refused."""
-        with self._files.locked() as files:
-            _check(files.read(), leaving, limits)
+        with self.locked():
+            _check(self.read(), leaving, limits)
 
     def record(self, leaving: OutgoingReply, limits: Limits, exchanges: int | None) -> None:
         """Record a reply before it is sent, one of at most `exchanges` different answers in a round
@@ -80,8 +74,8 @@ class Account:
         aggregation, where nothing is sent twice. Raises Refused or SaveError if it must not be
         sent.
         """
-        with self._files.locked() as files:
-            ledger = files.read()
+        with self.locked():
+            ledger = self.read()
             before = ledger.model_copy(deep=True)
             _check(ledger, leaving, limits)
             run = ledger.runs.setdefault(leaving.run, RunEntries(recipe=leaving.recipe))
@@ -93,7 +87,7 @@ class Account:
             ):
                 _charge(ledger, leaving, leaving.cost, limits)
             if ledger != before:
-                files.write(ledger, leaving.run)
+                self.write(ledger, leaving.run)
 
 
 def accepted(home: Path) -> str:

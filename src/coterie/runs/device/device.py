@@ -75,7 +75,9 @@ class OutboundCheck:
         header = json.dumps([self.request.task, metrics], sort_keys=True).encode()
         header = b"" if self.request.masked else header
         contents = blake2b(header + encoded, digest_size=16).hexdigest()
-        self.account.record(self._leaving(contents, self._cost), self.limits, self._exchanges)
+        protects = self._outbound is not None and self._outbound.protects
+        most = self.limits.exchanges or (EXCHANGES if protects else None)  # different answers
+        self.account.record(self._leaving(contents, self._cost), self.limits, most)
 
     def _leaving(self, contents: str, cost: Cost | None) -> OutgoingReply:
         request = self.request
@@ -99,12 +101,6 @@ class OutboundCheck:
         steps = self.prepared.method.steps_of(windows, expected)
         divergences = rdp_of_steps(rate_of(windows, expected), privacy.noise, steps)
         return Cost(renyi=tuple(divergences.tolist()))
-
-    @property
-    def _exchanges(self) -> int | None:
-        """The most different answers in a round."""
-        protects = self._outbound is not None and self._outbound.protects
-        return self.limits.exchanges or (EXCHANGES if protects else None)
 
     @property
     def _outbound(self) -> Outbound | None:

@@ -106,11 +106,11 @@ class LedgerFiles:
     path: Path
 
     @contextmanager
-    def locked(self) -> Iterator["LedgerFiles"]:
+    def locked(self) -> Iterator[None]:
         """Lock the files against other readers and writers within the block."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with FileLock(self.path.with_name(f"{self.path.name}.lock")):
-            yield self
+            yield
 
     def read(self) -> DeviceLedger:
         """Return the newest account. Raises Refused if it is damaged, missing or older."""

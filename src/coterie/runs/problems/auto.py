@@ -132,11 +132,6 @@ def rows_that_fit(step: Step, memory: float, checkpointing: bool | None = None) 
     return max(rows, 1)
 
 
-def micro_batch_of(batch: int, rows: int) -> tuple[int | None, str]:
-    """Return windows per forward pass, and why; None: the whole batch."""
-    return (None, "it fits") if rows >= batch else (_power_below(rows), "limited by memory")
-
-
 def rows_of(steps: int, batch: int, every: int) -> tuple[int, str]:
     """Return the rows of each set that are scored between rounds, and why."""
     rows = max(math.ceil(SCORED * steps * batch * max(every, 1)), FEWEST_SCORED)
@@ -222,7 +217,8 @@ def _choose_by_text(
     batch = value(BATCH, batch_of(texts, context))
     step = memory_step(section, pick_dtype(section.dtype, device), device, context)
     rows = rows_that_fit(step, room(device), section.checkpointing)
-    value(MICRO_BATCH, micro_batch_of(batch, rows))
+    fits, part = (None, "it fits"), (_power_below(rows), "limited by memory")
+    value(MICRO_BATCH, fits if rows >= batch else part)
     steps = None
     if rounds and not recipe.method.get("local_epochs"):
         most = "at most " if recipe.limit else ""

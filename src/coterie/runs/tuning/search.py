@@ -269,18 +269,14 @@ def thinned(
     golden = 2.0
     for _ in range(64):
         golden = (1 + golden) ** (1 / (len(fields) + 1))
-    indices = list(product(*(range(len(field.values)) for field in fields)))
-    points = [
-        {field.key: field.values[k] for field, k in zip(fields, place, strict=True)}
-        for place in indices
-    ]
-    phases = [
-        math.fmod(sum(k / golden ** (d + 1) for d, k in enumerate(place)), 1.0) for place in indices
-    ]
-    given_values = {field.key: field.values for field in given}
-    new = [any(v not in given_values.get(key, ()) for key, v in point.items()) for point in points]
-    order = sorted(range(len(points)), key=lambda k: (points[k] != default, new[k], phases[k]))
-    return [points[k] for k in sorted(order[:count])]
+    given_values, ranked = {field.key: field.values for field in given}, []
+    for number, place in enumerate(product(*(range(len(field.values)) for field in fields))):
+        point = {field.key: field.values[k] for field, k in zip(fields, place, strict=True)}
+        phase = math.fmod(sum(k / golden ** (d + 1) for d, k in enumerate(place)), 1.0)
+        new = any(value not in given_values.get(key, ()) for key, value in point.items())
+        ranked.append(((point != default, new, phase, number), point))
+    first = sorted(ranked, key=lambda pair: pair[0])[:count]
+    return [point for _, point in sorted(first, key=lambda pair: pair[0][-1])]
 
 
 def _rank(fields: Sequence[Field]) -> Callable[[Judged], Any]:
