@@ -697,8 +697,8 @@ def test_every_kind_of_picture_is_drawn(mixed: dict, tmp_path: Path) -> None:
     assert domains.count("<figure>") == 1
     assert "Digits, COBO: 81.50" in bars
     assert "Language, LOCAL: 71.50" in bars
-    heights = [float(h) for h in re.findall(r'<rect [^>]*height="([\d.]+)"', bars)]
-    assert heights[1] / heights[0] == pytest.approx(81.5 / 71.5, abs=1e-3)
+    across = [float(x) for x in re.findall(r'<circle cx="([\d.]+)%" cy', bars)]
+    assert across[1] / across[0] == pytest.approx(81.5 / 71.5, abs=1e-3)
 
 
 def test_a_figure_is_drawn(tmp_path: Path, data_root: Path) -> None:

@@ -306,6 +306,6 @@ def rows_of(batch: TextBatch, width: int | None = None) -> ChatBatch:
     return ChatBatch(*(values[:, :width] for values in parts))
 
 
-def filled_readme(name: str, **values: Any) -> str:
+def filled_readme(name: str, /, **values: Any) -> str:
     """Return the text of a README in `readmes/`, with values in its braces."""
     return read_text(_READMES / f"{name}.md").format(**values)

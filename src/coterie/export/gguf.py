@@ -28,6 +28,7 @@ from coterie.export.format import (
     Runtime,
     Serving,
     Written,
+    filled_readme,
     rows_of,
 )
 from coterie.export.gguf_files import Tokens, check_serving
@@ -344,22 +345,5 @@ def _readme(clients: Sequence[ClientModel], precision: str) -> str:
     for base, group in bases.items():
         files = ",".join(_client_file(client) for client in group)
         ids = "\n".join(f"| {i} | {client.client} |" for i, client in enumerate(group))
-        parts.append(
-            f"""## `{base}`
-
-```
-llama-server -m {base} --lora-init-without-apply --lora {files}
-```
-
-| id | client |
-| --- | --- |
-{ids}
-"""
-        )
-    return """# Personal models for llama.cpp, exported from coterie
-
-Each client's file holds its experts and its router, on a base that they share. A request names the
-client, each time: `{"prompt": "...", "n_predict": 20, "lora": [{"id": 0, "scale": 1.0}]}`.
-`export.json` says how far each is from the personal model.
-
-""" + "\n".join([f"{_usage(clients[0].serving)}\n", *parts])
+        parts.append(filled_readme("gguf-base", base=base, files=files, ids=ids))
+    return filled_readme("gguf", usage=_usage(clients[0].serving), parts="\n".join(parts))

@@ -19,6 +19,7 @@ from coterie.core.metrics import PERPLEXITY, direction
 from coterie.core.result import RESULT, MetricInfo, PrivacySpent, Result
 from coterie.core.version import HOME, __version__
 from coterie.data.section import Section
+from coterie.export.format import filled_readme
 from coterie.export.peft import portable, write_adapter
 from coterie.methods import METHODS
 from coterie.models import artifact, gguf_base
@@ -287,42 +288,26 @@ def card(facts: Facts, repo: str, adapts: bool = False) -> str:
         "privacy spent": _spent(facts.privacy),
     }
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    notes = [_TEMPLATE] * facts.chats + [_elsewhere(facts, repo)] * adapts
-    notes += [_BUNDLED] * (facts.base == EMBEDDED)
-    return f"""{_front_matter(facts, name)}
-# {name}
-
-{what}, trained with {f"[coterie]({HOME})" if HOME else "coterie"} {__version__}
-without the clients' data leaving them.
-
-| | |
-| --- | --- |
-{table}
-
-Scores are on test data, {direction(facts.metric)}; {scored}. {note}
-
-```
-coterie pull {repo} --out {name}
-{_commands(facts, name)}
-```
-{"".join(notes)}
-The files are JSON, YAML and safetensors; `SHA256SUMS` has their checksums. Loading them runs no
-code.
-"""
-
-
-def _elsewhere(facts: Facts, repo: str) -> str:
-    """Return how programs with PEFT open the model."""
-    where = "" if "/" in (facts.base or "") else f", beside a folder `{facts.base}` with its base"
-    return f"""
-With PEFT alone{where}:
-
-```python
-from peft import AutoPeftModelForCausalLM
-
-model = AutoPeftModelForCausalLM.from_pretrained("{repo}")
-```
-"""
+    notes = [_TEMPLATE] * facts.chats + [_BUNDLED] * (facts.base == EMBEDDED)
+    if adapts:
+        beside = f", beside a folder `{facts.base}` with its base"
+        where = "" if "/" in (facts.base or "") else beside
+        notes.append(filled_readme("card-peft", where=where, repo=repo))
+    return filled_readme(
+        "card",
+        front=_front_matter(facts, name),
+        name=name,
+        what=what,
+        program=f"[coterie]({HOME})" if HOME else "coterie",
+        version=__version__,
+        table=table,
+        direction=direction(facts.metric),
+        scored=scored,
+        note=note,
+        repo=repo,
+        commands=_commands(facts, name),
+        notes="".join(notes),
+    )
 
 
 def _front_matter(facts: Facts, name: str) -> str:

@@ -17,7 +17,7 @@ from coterie.core.files import write_atomically
 from coterie.data.chats import ChatTemplate
 from coterie.data.chats.messages import user
 from coterie.data.text_encoding import TextEncoder
-from coterie.export.format import ClientModel, Options, Written
+from coterie.export.format import ClientModel, Options, Written, filled_readme
 from coterie.export.gguf import SAMPLE
 from coterie.export.onnx import BASE, WEIGHTS, Onnx, own_file
 from coterie.personal import ManyModels, PersonalModel
@@ -116,20 +116,7 @@ class Web(Onnx):
 
     def readme(self, clients: Sequence[ClientModel]) -> str:
         names = "\n".join(f"- {client.client}" for client in clients)
-        return f"""# A keyboard that runs in the browser, exported from coterie
-
-Any server of static files will do:
-
-```
-python -m http.server --bind 127.0.0.1 --directory "this folder"
-```
-
-and http://127.0.0.1:8000/ shows what each client would write next. The models run in the page.
-Nothing is asked of any other machine, and what is typed goes nowhere. `export.json` says how far
-each model is from the personal model, and `licences/` whose programs the page runs on.
-
-{names}
-"""
+        return filled_readme("web", names=names)
 
 
 def assets() -> Traversable:

@@ -99,6 +99,18 @@ def _beside(cells: Sequence[Cell]) -> dict[str, list[str]]:
     }
 
 
+def _costs(cells: Sequence[Cell], what: str) -> dict[str, tuple[list[float | None], str, float]]:
+    """Return the columns on costs: the figures, their form, and the unit that divides them."""
+    return {
+        "parameters": ([cell.trainable_parameters for cell in cells], ",.0f", 1),
+        "active": ([cell.active_parameters for cell in cells], ",.0f", 1),
+        f"MFLOPs/{what}": ([cell.flops_per_token for cell in cells], ".2f", 1e6),
+        "kB up": ([cell.bytes_up_per_round for cell in cells], ",.0f", 1000),
+        "kB down": ([cell.bytes_down_per_round for cell in cells], ",.0f", 1000),
+        "s": ([cell.wall_s for cell in cells], ".0f", 1),
+    }
+
+
 def terminal(reproduced: Reproduced, width: int = 80) -> list[Table]:
     """Return tables of at most `width` characters: one of each column, and of what is beside."""
     shown = []
@@ -129,14 +141,9 @@ def markdown(reproduced: Reproduced) -> str:
     lines = [f"# {reproduced.title}", "", _about(reproduced), ""]
     for c, title in reproduced.columns.items():
         cells, what = reproduced.of(c), prediction(reproduced.metrics[c])
-        active = [cell.active_parameters for cell in cells]
         columns = _figures(reproduced, c) | {
-            "parameters": [f"{cell.trainable_parameters:,}" for cell in cells],
-            "active": ["" if count is None else f"{count:,}" for count in active],
-            f"MFLOPs/{what}": [f"{cell.flops_per_token / 1e6:.2f}" for cell in cells],
-            "kB up": [f"{cell.bytes_up_per_round / 1000:,.0f}" for cell in cells],
-            "kB down": [f"{cell.bytes_down_per_round / 1000:,.0f}" for cell in cells],
-            "s": [f"{cell.wall_s:.0f}" for cell in cells],
+            name: ["" if value is None else f"{value / unit:{form}}" for value in values]
+            for name, (values, form, unit) in _costs(cells, what).items()
         }
         lines += [f"## {title}", "", _lead(reproduced, c), ""]
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
@@ -196,13 +203,7 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         metric = reproduced.metrics[c]
         best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
         columns = {name: texts for name, texts in _figures(reproduced, c).items() if any(texts)} | {
-            "trainable parameters": bars([cell.trainable_parameters for cell in cells], ",.0f"),
-            f"MFLOPs per {prediction(metric)}": bars(
-                [cell.flops_per_token for cell in cells], ",.2f", 1e6
-            ),
-            "kB up per round": bars([cell.bytes_up_per_round for cell in cells], ",.1f", 1000),
-            "kB down per round": bars([cell.bytes_down_per_round for cell in cells], ",.1f", 1000),
-            "seconds": bars([cell.wall_s for cell in cells], ",.0f"),
+            name: bars(*costs) for name, costs in _costs(cells, prediction(metric)).items()
         }
         about = f"<p>{escape(_lead(reproduced, c))}</p>"
         order = ""

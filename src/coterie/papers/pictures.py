@@ -1,6 +1,7 @@
 """The papers' figures, drawn from results."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 
 from coterie.core.result import Result
@@ -11,7 +12,7 @@ from coterie.reports.chart import Line, look_of
 from coterie.reports.collaboration import Weights
 from coterie.reports.curves import Value, counted, group_test, router_panels, test_of
 from coterie.reports.experts import Choices
-from coterie.reports.parts import COLOURS, escape, legend, thinned, unseen
+from coterie.reports.parts import escape, legend, plus_minus, thinned, unseen
 from coterie.runs.folder.metrics import METRICS
 
 POINTS = 120  # of a curve, at most
@@ -135,23 +136,18 @@ def _curves(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> 
 
 
 def _bars(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:
-    """Return the mean of each row, a group of bars for each column."""
-    rows = list(dict.fromkeys(cell.row for cell in cells))
-    colours = {r: COLOURS[k % len(COLOURS)] for k, r in enumerate(rows)}
-    groups = {
-        reproduced.columns[c]: [
-            marks.Bar(cell.mean, cell.std, reproduced.rows[cell.row], colours[cell.row])
-            for cell in cells
-            if cell.column == c
-        ]
-        for c in dict.fromkeys(cell.column for cell in cells)
-    }
-    samples = legend(
-        (f'<i class="swatch" style="background:{colours[r]}"></i>', reproduced.rows[r])
-        for r in rows
-    )
-    name = str(cells[0].metric)
-    return (f"Mean {name}", samples, marks.bars(groups, name))
+    """Return the mean of each row with its deviation over seeds, column by column, from 0."""
+    rows, shown = list(dict.fromkeys(cell.row for cell in cells)), {}
+    for cell in (cell for cell in cells if isfinite(cell.mean)):
+        title = f"{reproduced.columns[cell.column]}, {reproduced.rows[cell.row]}"
+        tooltip = f"{title}: {plus_minus(cell.mean, cell.std or None)}"
+        colour, ends = (
+            look_of(rows.index(cell.row)).colour,
+            (cell.mean - cell.std, cell.mean + cell.std),
+        )
+        shown[title] = marks.Interval(cell.mean, *ends, tooltip, colour)
+    name, most = str(cells[0].metric), max((row.high for row in shown.values()), default=1.0)
+    return (f"Mean {name}", marks.intervals(shown, name, (0, 1.04 * most)))
 
 
 def _sweep(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Parts:

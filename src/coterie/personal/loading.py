@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, groupby
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
@@ -60,7 +60,7 @@ class ManyModels:
             for model in self.models.values()
         ]
         self._all = Stacks.of(list(chain.from_iterable(of_each)), self.backbone)
-        self._chosen, self._choosing = dict[tuple[str, ...], Stacks](), Lock()
+        self._select = lru_cache(CHOICES)(self._selected)
         self._inference = TextInference(
             self.backbone, lambda: self.texts, f"a model of {', '.join(self.models)}"
         )
@@ -193,17 +193,11 @@ class ManyModels:
             return stacks
         return Mixed(stacks, torch.stack([self.weights_of(client) for client in groups]))
 
-    def _select(self, groups: tuple[str, ...]) -> Stacks:
-        """Return a copy of the stacks of a selection of clients, also from several threads."""
-        with self._choosing:
-            if (stacks := self._chosen.pop(groups, None)) is None:
-                places = torch.tensor([self._places[client] for client in groups])
-                parts = places[:, None] * self.parts + torch.arange(self.parts)
-                stacks = self._all.select(parts.flatten().to(self.backbone.device))
-            self._chosen[groups] = stacks
-            if len(self._chosen) > CHOICES:
-                self._chosen.pop(next(iter(self._chosen)))
-            return stacks
+    def _selected(self, groups: tuple[str, ...]) -> Stacks:
+        """Return a copy of the stacks of a selection of clients."""
+        places = torch.tensor([self._places[client] for client in groups])
+        parts = places[:, None] * self.parts + torch.arange(self.parts)
+        return self._all.select(parts.flatten().to(self.backbone.device))
 
 
 def _trimmed(model: PersonalModel, words: Sequence[Word]) -> list[Word]:
@@ -328,9 +322,7 @@ def load_many(
         Refused: The run's models are classifiers.
     """
     models = load_all(run, clients, **settings)
-    if classifiers := [
-        client for client, model in models.items() if not isinstance(model, PersonalModel)
-    ]:
+    if classifiers := [i for i, model in models.items() if not isinstance(model, PersonalModel)]:
         problem = f"{run} holds classifiers (of {classifiers[0]}), which share no backbone"
         raise Refused(problem, "Load them by load_all.")
     return ManyModels({client: cast(PersonalModel, model) for client, model in models.items()})

@@ -1,6 +1,6 @@
 """An audit as people read it: sentences, a table for a terminal, and a section of the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 
 from rich.table import Table
@@ -75,16 +75,19 @@ def rows(audit: AuditResult) -> list[list[str]]:
 
 def word_rows(audit: AuditResult) -> list[list[str]]:
     """Return the rows of the second table: whose model suggests rare words, and how often."""
-    words = audit.words
-    if not words or not words.words:
-        return []
-    rates = {
-        "other clients' models": words.others,
-        "the shared part alone": words.shared,
-        "the client's own model": words.owner,
-        "other clients' models, words nobody trained on": words.control,
-    }
-    return [[name, _interval(rate, 1, 100)] for name, rate in rates.items() if rate]
+    rates = _rates(audit.words) if audit.words and audit.words.words else ()
+    return [[name, _interval(rate, 1, 100)] for name, rate, _ in rates]
+
+
+def _rates(words: WordsResult) -> list[tuple[str, Estimate, str]]:
+    """Return how often each model suggests rare words, with its name and colour."""
+    rates = (
+        ("other clients' models", words.others, BLUE),
+        ("the shared part alone", words.shared, GREEN),
+        ("the client's own model", words.owner, VERMILION),
+        ("others, words nobody trained on", words.control, GREY),
+    )
+    return [(name, rate, colour) for name, rate, colour in rates if rate]
 
 
 def sentences(audit: AuditResult) -> list[str]:
@@ -210,12 +213,6 @@ def _row(
 
 def _words(words: WordsResult) -> str:
     """Return a picture of how often rare words are suggested."""
-    rates: Sequence[tuple[str, Estimate | None, str]] = (
-        ("other clients' models", words.others, BLUE),
-        ("shared part alone", words.shared, GREEN),
-        ("its own model", words.owner, VERMILION),
-        ("not trained on", words.control, GREY),
-    )
-    shown = {name: _row(name, rate, colour, 1, 100, " %") for name, rate, colour in rates if rate}
+    shown = {name: _row(name, rate, of, 1, 100, " %") for name, rate, of in _rates(words)}
     most = max(1.05 * max(row.high for row in shown.values()), 1.0)
     return marks.intervals(shown, "% among the suggestions", (0, most))

@@ -16,10 +16,14 @@ ALL, FIRST = 6, 4  # up to 6 panels are all open; of more, the first 4
 MOST = 6  # ticks of a logarithmic axis; of more, only the powers of ten
 UNITS = 1000  # width of a panel in the paths of its lines
 RATIO = 20.0  # ends of a range that differ by a larger factor get a logarithmic scale
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # a second cue beside the colour
 MARKED = 40  # a line of more points has no markers
-MARKERS = ("circle", "square", "triangle", "diamond")
+MARKERS = (
+    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z",
+    "M-2.8-2.8h5.6v5.6h-5.6z",
+    "M0-3.6l3.4 6h-6.8z",
+    "M0-4l4 4l-4 4l-4-4z",
+)
 Point = tuple[float, float]
 
 
@@ -77,37 +81,15 @@ class Axes:
     across: Literal["counted", "values", "ratios"] = "counted"
     ticks: Sequence[float] = ()  # on the horizontal axis; default: round ones
 
-    def height(self, value: float) -> float:
-        """Return the place of a value of the vertical axis on a linear scale."""
-        return math.log10(value) if self.log else value
-
-    def width(self, value: float) -> float:
-        """Return the place of a value of the horizontal axis on a linear scale."""
-        return math.log10(value) if self.across == "ratios" else value
-
     def horizontal(self, values: Sequence[float]) -> "_Scale":
         """Return the scale of the horizontal axis for these values."""
         if self.across == "ratios":
-            low, high = _around_log(values)
-            return _Scale(math.log10(low), math.log10(high), 0, 100)
+            return _Scale(*_around_log(values), 0, 100, log=True)
         return _Scale(0, max(values, default=0) or 1, 0, 100)
 
     def columns(self, scale: "_Scale") -> list[float]:
         """Return the values with a tick on the horizontal axis."""
-        if self.ticks:
-            return list(self.ticks)
-        if self.across != "ratios":
-            return scale.ticks(least=int(self.across == "counted"))
-        ticks = scale.fine_ticks()
-        return [v for v in ticks if f"{v:e}"[0] == "1"] if len(ticks) > MOST else ticks
-
-    def rows(self, scale: "_Scale") -> list[tuple[float, str]]:
-        """Return the places of the ticks on the vertical axis, and their texts."""
-        if not self.log:
-            return [(v, _tick(v)) for v in scale.ticks()]
-        if len(fine := scale.fine_ticks()) <= MOST:
-            return [(math.log10(v), _tick(v)) for v in fine]
-        return [(v, _power(v)) for v in scale.ticks(least=1)]  # whole decades
+        return list(self.ticks) or scale.ticks(least=int(self.across == "counted"))
 
 
 def panels(
@@ -149,7 +131,7 @@ def _shared(
     positive = ratios and limits is None and min(values, default=0) > 0
     if positive and max(values) / min(values) > RATIO:
         return Axes(x, f"{y}, logarithmic", _around_log(values), log=True)
-    return Axes(x, y, limits or _around(values))
+    return Axes(x, y, limits or around(values))
 
 
 def grid(drawn: Sequence[str], broad: bool = False) -> str:
@@ -174,11 +156,11 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
     height = BROAD if broad else HEIGHT
     horizontal = axes.horizontal([px for px, _ in points])
     values = [py for _, py in points]
-    low, high = axes.limits or (_around_log(values) if axes.log else _around(values))
-    vertical = _Scale(axes.height(low), axes.height(high), height - BOTTOM, TOP)
+    limits = axes.limits or (_around_log(values) if axes.log else around(values))
+    vertical = _Scale(*limits, height - BOTTOM, TOP, axes.log)
     paths = marks = ""
     for line in kept:
-        places = [(horizontal(axes.width(px)), vertical(axes.height(py))) for px, py in line.points]
+        places = [(horizontal(px), vertical(py)) for px, py in line.points]
         turns = (f"{px * UNITS / 100:.4g} {py:.1f}" for px, py in places)
         paths += line.style.path("M" + "L".join(turns)) if places else ""
         marks += _marks(line, places, axes.x)
@@ -190,11 +172,6 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
     )
 
 
-def around(charts: Iterable[Sequence[Line]]) -> Point:
-    """Return one range for the points of several panels, so that they can be compared."""
-    return _around(list(finite_heights(charts)))
-
-
 def finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
     """Yield the finite y values of all points."""
     for line in chain.from_iterable(charts):
@@ -203,36 +180,46 @@ def finite_heights(charts: Iterable[Sequence[Line]]) -> Iterator[float]:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A linear map of values to percent of a chart's width, or pixels of its height."""
+    """A linear map of values, or of their logarithms, to percent of a chart's width, or pixels of
+    its height.
+    """
 
     low: float
     high: float
     start: float
     stop: float
+    log: bool = False
 
     def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+        low, high, at = self.low, self.high, value
+        if self.log:
+            low, high, at = map(math.log10, (low, high, at))
+        return self.start + (at - low) / (high - low) * (self.stop - self.start)
 
     def at(self, value: float) -> str:
         """Return a value's horizontal place, in percent."""
         return f"{self(value):.2f}%"
 
     def ticks(self, most: int = 5, least: float = 0.0) -> list[float]:
-        """Return values of the scale, 1, 2 or 5 times powers of ten, at least `least` apart."""
+        """Return values of the scale, 1, 2 or 5 times powers of ten, at least `least` apart; of
+        logarithms few such values, or else whole decades.
+        """
+        if self.log:
+            low, high = math.log10(self.low), math.log10(self.high)
+            decades = range(math.floor(low) - 1, math.ceil(high) + 1)
+            fine = [m * 10.0**e for e in decades for m in (1, 2, 5)]
+            fine = [v for v in fine if self.low <= v <= self.high]
+            whole = [10.0**e for e in _Scale(low, high, 0, 1).ticks(least=1)]
+            return fine if len(fine) <= MOST else whole
         rough = max((self.high - self.low) / most, least)
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))
         first = math.ceil(self.low / step - 1e-9)
         return [k * step for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
-    def fine_ticks(self) -> list[float]:
-        """Return 1, 2 and 5 times the powers of ten within a scale of logarithms."""
-        decades = range(math.floor(self.low) - 1, math.ceil(self.high) + 1)
-        candidates = [m * 10.0**e for e in decades for m in (1, 2, 5)]
-        return [v for v in candidates if self.low <= math.log10(v) <= self.high]
 
-
-def _around(values: Sequence[float]) -> Point:
+def around(values: Sequence[float]) -> Point:
+    """Return the range of some values with room around it."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - room, high + room
@@ -250,15 +237,15 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
     rows = "".join(
         f'<line class="rule" x2="100%" y1="{vertical(v):.1f}" y2="{vertical(v):.1f}"/>'
         f'<text class="tick" x="-6" y="{vertical(v) + 4:.1f}" '
-        f'text-anchor="end">{text}</text>'
-        for v, text in axes.rows(vertical)
+        f'text-anchor="end">{_tick(v)}</text>'
+        for v in vertical.ticks()
     )
     columns = "".join(
         f'<line class="axis" x1="{at}" x2="{at}" y1="{bottom}" '
         f'y2="{bottom + 4}"/>'
         f'<text class="tick" x="{at}" y="{bottom + 17}" '
         f'text-anchor="middle">{v:.6g}</text>'
-        for v, at in ((v, horizontal.at(axes.width(v))) for v in axes.columns(horizontal))
+        for v, at in ((v, horizontal.at(v)) for v in axes.columns(horizontal))
     )
     return (
         f'{rows}{columns}<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>'
@@ -278,13 +265,6 @@ def _tick(value: float) -> str:
     return f"{value / unit:.6g}{sign}"
 
 
-def _power(exponent: float) -> str:
-    """Return a power of ten as a number, or if that is long as a power."""
-    if -3 <= exponent <= 4:
-        return f"{10**exponent:g}"
-    return "10" + f"{exponent:.0f}".translate(RAISED)
-
-
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:
     """Return a marker and a tooltip at every point."""
     marked = line.style.marked or len(places) == 1  # nothing else would show a single point
@@ -301,19 +281,10 @@ def _value_text(value: float) -> str:
     return figure(value) if value == 0 or abs(value) >= 0.1 else f"{value:.2g}"
 
 
-SHAPES = {
-    "square": "M-2.8-2.8h5.6v5.6h-5.6z",
-    "triangle": "M0-3.6l3.4 6h-6.8z",
-    "diamond": "M0-4l4 4l-4 4l-4-4z",
-}
-
-
 def _marker(style: Style, x: str, y: float) -> str:
     """Return a marker at `x`, in pixels or percent, and `y` pixels from above."""
     shape = MARKERS[style.number % len(MARKERS)]
     fill = f'fill="{style.colour}"' + (
         "" if style.strength == 1 else f' fill-opacity="{style.strength:.2f}"'
     )
-    if shape == "circle":
-        return f'<circle cx="{x}" cy="{y:.1f}" r="3" {fill}/>'
-    return f'<svg x="{x}" y="{y:.1f}"><path d="{SHAPES[shape]}" {fill}/></svg>'
+    return f'<svg x="{x}" y="{y:.1f}"><path d="{shape}" {fill}/></svg>'

@@ -83,7 +83,8 @@ def _curves(results: Sequence[Result]) -> str:
         g: {i: lines(test_of(i)) for i in clients[: PANELS // len(members)]}
         for g, clients in members.items()
     }
-    limits = chart.around(chain.from_iterable(c.values() for c in charts.values()))
+    everyone = chain.from_iterable(c.values() for c in charts.values())
+    limits = chart.around(list(chart.finite_heights(everyone)))
     parts = ""
     for g, drawn in charts.items():
         known = len(members[g])

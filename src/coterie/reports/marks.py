@@ -1,4 +1,4 @@
-"""Strips, intervals, bars and dots as inline SVG."""
+"""Strips, intervals and dots as inline SVG."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,19 +7,7 @@ from itertools import chain
 
 from rich.cells import cell_len
 
-from coterie.reports.chart import (
-    BOTTOM,
-    LEFT,
-    LETTER,
-    RIGHT,
-    TOP,
-    Point,
-    Style,
-    _around,
-    _marker,
-    _Scale,
-    _tick,
-)
+from coterie.reports.chart import LETTER, Point, Style, _marker, _Scale, around
 from coterie.reports.parts import BLUE, escape, figure, plus_minus
 
 
@@ -27,7 +15,7 @@ def _beside_names(
     rows: Mapping[str, str], columns: str, height: int, step: float, unit: str
 ) -> str:
     """Return a chart of rows `step` pixels apart, with room for their names on the left."""
-    left = 24 + LETTER * max(map(cell_len, rows))
+    left = 24 + LETTER * max(map(cell_len, rows), default=0)
     drawn = "".join(
         f'<text class="tick" x="-12" y="{_middle(k, step) + 4:.1f}" text-anchor="end">'
         f"{escape(title)}</text>{row}"
@@ -66,7 +54,7 @@ def reach(strips: Iterable[Strip]) -> Point:
     values = chain.from_iterable(
         (*clients.values(), mean - std, mean + std) for clients, mean, std in rows
     )
-    return _around([v for v in values if math.isfinite(v)])
+    return around([v for v in values if math.isfinite(v)])
 
 
 def strip(rows: Strip, unit: str, limits: Point) -> str:
@@ -138,71 +126,6 @@ def intervals(
 
 
 @dataclass(frozen=True)
-class Bar:
-    """One bar: its height, its deviation, a name for its tooltip, and a colour."""
-
-    value: float
-    std: float
-    name: str
-    colour: str
-
-
-def bars(groups: Mapping[str, Sequence[Bar]], y: str) -> str:
-    """Return groups of bars by name, on one axis from 0, without values that are not finite."""
-    shown = {
-        name: [bar for bar in group if math.isfinite(bar.value)] for name, group in groups.items()
-    }
-    gap, thick = 22.0, 20.0
-    widths = {
-        name: max(thick * len(group), LETTER * cell_len(name)) for name, group in shown.items()
-    }
-    width, height = LEFT + sum(widths.values()) + gap * len(widths) + RIGHT, 260
-    top = (
-        max((bar.value + bar.std for group in shown.values() for bar in group), default=1.0) or 1.0
-    )
-    vertical = _Scale(0, 1.04 * top, height - BOTTOM, TOP)
-    rules = "".join(
-        f'<path class="rule" d="M{LEFT} {vertical(v):.1f}H{width - RIGHT:.1f}"/>'
-        f'<text class="tick" x="{LEFT - 6}" y="{vertical(v) + 4:.1f}" '
-        f'text-anchor="end">{_tick(v)}</text>'
-        for v in vertical.ticks()
-    )
-    drawn, left = [], LEFT + gap / 2
-    for name, group in shown.items():
-        start = left + (widths[name] - thick * len(group)) / 2
-        drawn += [
-            _bar(bar, f"{name}, {bar.name}", start + thick * k, thick, vertical)
-            for k, bar in enumerate(group)
-        ]
-        middle = left + widths[name] / 2
-        drawn.append(
-            f'<text class="tick" x="{middle:.1f}" y="{height - BOTTOM + 17}" '
-            f'text-anchor="middle">{escape(name)}</text>'
-        )
-        left += widths[name] + gap
-    turned = f"translate(11 {(TOP + height - BOTTOM) / 2}) rotate(-90)"
-    label = f'<text class="label" transform="{turned}" text-anchor="middle">{escape(y)}</text>'
-    return _fixed(width, height, y, f"{rules}{''.join(drawn)}{label}")
-
-
-def _bar(bar: Bar, title: str, left: float, thick: float, vertical: _Scale) -> str:
-    top, middle = vertical(bar.value), left + thick / 2
-    ends = f"{vertical(bar.value - bar.std):.1f}V{vertical(bar.value + bar.std):.1f}"
-    whisker = f'<path class="whisker" d="M{middle:.1f} {ends}"/>' if bar.std else ""
-    return (
-        f'<g><rect x="{left + 1:.1f}" y="{top:.1f}" width="{thick - 2:.1f}" '
-        f'height="{vertical(0) - top:.1f}" fill="{bar.colour}"/>'
-        f"{whisker}<title>{escape(f'{title}: {figure(bar.value)}')}</title></g>"
-    )
-
-
-def _fixed(width: float, height: float, label: str, drawn: str) -> str:
-    """Return a picture whose size does not follow the page's."""
-    size = f'width="{width:.0f}" height="{height}" role="img" aria-label="{escape(label)}"'
-    return f'<figure class="fixed"><svg {size}>{drawn}</svg></figure>'
-
-
-@dataclass(frozen=True)
 class Dot:
     """One dot of a plane: its place, the text beside it, a name for its tooltip, and its style."""
 
@@ -251,4 +174,7 @@ def plane(dots: Sequence[Dot], x: str, y: str) -> str:
         f'<text class="label" transform="translate(14 {middle[1]}) rotate(-90)" '
         f'text-anchor="middle">{escape(y)}</text>'
     )
-    return _fixed(width, height, f"{y} against {x}", axes + "".join(drawn))
+    size = f'width="{width}" height="{height}" role="img"'  # which does not follow the page's
+    label = escape(f"{y} against {x}")
+    picture = f'<svg {size} aria-label="{label}">{axes}{"".join(drawn)}</svg>'
+    return f'<figure class="fixed">{picture}</figure>'

@@ -126,24 +126,9 @@ class Mixtures:
         """Whether one product computes codes and logits; otherwise the router is more precise."""
         return self.A.shape[2] > self.updates
 
-    @cached_property
-    def plain(self) -> bool:
-        """Whether the weights are the softmax of the logits computed with the codes."""
-        every = self.active == self.shape[1] and self.unused is None
-        return self.together and self.bias is None and every
-
-    @cached_property
-    def rows(self) -> Tensor:
-        """The indices (linears, n models, r) of the rows of B1."""
-        linears, experts, models, rank = self.shape
-        rows = torch.arange(self.B1[..., 0].numel(), device=self.B1.device)
-        return rows.view(linears, experts * models, rank)
-
     def __call__(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
         """Compute (..., d_model) -> (..., d_model), as `Mixture.forward`."""
         models = self.shape[2]
-        if models == 1 and x.numel() == x.shape[-1]:
-            return self._one(x.view(1, -1), base, record).view_as(x)
         tokens = x.reshape(models, -1, x.shape[-1])  # (models, t, d)
         count = tokens.shape[1]
         if count == 1 if models > 1 and x.device.type == "cpu" else count <= FEW and models == 1:
@@ -156,27 +141,6 @@ class Mixtures:
         """Return whether sorting so many tokens by their set of experts pays off."""
         experts = self.shape[1]  # a set of them is an int64
         return experts < 63 and math.comb(experts, self.active) * FEW <= count
-
-    def _one(self, token: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
-        """Compute (1, d_model) -> (1, d_model) by one model: `_few` with the fewest calls."""
-        linears, experts, _, rank = self.shape
-        codes = functional.linear(token, self._alone[0].T)
-        z = codes[:, : self.updates].view(-1, 1, rank)
-        p = torch.bmm(z, self._flat[0]).view(linears, experts, -1)
-        first, *second = p.add_(self._bases(token, base).view(linears, 1, -1)).unbind()
-        h = base.activation.forward(first)
-        if second:
-            h.mul_(second[0])
-        if experts > 1:
-            logits = codes[:, self.updates :]
-            weights = (
-                logits.softmax(dim=-1)
-                if self.plain and record is None
-                else self._weights(token[None], logits[None], record)[0][0]
-            )
-            h.mul_(weights.T)
-        c = torch.bmm(h.unsqueeze(1), self._flat[1]).view(1, -1)
-        return base_layer(base.down, h.sum(dim=0, keepdim=True)).addmm_(c, self._alone[3])
 
     @cached_property
     def _equal(self) -> Tensor:
@@ -207,53 +171,24 @@ class Mixtures:
         count, tokens = x.shape[1], x.flatten(0, 1)
         codes = torch.bmm(x, self.A) if models > 1 else functional.linear(tokens, self._alone[0].T)
         codes = codes.view(models, count, -1)
-        weights, selected = self._weights(x, codes[..., self.updates :], record)
+        weights, _ = self._weights(x, codes[..., self.updates :], record)
         z = codes[..., : self.updates].view(models, count, linears, experts, rank)
-        z, w, chosen = z.permute(2, 3, 0, 1, 4), weights.permute(2, 0, 1), None
-        if models > 1:
-            p, w, chosen = self._selected(z, w, selected)
-        else:
-            p = torch.bmm(z.reshape(-1, count, rank), self._flat[0])
-        p = p.view(linears, -1, len(tokens), p.shape[-1])  # (linears, k, models t, f)
+        p = torch.bmm(z.permute(2, 3, 0, 1, 4).reshape(-1, count, rank), self._flat[0])
+        p = p.view(linears, experts, len(tokens), -1)  # (linears, n, models t, f)
         bases = self._bases(tokens, base).view(len(tokens), linears, 1, -1)
         p.add_(bases.permute(1, 2, 0, 3))
         h = base.activation.forward(p[0])
         if linears == 2:
             h.mul_(p[1])
         if experts > 1:
-            h.mul_(w.reshape(len(h), -1, 1))
+            h.mul_(weights.permute(2, 0, 1).reshape(experts, -1, 1))
         y = base_layer(base.down, h.sum(dim=0) if experts > 1 else h[0])
-        # zeros for the other experts cost less than copies of A2
-        if chosen is not None:
-            h = h.new_zeros(experts * models, h.shape[-1]).index_copy_(0, chosen, h.flatten(0, 1))
         c = torch.bmm(h.view(experts * models, count, -1), self._flat[1])
         if models == 1:
             return y.addmm_(c.transpose(0, 1).reshape(count, -1), self._alone[3])
         return y.unsqueeze(1).baddbmm_(
             c.view(experts, models, -1).transpose(0, 1).reshape(models, 1, -1), self.B2
         )
-
-    def _selected(
-        self, codes: Tensor, weights: Tensor, selected: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Apply B1 of several models, the largest tensor, to (linears, n, models, 1, r), one token
-        of each, reading only the (models, 1, k) selected experts. Return (linears k models, f)
-        updates of the base's first layers, (k models, 1) weights of (n, models, 1), and (k models,)
-        their indices.
-        """
-        _, _, models, rank = self.shape
-        z, w, rows, chosen = codes.flatten(1, 3), weights.flatten(0, 1), self.rows, None
-        if selected is not None:
-            models_in_order = torch.arange(models, device=codes.device)
-            chosen = torch.add(models_in_order, selected[:, 0].T, alpha=models).flatten()
-            z, w, rows = z.index_select(1, chosen), w.index_select(0, chosen), rows[:, chosen]
-        p = functional.embedding_bag(
-            rows.flatten(0, 1),
-            self._flat[0].flatten(0, 1),
-            per_sample_weights=z.reshape(-1, rank),
-            mode="sum",
-        )
-        return p, w, chosen
 
     def _many(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None) -> Tensor:
         """Compute (models, t, d_model) -> (models, t, d_model), part by part."""
