@@ -191,18 +191,14 @@ def export(
     source: Source,
     format: str,
     out: Path,
-    *,
-    part: str | None = None,
-    precision: str | None = None,
-    expert: str | None = None,
-    base_precision: str | None = None,
-    chat: bool = False,
     say: Callable[[str], None] = lambda line: None,
+    **given: Any,
 ) -> list[Exported]:
     """Write models of a run for another program, check them in it, and return the exports by
-    client, see `coterie.export`. Parts and precisions that are not given are the format's first.
+    client, see `coterie.export`. `given` are fields of `Options`; parts and precisions that are not
+    given are the format's first.
     """
-    kind, options = _chosen(format, part, precision, expert, base_precision, chat)
+    kind, options = _chosen(format, **given)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refused(f"{out} is not an empty folder", "Give --out a new folder.")
     clients = source.load()
@@ -225,11 +221,11 @@ def export(
 
 def _chosen(
     name: str,
-    part: str | None,
-    precision: str | None,
-    expert: str | None,
-    base_precision: str | None,
-    chat: bool,
+    part: str | None = None,
+    precision: str | None = None,
+    expert: str | None = None,
+    base_precision: str | None = None,
+    chat: bool = False,
 ) -> tuple[Format, Options]:
     """Return a format and its options, by default the format's first. Raises Refused if a format,
     part, precision or --chat does not exist, or a package is missing.

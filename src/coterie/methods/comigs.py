@@ -4,25 +4,24 @@ Fan et al., "On-Device Collaborative Language Modeling via a Mixture of Generali
 Specialists", Algorithm 1 (papers/comigs).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field
 
-from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.data.splits import Split
-from coterie.methods.templates import Aggregating, Counts, Routed, value_of
+from coterie.methods.templates import Averaged, Counts, Routed, value_of
 from coterie.models.layout import Layout
 
 
 @dataclass(frozen=True)
-class CoMiGS(Routed, Aggregating):
+class CoMiGS(Routed, Averaged):
     """Average generalists and attention LoRAs; keep specialists and token-level routers local.
 
     A bilevel problem, solved by alternating first-order steps: experts descend on training data,
@@ -34,7 +33,6 @@ class CoMiGS(Routed, Aggregating):
 
     per_client: ClassVar[tuple[str, ...]] = ("specialists",)
     shared: ClassVar[tuple[Role, ...]] = (GENERALIST,)  # all that leaves a client
-    dynamic_membership: ClassVar[bool] = True
     serves_unseen_clients: ClassVar[bool] = True
     stateful: ClassVar[bool] = True
     by_examples = True
@@ -45,18 +43,8 @@ class CoMiGS(Routed, Aggregating):
     router_steps: Annotated[int, Field(ge=0)] = 10  # s, steps per router update
     router_data: Literal["valid", "train"] = "valid"  # data of eq. 4
 
-    @property
-    def needs_only_mean(self) -> bool:
-        return self.aggregation.needs_only_mean
-
     def layout(self, position: int, base: Layout) -> Layout:
         return self.mixture(base, self.generalists, value_of(self.specialists, position))
-
-    def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
-        return model.read(GENERALIST)
-
-    def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return dict.fromkeys(clients, state)
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         replies = yield Ask(self.local_round, self.download(state, clients), self.reply_spec)

@@ -12,7 +12,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
-from coterie.methods.templates import BesidePersonal
+from coterie.methods.templates import BesidePersonal, pull
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,6 @@ class Ditto(BesidePersonal):
             batch, eta = client.draw(client.train), client.lr
             # grad f_i(w_i) on the batch that v_i steps on; w_i is no part of the client's model
             gradient = client.gradient_to_share(w_i, batch)
-            client.step_on(
-                batch, GENERALIST, extra=lambda: self._pull(client.read(GENERALIST), received)
-            )
+            client.step_on(batch, GENERALIST, extra=lambda: pull(self.prox, client, received))
             client.training.experts.step(w_i, gradient, eta, client.state, "ditto/optimiser")
         return {GENERALIST: w_i} | self.sample_count(client)
-
-    def _pull(self, v: Tensors, w: Tensors) -> Tensors:
-        """Return lambda (v - w), the gradient of the penalty, name by name."""
-        return {name: self.prox * (value - w[name]) for name, value in v.items()}

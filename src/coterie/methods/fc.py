@@ -21,7 +21,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors, parts_within
-from coterie.methods.templates import OneAdapter, value_of
+from coterie.methods.templates import OneAdapter, value_of, weight_rows
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -110,8 +110,7 @@ class FC(OneAdapter):
         return {GENERALIST: client.flat(into=v["direction"])}  # the direction's memory is free now
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        rows = torch.stack([state[of_client(i, "weights")] for i in clients])
-        return rows[:, [sorted(clients).index(i) for i in clients]]
+        return weight_rows(state, clients)
 
     def sizes(self, model: Blueprint, clients: Sequence[ClientId]) -> dict[ClientId, int]:
         """Return how many gradients count for each client."""

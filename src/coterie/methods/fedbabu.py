@@ -59,10 +59,7 @@ class FedBABU(FinetunedFedAvg):
 
     @task(Sends.UPDATE)
     def local_round(self, client: AnyClient, theta: Tensors) -> Tensors:
-        client.load(self.loadable(client, theta))
-        for _ in range(self.steps(client)):
-            client.step(GENERALIST, on=client.train)
-        return client.read(GENERALIST) | self.sample_count(client)
+        return super().local_round(client, self.loadable(client, theta))
 
     @task(Sends.NOTHING)
     def finetune(self, client: AnyClient, theta: Tensors) -> Tensors:

@@ -18,7 +18,7 @@ from coterie.core.protocol import Ask, ClientId, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Named, Tensors, prefixed
-from coterie.methods.templates import OneAdapter
+from coterie.methods.templates import OneAdapter, weight_rows
 
 BEFORE = "fomo/before"  # theta_i before the last local training
 GAINS = "gains"  # the weights w_n before they are normalised
@@ -115,9 +115,7 @@ class FedFomo(OneAdapter):
         return float(nll / predictions)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        order = clients_with(state)
-        places = [order.index(i) for i in clients]
-        rows = torch.stack([state[of_client(i, SENT)] for i in clients])[:, places]
+        rows = weight_rows(state, clients, SENT)
         total = rows.sum(dim=1, keepdim=True)
         alone = torch.eye(len(clients), dtype=torch.float64)  # where nothing was better
         return torch.where(total > 0, rows / total.clamp_min(1e-300), alone)

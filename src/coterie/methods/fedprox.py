@@ -12,7 +12,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
-from coterie.methods.templates import Averaged, OneAdapter
+from coterie.methods.templates import Averaged, OneAdapter, pull
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,6 @@ class FedProx(Averaged, OneAdapter):
         client.load(theta)
         received = client.read(GENERALIST)
         for _ in range(self.steps(client)):
-            client.step(
-                GENERALIST,
-                on=client.train,
-                extra=lambda: self._pull(client.read(GENERALIST), received),
-            )
+            # the gradient of the proximal term of eq. 2
+            client.step(GENERALIST, on=client.train, extra=lambda: pull(self.mu, client, received))
         return client.read(GENERALIST) | self.sample_count(client)
-
-    def _pull(self, w: Tensors, received: Tensors) -> Tensors:
-        """Return mu (w - w_t), the gradient of the proximal term of eq. 2, name by name."""
-        return {name: self.mu * (value - received[name]) for name, value in w.items()}

@@ -17,9 +17,9 @@ from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
-from coterie.core.tensor_names import clients_with, of_client
+from coterie.core.tensor_names import clients_with
 from coterie.core.tensors import Tensors, prefixed, under
-from coterie.methods.templates import OneAdapter
+from coterie.methods.templates import OneAdapter, weight_rows
 
 _WORST = torch.finfo(torch.float64).max  # the perplexity of a broken model: its weight is 0
 
@@ -47,9 +47,7 @@ class PCL(OneAdapter):
         }
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        return torch.stack([state[of_client(i, "weights")] for i in clients])[
-            :, [sorted(clients).index(i) for i in clients]
-        ]
+        return weight_rows(state, clients)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         return {

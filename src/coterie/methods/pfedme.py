@@ -15,7 +15,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, weighted_sum
-from coterie.methods.templates import BesidePersonal
+from coterie.methods.templates import BesidePersonal, pull
 
 
 @dataclass(frozen=True)
@@ -47,15 +47,10 @@ class PFedMe(BesidePersonal):
         batch = client.draw(client.train)
         for step in range(1, self.steps(client) + 1):
             eta = client.lr if self.local_lr is None else self.local_lr
-            client.step_on(batch, GENERALIST, extra=partial(self._pull, client, near))
+            client.step_on(batch, GENERALIST, extra=partial(pull, self.prox, client, near))
             if step % self.inner_steps == 0:
                 w_i += eta * self.prox * (client.flat() - w_i)
                 with client.borrowing({GENERALIST: w_i}):
                     near = client.read(GENERALIST)
                 batch = client.draw(client.train)
         return {GENERALIST: w_i} | self.sample_count(client)
-
-    def _pull(self, client: Client, near: Tensors) -> Tensors:
-        """Return lambda (theta_i - w_i), the gradient of the penalty, name by name."""
-        theta = client.read(GENERALIST)
-        return {name: self.prox * (value - near[name]) for name, value in theta.items()}

@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from coterie.aggregation.lowrank import own_factors, read_factors, truncated
 from coterie.aggregation.means import MOST_SAMPLES, SAMPLES, Mean, by_holders
@@ -16,6 +17,7 @@ from coterie.client.client import Client
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
+from coterie.core.tensor_names import clients_with, of_client
 from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.base import Method
 from coterie.models.layout import Balance, Layout, LocalPart
@@ -137,16 +139,12 @@ class PartlyLocal(Averaged, OneAdapter):
 
 
 @dataclass(frozen=True)
-class BesidePersonal(OneAdapter, Aggregating):
+class BesidePersonal(OneAdapter, Averaged):
     """A method whose clients send copies w_i of a global model that they trained beside their own,
     which never leaves. The server's state holds `generalist`, (d,), w, the mean of the copies.
     """
 
-    dynamic_membership: ClassVar[bool] = True
-
-    @property
-    def needs_only_mean(self) -> bool:
-        return self.aggregation.needs_only_mean
+    download = Method.download  # clients have models of their own
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}
@@ -155,9 +153,22 @@ class BesidePersonal(OneAdapter, Aggregating):
         replies = yield Ask(self.local_round, dict.fromkeys(clients, state), self.reply_spec)
         return state | self.combine(replies, state)
 
-    @abstractmethod
-    def local_round(self, client: Client, w: Tensors) -> Tensors:
-        """Train both from w; return w_i and `sample_count`. A @task."""
+
+def pull(strength: float, client: Client, centre: Named) -> Tensors:
+    """Return strength (w - centre) of the client's generalist w, the gradient of a penalty on the
+    squared distance, name by name.
+    """
+    w = client.read(GENERALIST)
+    return {name: strength * (value - centre[name]) for name, value in w.items()}
+
+
+def weight_rows(state: State, clients: Sequence[ClientId], name: str = "weights") -> Tensor:
+    """Return the weights that these clients give each other, (N, N), from rows over all clients in
+    the order of their ids, `<client>/<name>`.
+    """
+    order = clients_with(state, name)
+    rows = torch.stack([state[of_client(i, name)] for i in clients])
+    return rows[:, [order.index(i) for i in clients]]
 
 
 HeadBlocks = Annotated[

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from coterie.core.errors import ModelError
 from coterie.core.isolation import inference
@@ -275,13 +276,8 @@ def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor,
 
 @cache
 def _letters() -> dict[str, int]:
-    """Return the byte of each character of a byte-level vocabulary (GPT-2, Radford et al. 2019):
-    printable bytes stand for themselves, the others are characters from 256 on.
-    """
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    letters = {chr(byte): byte for byte in shown}
-    return letters | {chr(256 + place): byte for place, byte in enumerate(hidden)}
+    """Return the byte of each character of a byte-level vocabulary (GPT-2, Radford et al. 2019)."""
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class TextInference:

@@ -9,7 +9,7 @@ from rich.text import Text
 from coterie.core.printing import printable
 from coterie.data.summary import DataSummary, Token
 from coterie.reports.parts import FEW
-from coterie.reports.tables import fitted
+from coterie.reports.tables import fitted, say
 
 _SIZES = ("client", "split", "documents", "tokens", "with loss", "median", "longest")
 _EQUAL = ("client", "repeated", "shared", "in two splits", "nearly equal", "of these in two")
@@ -30,18 +30,18 @@ LINE = "↵"
 
 def print_data(console: Console, summary: DataSummary) -> None:
     """Print the content of clients' texts."""
-    _say(console, summary.description)
+    say(console, summary.description)
     for sentence in (*summary.notes, *_remarks(summary)):
-        _say(console, f"- {sentence}")
+        say(console, f"- {sentence}")
     for header, rows, about in _tables(summary):
         console.print(fitted("", header, rows[:_SHOWN], console.width))
         if len(rows) > _SHOWN:
-            _say(console, f"... and {len(rows) - _SHOWN:,} more rows: --json has all")
+            say(console, f"... and {len(rows) - _SHOWN:,} more rows: --json has all")
         console.print(about, style="dim", highlight=False)
     _print_examples(console, summary)
     for id, client in summary.clients.items():
         for file, splits in client.files.items():
-            _say(console, f"{id}: {', '.join(splits)}: {file}")
+            say(console, f"{id}: {', '.join(splits)}: {file}")
 
 
 def _print_examples(console: Console, summary: DataSummary) -> None:
@@ -49,7 +49,7 @@ def _print_examples(console: Console, summary: DataSummary) -> None:
     if rows:
         console.print(f"\n{EXAMPLES}", style="dim", highlight=False)
     for id, row in rows:
-        _say(console, f"\n{id}:")
+        say(console, f"\n{id}:")
         console.print(Text.assemble(*map(_styled, row)), soft_wrap=True)
 
 
@@ -57,10 +57,6 @@ def _styled(token: Token) -> tuple[str, str]:
     colour = "bold blue" if token.counted else ""
     visible = printable(token.text, lines=True).replace("\n", f"{LINE}\n")
     return visible, f"{colour} {'reverse' * token.special}".strip()
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(printable(text, lines=True), markup=False, highlight=False, soft_wrap=True)
 
 
 def _tables(summary: DataSummary) -> Iterator[tuple[Sequence[str], list[list[str]], str]]:

@@ -16,7 +16,7 @@ from coterie.reports import chart, marks
 from coterie.reports.chart import Line, Style, look_of
 from coterie.reports.heat import Heat, heat_map, room, runs, scale, slider
 from coterie.reports.marks import Dot
-from coterie.reports.parts import captioned, escape, folded, table, thinned, unseen
+from coterie.reports.parts import captioned, escape, folded, known, table, thinned, unseen
 
 CLUSTERS = 5  # clusters of K-means if there are no anchors
 # upper limits of the mean silhouette (Kaufman and Rousseeuw, 1990)
@@ -223,7 +223,7 @@ class Choices:
 
     def gate_accuracy(self, group: str, style: Style) -> Line:
         """Return the line of the percentage of samples of a class of their expert's anchor."""
-        points = [(at, _known(choices[group].gate_accuracy)) for at, choices in self.stages]
+        points = [(at, known(choices[group].gate_accuracy)) for at, choices in self.stages]
         return Line(points, self.title, style)
 
 
@@ -236,10 +236,6 @@ def _rate(choices: GateChoices, expert: int) -> float:
     """Return the accuracy of an expert on its samples, percent; nan without samples."""
     given, right = (sum(row[expert] for row in matrix) for matrix in (choices.given, choices.right))
     return 100 * right / given if given else nan
-
-
-def _known(value: float | None) -> float:
-    return nan if value is None else value
 
 
 def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
@@ -317,7 +313,7 @@ def decisions(title: str, result: Result) -> str:
     tables = []
     for group in groups:
         chosen = {i: c.experts or () for i, c in result.clients.items() if c.group == group}
-        wrong = {i: 1 - _known(right[i]) / 100 for i in chosen}
+        wrong = {i: 1 - known(right[i]) / 100 for i in chosen}
         rows = []
         for i, w in wrong.items():
             incorrect, correct = (f"{sum(counts[i]) * share:.0f}" for share in (w, 1 - w))

@@ -106,6 +106,11 @@ def figure(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if abs(value) < 1e9 else f"{value:.2e}"
 
 
+def known(value: float | None) -> float:
+    """Return a number; nan if it is unknown."""
+    return math.nan if value is None else value
+
+
 def plus_minus(mean: float, std: float | None) -> str:
     """Return a mean with its standard deviation, if there is one."""
     return figure(mean) + ("" if std is None else f" ± {figure(std)}")

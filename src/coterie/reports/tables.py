@@ -1,6 +1,5 @@
 """Tables in a terminal: scores, groups, costs, what was measured, and what a recipe would take."""
 
-import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from coterie.core.printing import printable
 from coterie.core.result import Evaluated, MetricInfo, Result, Row
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS
-from coterie.reports.parts import BESIDE, VERDICTS, rounded, size, unseen
+from coterie.reports.parts import BESIDE, VERDICTS, known, rounded, size, unseen
 from coterie.reports.scores import mixtures
 
 ROWS = 16  # clients that a table has a line for
@@ -37,12 +36,12 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     what = prediction(prepared.problem.metric.about)
     if first:
         for line in (federation.description, *federation.notes):
-            _say(console, line)
+            say(console, line)
         for split in SPLITS:
             counts = [getattr(data, split).predictions for data in federation.everyone.values()]
             least, most = min(counts), max(counts)
             each = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-            _say(console, f"  {split:<6} {sum(counts):,} {what}s, {each} per client")
+            say(console, f"  {split:<6} {sum(counts):,} {what}s, {each} per client")
     sizes = sorted(
         {
             sum(prepared.problem.trainable(one).trainable_parameters for one in layout.models)
@@ -54,7 +53,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
         trained = " to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1])))
     up_to = "at most " if prepared.recipe.limit else ""
     memory = "" if estimate.memory is None else f", {estimate.memory / 1e9:,.1f} GB of memory"
-    _say(
+    say(
         console,
         f"{METHODS[prepared.recipe.method['name']].title}: {up_to}{method.rounds} rounds, "
         f"parameters trained per client: {trained}",
@@ -66,8 +65,9 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     console.print(Padding(Text(cost), (0, 0, 0, 2)))  # wrapped between words
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+def say(console: Console, text: str) -> None:
+    """Print a text as it is, without rich's markup, wrapped by the terminal alone."""
+    console.print(printable(text, lines=True), markup=False, highlight=False, soft_wrap=True)
 
 
 def verdicts(console: Console, items: Iterable[tuple[bool | None, str, str]]) -> None:
@@ -142,17 +142,13 @@ def _groups(rows: Sequence[Row], titles: Mapping[str, str], width: int) -> Table
     names = *map(unseen, (first, *others)), "best", "best of last ten"
     header = ("method", *names, *("gate %",) * gated)
     numbers = [
-        [row.mean, *map(row.mean_of, others), _figure(row.best), _figure(row.best_of_last_ten)]
+        [row.mean, *map(row.mean_of, others), known(row.best), known(row.best_of_last_ten)]
         for row in rows
     ]
     lines = _lines(rows, titles, numbers)
     for row, line in zip(rows, lines, strict=True):
         line.extend(["" if row.gate_accuracy is None else f"{row.gate_accuracy:.1f}"] * gated)
     return fitted(title, header, _bold(lines, numbers, metric), width)
-
-
-def _figure(value: float | None) -> float:
-    return math.nan if value is None else value
 
 
 def _lines(

@@ -34,30 +34,20 @@ class Expert:
 
     key: str  # `g0`, `g1`, ... for generalists, `s0`, ... for specialists
     name: str
-
-    @property
-    def colour(self) -> str:
-        return self.look[0]
-
-    @property
-    def cue(self) -> str:
-        """The CSS text decoration that tells it apart without colours."""
-        return self.look[1]
-
-    @property
-    def look(self) -> tuple[str, str]:
-        """The colour, and the cue."""
-        looks = GENERALISTS if self.key[0] == "g" else SPECIALISTS
-        return looks[int(self.key[1:]) % len(looks)]
+    colour: str
+    cue: str  # the CSS text decoration that tells it apart without colours
 
 
 def experts(counts: Mixture | ClientResult) -> list[Expert]:
     """Return experts in the order of routing weights, generalists first, numbered if several."""
-    kinds = {"generalist": counts.generalists, "specialist": counts.specialists}
+    kinds = {
+        "generalist": (counts.generalists, GENERALISTS),
+        "specialist": (counts.specialists, SPECIALISTS),
+    }
     return [
-        Expert(f"{kind[0]}{k}", kind if count == 1 else f"{kind} {k + 1}")
-        for kind, count in kinds.items()
-        for k in range(count)
+        Expert(f"{kind[0]}{k}", kind if n == 1 else f"{kind} {k + 1}", *looks[k % len(looks)])
+        for kind, (n, looks) in kinds.items()
+        for k in range(n)
     ]
 
 
