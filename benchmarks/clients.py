@@ -37,7 +37,7 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensors import nbytes
 from coterie.data.federation import ClientData
 from coterie.data.splits import TokenSplit
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone

@@ -37,7 +37,7 @@ from coterie.client.site import Site
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 from coterie.methods.cobo import CoBo
 from coterie.models.classifier import Classifier

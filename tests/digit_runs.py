@@ -15,7 +15,7 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 from coterie.models.classifier import Classifier
 from coterie.models.generalising import PrototypeClassifier, PrototypeLayout

@@ -15,7 +15,7 @@ from coterie.client.site import Site
 from coterie.core.protocol import ClientId, drive
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone

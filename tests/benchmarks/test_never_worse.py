@@ -22,7 +22,7 @@ from coterie.client.site import Site
 from coterie.core.protocol import drive
 from coterie.core.roles import GENERALIST
 from coterie.data.federation import Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods.fedavg import FedAvg
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone

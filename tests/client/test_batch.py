@@ -17,8 +17,8 @@ from coterie.core.protocol import ClientId, State, drive
 from coterie.core.roles import EXPERT, GENERALIST
 from coterie.data.federation import Federation
 from coterie.data.images import Digits
-from coterie.engines import InProcess
 from coterie.engines.engine import Listener
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.fc import FC

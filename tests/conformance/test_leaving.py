@@ -14,7 +14,7 @@ from coterie.core.errors import ClientError, Refused
 from coterie.core.protocol import Ask, Sends, declared, find_task, task
 from coterie.core.roles import ROUTER, SPECIALIST
 from coterie.core.tensors import Tensors
-from coterie.engines import InProcess, Loopback
+from coterie.engines.inprocess import InProcess, Loopback
 from coterie.methods import METHODS
 from coterie.methods.cobo import CoBo
 from coterie.methods.comigs import CoMiGS

@@ -21,7 +21,7 @@ from coterie.core import threads
 from coterie.core.callback import Callback
 from coterie.core.protocol import Ask, Replies
 from coterie.core.threads import Usage, Watch, choose
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.reports.progress import Terminal
 from coterie.runs import backends, requests
 from coterie.runs import run as runs

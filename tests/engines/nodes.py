@@ -15,7 +15,7 @@ from flwr.common.serde import message_to_proto
 from coterie.core.callback import Callback
 from coterie.core.result import Json
 from coterie.deploy import apps
-from coterie.engines import Listener
+from coterie.engines.engine import Listener
 from coterie.engines.flower.apps import Handle, LocalGrid, LocalNode, delivered
 from coterie.engines.messages import Reply, Request
 from coterie.runs.backends import Backend, DeviceBackend, simulated_device

@@ -15,7 +15,8 @@ from conformance.cases import PICTURES, method_of
 from coterie.client.client import Client
 from coterie.core.errors import ClientError
 from coterie.core.tensors import Tensors
-from coterie.engines import InProcess, Listener
+from coterie.engines.engine import Listener
+from coterie.engines.inprocess import InProcess
 from coterie.engines.states import States
 from coterie.methods.fedavg import FedAvg
 from coterie.models.backbone import Backbone

@@ -25,7 +25,7 @@ from coterie.core.packs import Entry
 from coterie.core.protocol import Ask, ClientId, State, drive
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.engines.states import States, Stored, half_of_memory
 from coterie.methods.base import Method
 from coterie.methods.cobo import CoBo

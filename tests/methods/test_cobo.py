@@ -17,7 +17,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.core.roles import GENERALIST
 from coterie.data.federation import ClientData, Federation
 from coterie.data.images import Digits
-from coterie.engines import ENGINES
+from coterie.engines.inprocess import ENGINES
 from coterie.methods import Method
 from coterie.methods.cobo import CoBo
 from coterie.methods.local import Local

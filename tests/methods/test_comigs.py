@@ -19,7 +19,7 @@ from coterie.core.protocol import Ask, drive
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.core.tensors import Tensors
 from coterie.data.federation import Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.comigs_alone import CoMiGSAlone
 from coterie.methods.comigs_published import CoMiGSPublished

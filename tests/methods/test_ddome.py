@@ -19,7 +19,7 @@ from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, State, drive
 from coterie.core.tensors import Tensors
 from coterie.data.federation import ClientData, Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods.base import Method
 from coterie.methods.ddome import DDOME
 from coterie.methods.ensemble import Ensemble

@@ -26,7 +26,7 @@ from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import Examples
 from coterie.data.federation import ClientData, Federation
-from coterie.engines import InProcess
+from coterie.engines.inprocess import InProcess
 from coterie.methods import Method
 from coterie.methods.fedadg import FedADG
 from coterie.methods.fedavg import FedAvg

@@ -22,7 +22,7 @@ from coterie.core.files import load
 from coterie.core.protocol import Ask, Replies
 from coterie.core.tensors import nbytes
 from coterie.data.examples import ExampleSplit
-from coterie.engines import ENGINES, InProcess
+from coterie.engines.inprocess import ENGINES, InProcess
 from coterie.personal.samples import Samples
 from coterie.runs import run as runs
 from coterie.runs.problems.prepare import prepare

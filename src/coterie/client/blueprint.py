@@ -116,12 +116,10 @@ class Blueprint:
 
     def read(self, *roles: Role) -> Tensors:
         """Return the initial values of the shared tensors."""
-        model = self.trainable(next(iter(self.layouts.values())))
-        return {
-            name: t
-            for role in roles
-            for name, t in model.initial(role, initial_seed(self.seed, role, "")).items()
-        }
+        model, values = self.trainable(next(iter(self.layouts.values()))), Tensors()
+        for role in roles:
+            values |= model.initial(role, initial_seed(self.seed, role, ""))
+        return values
 
     def flat(self, role: Role = GENERALIST, start: int = 0) -> Tensor:
         """Return one role's initial values, (d,); `start` 1, 2, ... for others of the same
@@ -136,11 +134,8 @@ class Blueprint:
     @property
     def ranks(self) -> dict[ClientId, list[int]]:
         """The ranks of each client's low-rank updates, in the order of the modules' names."""
-        updates = {i: self.trainable(layout).loras() for i, layout in self.layouts.items()}
-        return {
-            i: [loras[module].A.shape[1] for module in sorted(loras)]
-            for i, loras in updates.items()
-        }
+        loras = {i: self.trainable(layout).loras() for i, layout in self.layouts.items()}
+        return {i: [of[name].A.shape[1] for name in sorted(of)] for i, of in loras.items()}
 
     def loras(self) -> dict[str, LoRA]:
         """Return the initial low-rank updates of the client with the largest rank."""

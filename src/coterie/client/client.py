@@ -155,12 +155,10 @@ class Client(BoundClient):
         """Take an optimiser step of each role, along its gradients and those of `extra`."""
         extra_gradients = extra() if extra else {}
         for role, parts in gradients.items():
-            named = zip(self._parameters[role], parts, strict=True)
-            sums = (
-                gradient + extra_gradients[name] if name in extra_gradients else gradient
-                for name, gradient in named
-            )
-            self.descend(role, _flat(sums).float(), at)
+            named = dict(zip(self._parameters[role], parts, strict=True))
+            for name in named.keys() & extra_gradients.keys():
+                named[name] = named[name] + extra_gradients[name]
+            self.descend(role, _flat(named.values()).float(), at)
 
     def _sanitized(
         self, sanitizer: Sanitizer, on: Split, roles: Sequence[Role]
@@ -190,16 +188,10 @@ class Client(BoundClient):
 
     def _initial(self, roles: frozenset[Role]) -> Tensors:
         if roles not in self._untouched:
-            seeds = {
-                role: initial_seed(self.seed, role, self.id)
-                for role in sorted(roles)
-                if self._parameters[role]
-            }
-            self._untouched[roles] = {
-                name: t
-                for role, seed in seeds.items()
-                for name, t in self.model.initial(role, seed).items()
-            }
+            initial = self._untouched[roles] = Tensors()
+            for role in sorted(roles):
+                if self._parameters[role]:
+                    initial |= self.model.initial(role, initial_seed(self.seed, role, self.id))
         return self._untouched[roles]
 
     def _note(self, what: str, rows: int, stats: dict[str, Tensor]) -> None:
@@ -288,7 +280,6 @@ class Client(BoundClient):
 
     @staticmethod
     def _part(split: Split, windows: int) -> Numbers:
-        """Return the indices of so many rows, evenly spaced over the split."""
         return np.linspace(0, split.windows - 1, min(windows, split.windows)).astype(np.int64)
 
     def batches(self, split: Split, windows: int | None = None) -> Iterator[Any]:

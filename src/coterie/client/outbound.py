@@ -69,7 +69,6 @@ class Outbound:
 
     @property
     def _noised(self) -> bool:
-        """Whether updates have the noise that the owner requires."""
         applies = self.noise is not None or (self.by_examples and self.sanitizes)
         return applies and self.privacy is not None and self.privacy.noise > 0
 

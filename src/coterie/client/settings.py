@@ -71,27 +71,20 @@ class AdamW(Scheduled):
     def _descend(
         self, flat: Tensor, gradient: Tensor, lr: float, memory: State, prefix: str
     ) -> None:
-        first, second = (
-            _started(memory, f"{prefix}/{moment}", flat) for moment in ("first", "second")
-        )
-        step = memory.setdefault(f"{prefix}/step", torch.zeros((), dtype=torch.float32))
         adamw = torch.optim.AdamW(
             [flat], lr=lr, betas=self.betas, weight_decay=self.weight_decay, fused=True
         )
+        keys = {"exp_avg": "first", "exp_avg_sq": "second", "step": "step"}
+        start = {"step": torch.zeros((), dtype=torch.float32)}
         moments = {
-            "exp_avg": first.to(flat.device),
-            "exp_avg_sq": second.to(flat.device),
-            "step": step.to(flat.device),
+            name: _started(memory, f"{prefix}/{key}", start.get(key, flat)).to(flat.device)
+            for name, key in keys.items()
         }
         adamw.state[flat] = moments
         flat.grad = gradient
         adamw.step()
         flat.grad = None
-        memory |= {
-            f"{prefix}/first": moments["exp_avg"],
-            f"{prefix}/second": moments["exp_avg_sq"],
-            f"{prefix}/step": moments["step"],
-        }
+        memory |= {f"{prefix}/{key}": moments[name] for name, key in keys.items()}
 
 
 class SGD(Scheduled):
@@ -121,7 +114,6 @@ class SGD(Scheduled):
 
 
 def _started(memory: State, key: str, like: Tensor) -> Tensor:
-    """Return the tensor under a key, which starts at zero."""
     if key not in memory:
         memory[key] = torch.zeros_like(like)
     return memory[key]

@@ -182,16 +182,10 @@ class Site:
         if seeded:
             devices.seed(derive_seed(self.seed, round, phase, id), self.model(id).device)
         steps = method.steps_of(self.data[id].train.windows, self.training.batch_size)
-        return self.client(
-            id,
-            state,
-            round=round,
-            round_steps=steps,
-            total_iterations=method.rounds * steps,
-            sanitizer=None
-            if self.outbound is None
-            else self.outbound.sanitizer(method, steps, round, phase, id),
-        )
+        task = {"round": round, "round_steps": steps, "total_iterations": method.rounds * steps}
+        if self.outbound is not None:
+            task["sanitizer"] = self.outbound.sanitizer(method, steps, round, phase, id)
+        return self.client(id, state, **task)
 
     def _unshared(
         self, shared: Sequence[Role], id: ClientId, name: str, tensor: Tensor
@@ -222,13 +216,10 @@ class Site:
         if layout not in self._known:
             model = self.model(id)
             named = model.parameters_by_role()
-            roles = {name: role for role, parameters in named.items() for name in parameters}
+            roles = {name: role for role, of in named.items() for name in of}
             if model.statistics is not None:
                 roles |= dict.fromkeys(model.buffers(), model.statistics)
-            sizes = {
-                role: sum(p.numel() for p in parameters.values())
-                for role, parameters in named.items()
-            }
+            sizes = {role: sum(p.numel() for p in of.values()) for role, of in named.items()}
             self._known[layout] = roles, sizes
         return self._known[layout]
 
@@ -261,18 +252,13 @@ class Site:
     ) -> Tensors:
         """Return a reply as it leaves a client. Raises Refused for an unshared tensor."""
         if PARTS in task:  # each part's reply as that method's
-            its = zip(method.methods.items(), task.split(PARTS), strict=True)
-            replies = (
-                prefixed(
-                    name,
-                    self.part(name).leaving(
-                        part, part_task, id, under(name, sent), under(name, reply), round, phase
-                    ),
-                )
-                for (name, part), part_task in its
-                if part_task
-            )
-            return {name: tensor for named in replies for name, tensor in named.items()}
+            replies = Tensors()
+            for (name, part), its in zip(method.methods.items(), task.split(PARTS), strict=True):
+                if its:
+                    ours, theirs = under(name, reply), under(name, sent)
+                    left = self.part(name).leaving(part, its, id, theirs, ours, round, phase)
+                    replies |= prefixed(name, left)
+            return replies
         scores = declared(find_task(method, task)) is Sends.SCORES
         for name, tensor in reply.items():
             if scores and tensor.dtype == torch.float64 and bool((tensor == tensor.floor()).all()):

@@ -133,7 +133,6 @@ class BoundClient:
 
     @property
     def _rows(self) -> int:
-        """Rows at a time without training."""
         return self.training.micro_batch or min(self.training.batch_size, 32)
 
     def load(self, tensors: Named) -> None:

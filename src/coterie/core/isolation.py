@@ -91,7 +91,6 @@ def _of_process() -> Iterator[None]:
 
 
 def _function_modes() -> list[Any]:
-    """Take all modes of functions from this thread's stack, and return them from the top."""
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]  # type: ignore[no-untyped-call]
 
 

@@ -75,7 +75,6 @@ def _mistakes(name: str) -> Iterator[str]:
 
 
 def _begins(character: str) -> bool:
-    """Return whether a name may begin with a character."""
     return character in "-_" or unicodedata.category(character)[0] in "LN"
 
 

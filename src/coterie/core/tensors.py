@@ -128,7 +128,6 @@ def to_bytes(named: Named, metadata: Mapping[str, str] | None = None) -> bytes:
 
 
 def _dense(named: Named) -> Tensors:
-    """Return the tensors in a form that safetensors can write."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
 
 

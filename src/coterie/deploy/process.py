@@ -172,7 +172,6 @@ def holder(port: int) -> str:
 
 
 def _command_line(process: psutil.Process) -> str:
-    """Return the command line of a process; "" once it has ended."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""

@@ -186,11 +186,8 @@ class InProcess(Engine):
 
     def _apart(self, ask: Ask) -> bool:
         """Return whether clients do the task in threads: on a CPU."""
-        return (
-            min(self.at_once, len(ask.to)) > 1
-            and ask.name not in self._drawing
-            and self.site.model(next(iter(ask.to))).device.type == "cpu"
-        )
+        several = min(self.at_once, len(ask.to)) > 1 and ask.name not in self._drawing
+        return several and self.site.model(next(iter(ask.to))).device.type == "cpu"
 
     @cached_property
     def _threads(self) -> AtOnce:
@@ -233,11 +230,8 @@ class Loopback(InProcess):
     """The engine; the clients' method is rebuilt from its hyperparameters for every task."""
 
     def answer(self, ask: Ask, round: int, phase: int) -> Replies:
-        requests = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
-        replies = {
-            i: self._on_device(ask.name, i, request, round, phase)
-            for i, request in requests.items()
-        }
+        sent = {i: to_bytes(tensors) for i, tensors in ask.to.items()}
+        replies = {i: self._on_device(ask.name, i, s, round, phase) for i, s in sent.items()}
         return {i: from_bytes(reply, f"reply of client {i!r}") for i, reply in replies.items()}
 
     def _on_device(

@@ -46,7 +46,6 @@ Name = Annotated[str, Field(max_length=names.LONGEST), AfterValidator(_named)]
 
 
 def _is_matrix(value: Metric) -> bool:
-    """Return whether a measurement is a list of equally long, nonempty lists."""
     rows = value if isinstance(value, list) else []
     lengths = {len(row) if isinstance(row, list) else 0 for row in rows}
     return len(lengths) == 1 and lengths != {0}

@@ -38,11 +38,11 @@ class Stored(Mapping[ClientId, State]):
         try:
             return place.read()
         except CheckpointError as error:
-            remedy = (
+            raise CheckpointError(
+                f"state of client {client!r}: {error.problem}",
                 "The run's folder was changed during the run. Resume from the last checkpoint "
-                "with --resume."
-            )
-            raise CheckpointError(f"state of client {client!r}: {error.problem}", remedy) from None
+                "with --resume.",
+            ) from None
 
     def __iter__(self) -> Iterator[ClientId]:
         return iter(self._places)

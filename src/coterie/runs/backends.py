@@ -16,7 +16,8 @@ from coterie.core.errors import CheckpointError, CoterieError
 from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
 from coterie.core.threads import THREAD_VARIABLES, choose
-from coterie.engines import ENGINES, Engine, Listener
+from coterie.engines.engine import Engine, Listener
+from coterie.engines.inprocess import ENGINES
 from coterie.engines.messages import Member
 from coterie.engines.states import States, half_of_memory
 from coterie.models.classifier import Classifier

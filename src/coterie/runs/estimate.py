@@ -20,7 +20,8 @@ from coterie.core.errors import CoterieError
 from coterie.core.protocol import Ask, ClientId, Replies, derive_seed, drive
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.core.threads import computing
-from coterie.engines import InProcess, Listener
+from coterie.engines.engine import Listener
+from coterie.engines.inprocess import InProcess
 from coterie.models.layout import Layout
 from coterie.models.windows import shortened, tokens_in
 from coterie.runs.backends import SHORT, CommonThreads, LocalBackend, SharedData, computing_threads
@@ -271,7 +272,6 @@ class RunEstimator:
 
 
 def _iterations(prepared: Prepared) -> float:
-    """Return the mean local iterations of a client in a round."""
     method, size = prepared.method, prepared.recipe.training.batch_size
     clients = prepared.problem.federation.clients.values()
     return fmean(method.steps_of(data.train.windows, size) for data in clients)

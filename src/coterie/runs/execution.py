@@ -174,7 +174,6 @@ class Execution:
             self.scorer.evaluate()
 
     def _finish(self) -> None:
-        """Do what follows the last round."""
         state = self.state
         present = self.recipe.present(state.clients, state.round)
         state.server = drive(state.method.finish(state.server, present), self._exchange)

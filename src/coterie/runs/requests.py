@@ -16,7 +16,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
 from coterie.core.result import Evaluation
 from coterie.core.tensors import Named, Tensors, nbytes, under
 from coterie.core.threads import Watch
-from coterie.engines import Engine, Listener
+from coterie.engines.engine import Engine, Listener
 from coterie.methods import Method
 from coterie.runs.backends import Backend, computing_threads
 from coterie.runs.folder.metrics import METRICS, MetricsFile
@@ -157,7 +157,6 @@ class Requests(Listener):
         self._log("note", client, {"note": note}, note)
 
     def _log(self, kind: str, client: ClientId, values: Mapping[str, str], warning: str) -> None:
-        """Write a line to metrics.jsonl, and warn of it."""
         self.write(kind, client, values, ahead=1)
         self.reporter.warning(self.state.round, client, warning)
 

@@ -14,7 +14,7 @@ from coterie.core.protocol import ClientId
 from coterie.core.result import RESULT, ROUTING, Comparison, Result
 from coterie.core.result import rows as comparing
 from coterie.core.threads import computing
-from coterie.engines import Listener
+from coterie.engines.engine import Listener
 from coterie.methods import METHODS
 from coterie.runs.backends import (
     Backend,
@@ -194,7 +194,6 @@ def _announce(
 
 
 def _check_free(rows: Sequence[tuple[Recipe, Path]]) -> None:
-    """Refuse folders that are not writable or are in use, see `alone`."""
     for _, folder in rows:
         with alone(folder):
             pass

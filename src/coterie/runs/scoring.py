@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,14 +51,12 @@ class Scorer:
         tests = {g: by_split["test"] for g, by_split in groups.items()}
         gated = all("choices" in reply for reply in replies.values())
         clients = {
-            i: Scores(
-                **by_split,
+            i: self._scores(
+                reply,
                 gate_accuracy=self._choices(replies, [i]).gate_accuracy if gated else None,
                 experts=numbers_of_experts(received[i]) if gated else None,
-                parts=self._parts(replies[i]),
-                predictions=int(replies[i]["test"][1]),
             )
-            for i, by_split in values.items()
+            for i, reply in replies.items()
         }
         evaluation = Evaluation(
             round=state.round,
@@ -71,6 +70,11 @@ class Scorer:
         state.evaluations.append(evaluation)
         self.requests.reporter.evaluated(state.round, means)
 
+    def _scores(self, reply: Tensors, **gate: Any) -> Scores:
+        values: dict[str, Any] = self.state.prepared.problem.metric.scores(reply)
+        parts, predictions = self._parts(reply), int(reply["test"][1])
+        return Scores(**values, **gate, parts=parts, predictions=predictions)
+
     def turned(self) -> bool:
         """Return whether no validation score or part's was better in `patience` evaluations."""
         patience, series = self.state.recipe.patience, dict[tuple[ClientId, str], list[float]]()
@@ -83,15 +87,11 @@ class Scorer:
                 for name, valid in (valids or {"": scores.valid}).items():
                     series.setdefault((i, name), []).append(float(valid or math.nan))
         metric = self.state.prepared.problem.metric.about
-        return all(
-            len(values) > patience
-            and not metrics.better(
-                metrics.best(values[-patience:], metric),
-                metrics.best(values[:-patience], metric),
-                metric,
-            )
-            for values in series.values()
-        )
+        if any(len(values) <= patience for values in series.values()):
+            return False
+        parts_of = ((of[-patience:], of[:-patience]) for of in series.values())
+        bests = ([metrics.best(part, metric) for part in parts] for parts in parts_of)
+        return not any(metrics.better(now, before, metric) for now, before in bests)
 
     def _means(
         self, members: Mapping[str, Sequence[ClientId]], values: Values
@@ -184,14 +184,8 @@ class Scorer:
         for i, reply in replies.items():
             round = int(reply["round"])
             before = by_round.get(round, {}).get(i)
-            scores = Scores(
-                **state.prepared.problem.metric.scores(reply),
-                gate_accuracy=None if before is None else before.gate_accuracy,
-                experts=None if before is None else before.experts,
-                parts=self._parts(reply),
-                predictions=int(reply["test"][1]),
-            )
-            recalled[i] = round, scores
+            gate = {name: getattr(before, name, None) for name in ("gate_accuracy", "experts")}
+            recalled[i] = round, self._scores(reply, **gate)
         return recalled
 
     def synced(self) -> dict[ClientId, float]:
@@ -213,11 +207,8 @@ class Scorer:
         if state.recipe.curve_every is None or self.requests.engine.distant:
             return
         received, states = self._to_score(state.round > 0), self.requests.engine.states()
-        scores = {
-            i: self._score_part(i, states.get(i, {}), received[i])
-            for i in state.scored
-            if i in received
-        }
+        clients = [i for i in state.scored if i in received]
+        scores = {i: self._score_part(i, states.get(i, {}), received[i]) for i in clients}
         means = {
             group: metrics.mean(scores[i].test for i in of if i in scores)
             for group, of in state.evaluated.items()

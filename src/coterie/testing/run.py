@@ -21,7 +21,8 @@ from coterie.core.tensors import Named, Tensors
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import CENTRALIZED, ClientData, Federation
 from coterie.data.splits import TokenSplit
-from coterie.engines import ENGINES, Engine
+from coterie.engines.engine import Engine
+from coterie.engines.inprocess import ENGINES
 from coterie.methods import Method
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone

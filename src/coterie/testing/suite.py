@@ -15,7 +15,7 @@ from coterie.client.outbound import Outbound
 from coterie.core import protocol
 from coterie.core.errors import Refused
 from coterie.core.tensors import Named, Tensors, under
-from coterie.engines import ENGINES
+from coterie.engines.inprocess import ENGINES
 from coterie.methods import METHODS, Method
 from coterie.methods.section import build_method
 from coterie.testing import run, training

@@ -20,7 +20,7 @@ from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, all_finite, under
 from coterie.data.federation import CENTRALIZED
 from coterie.data.splits import SPLITS
-from coterie.engines import ENGINES
+from coterie.engines.inprocess import ENGINES
 from coterie.engines.messages import Request
 from coterie.methods import Method
 from coterie.runs.device.device import Device

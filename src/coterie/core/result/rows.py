@@ -125,7 +125,6 @@ def rows(results: Sequence[Result]) -> list[Row]:
 
 
 def _predictions(result: Result) -> int | None:
-    """Return the number of test predictions of a result's headline; None if it is not known."""
     counts = [client.predictions for client in result.headline.values()]
     known = [count for count in counts if count is not None]
     return sum(known) if known and len(known) == len(counts) else None
@@ -238,12 +237,10 @@ def protected(privacy: PrivacySpent) -> str:
 
 
 def _average(values: Sequence[float | None]) -> float | None:
-    """Return the mean, or None unless all are known."""
     known = [value for value in values if value is not None]
     return mean(known) if len(known) == len(values) else None
 
 
 def _known(values: Sequence[int | None]) -> int | None:
-    """Return the rounded mean, or None unless all are known."""
     average = _average(values)
     return None if average is None else round(average)

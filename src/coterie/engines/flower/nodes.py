@@ -53,13 +53,11 @@ class Transport:
         self, requests: Mapping[int, Request], bodies: Mapping[int, bytes], seconds: float
     ) -> dict[str, int]:
         """Send requests with their tensors; return the node of each accepted message."""
-        contents = {
-            node: packed(request.model_dump_json(), bodies.get(node, b""))
-            for node, request in requests.items()
-        }
-        return self.post(
-            {node: Message(content, node, QUERY) for node, content in contents.items()}, seconds
-        )
+        messages = {}
+        for node, request in requests.items():
+            content = packed(request.model_dump_json(), bodies.get(node, b""))
+            messages[node] = Message(content, node, QUERY)
+        return self.post(messages, seconds)
 
     def post(self, messages: Mapping[int, Message], seconds: float) -> dict[str, int]:
         """Send messages to nodes; return the node of each accepted message."""
@@ -75,15 +73,10 @@ class Transport:
     def arrived(self, sent: Collection[str]) -> dict[str, Message]:
         """Return the replies that have arrived, by the ids of the messages."""
         pulled = list(self.grid.pull_messages(list(sent))) if sent else []
-        replies = {
-            id: message
-            for message in pulled
-            if (id := message.metadata.reply_to_message_id) in sent
-        }
-        self.traffic[1] += sum(
-            _size(message.content) for message in replies.values() if message.has_content()
-        )
-        return replies
+        replies = {message.metadata.reply_to_message_id: message for message in pulled}
+        known = {id: message for id, message in replies.items() if id in sent}
+        self.traffic[1] += sum(_size(m.content) for m in known.values() if m.has_content())
+        return known
 
 
 def read_reply(message: Message, most: int) -> tuple[Reply, bytes]:
@@ -114,12 +107,10 @@ def bodies_of(
 
 
 def _size(content: RecordDict) -> int:
-    arrays = sum(
-        len(array.data) for record in content.array_records.values() for array in record.values()
-    )
-    values = [value for record in content.config_records.values() for value in record.values()]
+    arrays = [array.data for of in content.array_records.values() for array in of.values()]
+    values = [value for of in content.config_records.values() for value in of.values()]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    return arrays + sum(len(part) if isinstance(part, str | bytes) else 8 for part in parts)
+    return sum(len(part) if isinstance(part, str | bytes) else 8 for part in (*arrays, *parts))
 
 
 HELLO_S = 120.0  # seconds for a node to say who it is
@@ -239,7 +230,6 @@ class _RejectedNode:
     holder: int | None  # the node with the name that it claims; it is asked once that has left
 
     def due(self, now: float, alive: Collection[int]) -> bool:
-        """Return whether to ask the node again."""
         return now >= self.until or (self.holder is not None and self.holder not in alive)
 
 

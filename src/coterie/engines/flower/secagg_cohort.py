@@ -150,13 +150,10 @@ class Participants:
         return self._check_shares()
 
     def _agree_on_keys(self) -> None:
-        contents = {
-            node: content_with(
-                configs_of(Stage.SETUP, **common.terms(self.clients)),
-                ConfigRecord({common.ABOUT: self.about}),
-            )
-            for node in self.nodes
-        }
+        contents, terms = {}, common.terms(self.clients)
+        for node in self.nodes:
+            exchange = ConfigRecord({common.ABOUT: self.about})
+            contents[node] = content_with(configs_of(Stage.SETUP, **terms), exchange)
         keys = self.exchange(Stage.SETUP, contents, self._keys)
         often = Counter(key for pair in keys.values() for key in pair)
         for node, pair in keys.items():
@@ -228,7 +225,6 @@ class Participants:
         }
 
     def _checks(self, source: int, node: int) -> bytes:
-        """Return the data with which a client checks another's shares."""
         place, proofs = self.ranks[node], self.proofs[source]
         return b"".join(d.check(place).to_bytes() for d in (proofs.seed, proofs.key))
 

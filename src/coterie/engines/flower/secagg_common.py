@@ -129,10 +129,8 @@ def share_key(
     """Share a private key; the last value is `Proofs.point`."""
     blind, public = asymmetric.generate_key_pairs()
     point = asymmetric.public_key_to_bytes(public)
-    secret, start = (
-        key.private_numbers().private_value
-        for key in (asymmetric.bytes_to_private_key(private), blind)
-    )
+    keys = asymmetric.bytes_to_private_key(private), blind
+    secret, start = (key.private_numbers().private_value for key in keys)
     return *share_secret(secret, start, threshold, clients, _context(cohort, node, point)), point
 
 

@@ -127,11 +127,7 @@ def _checked(message: Message, context: Context) -> RecordDict:
     configs, state = message.content.config_records[RECORD_KEY_CONFIGS], _flower_state(context)
     lists = (configs[key] for key in (Key.SOURCE_LIST, Key.CIPHERTEXT_LIST, common.CHECKS))
     dealt = zip(*(cast(list[Any], values) for values in lists), strict=True)
-    complaints = [
-        source
-        for source, ciphertext, checks in dealt
-        if not _usable(state, source, ciphertext, checks)
-    ]
+    complaints = [source for source, *shares in dealt if not _usable(state, source, *shares)]
     return RecordDict({RECORD_KEY_CONFIGS: ConfigRecord({common.COMPLAINTS: complaints})})
 
 
@@ -200,12 +196,10 @@ def _admitted(message: Message, context: Context) -> str:
     if stage == Stage.COLLECT_MASKED_VECTORS:
         _refuse_twice(settings.get(Key.SOURCE_LIST), "sources")
     if stage == Stage.UNMASK:
-        active, dead = settings.get(Key.ACTIVE_NODE_ID_LIST), settings.get(Key.DEAD_NODE_ID_LIST)
-        _refuse_twice(
-            [*cast(list[int], active), *cast(list[int], dead)],
-            "clients that sent and clients that did not",
-        )
-        if message.metadata.dst_node_id not in cast(list[int], active):
+        lists = (Key.ACTIVE_NODE_ID_LIST, Key.DEAD_NODE_ID_LIST)
+        active, dead = (cast(list[int], settings.get(key)) for key in lists)
+        _refuse_twice([*active, *dead], "clients that sent and clients that did not")
+        if message.metadata.dst_node_id not in active:
             raise TensorError("asked to unmask a sum that does not include this client")
     return stage
 

@@ -308,7 +308,6 @@ class Device:
 
 
 def _turn_of(request: Request) -> dict[str, Any]:
-    """Return what distinguishes a reply's request from others."""
     return {"task": request.task, "round": request.round, "number": request.number}
 
 

@@ -134,7 +134,6 @@ class LedgerFiles:
         return self.path.with_name(f"{self.path.name}.anchor")
 
     def _anchors(self) -> list[Path]:
-        """Return the existing anchors."""
         beside = [self._anchor] if self._anchor.exists() else []
         return beside + sorted(self.path.parent.glob(f"*/{self._anchor.name}"))
 

@@ -182,7 +182,6 @@ def _read(folder: Path) -> _About:
 
 
 def _known(digest: str) -> "Future[str]":
-    """Return a digest that is already known as a finished Future."""
     future: Future[str] = Future()
     future.set_result(digest)
     return future

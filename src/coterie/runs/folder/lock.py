@@ -74,6 +74,5 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def _sign(path: Path, text: str) -> None:
-    """Write the holder of a lock to it, if possible."""
     with suppress(OSError):
         path.write_text(text, encoding="utf-8")

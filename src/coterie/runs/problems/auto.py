@@ -169,7 +169,6 @@ def _middle_document(streams: Sequence[Tokens], end: int | None) -> int:
 
 
 def _power_below(number: int) -> int:
-    """Return the largest power of two that is at most `number`, at least 1."""
     return 1 << max(number.bit_length() - 1, 0)
 
 

@@ -110,7 +110,6 @@ class Classification(LearningProblem):
 
     @property
     def _shared(self) -> bool:
-        """Whether running statistics are sent with the network."""
         if self.section.statistics == "auto":
             return bool(self.federation.unseen)
         return self.section.statistics == "shared"

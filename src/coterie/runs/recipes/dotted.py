@@ -62,13 +62,11 @@ def with_our_names(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section_at(section: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the section of a dotted key; {} if there is none."""
     value = value_at(section, key) if key else section
     return value if isinstance(value, dict) else {}
 
 
 def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy whose sections are copies, too."""
     return {k: _copied(v) if isinstance(v, Mapping) else v for k, v in section.items()}
 
 

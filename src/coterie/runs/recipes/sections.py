@@ -27,7 +27,6 @@ from coterie.runs.recipes.mistakes import Mistakes
 
 
 def _device(value: str) -> str:
-    """Refuse the name of a device unknown to PyTorch."""
     if value != "auto" and not devices.is_known(value):
         raise ValueError("is auto, cpu, or an accelerator that PyTorch knows (cuda:1, mps, xpu)")
     return value

@@ -323,7 +323,6 @@ class TrialRuns(Generic[K]):
                 lighten(path)
 
     def _kept(self) -> set[Path]:
-        """Return the folders of the runs that may still be chosen."""
         return {path for leading in self._leading.values() for path in leading.paths}
 
     def _paths(self, key: K, trial: Trial) -> list[Path]:
