@@ -1,8 +1,5 @@
-"""How many threads compute: chosen by what they gain now, kept by a run that goes on, and said
-where the machine lacks cores.
-"""
+"""How many threads compute: chosen by what they gain now, and kept by a run that goes on."""
 
-import io
 import json
 import os
 import subprocess
@@ -10,20 +7,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from figures import as_json
-from rich.console import Console
 
 from coterie.core import threads
 from coterie.core.callback import Callback
 from coterie.core.protocol import Ask, Replies
-from coterie.core.threads import Usage, Watch, choose
+from coterie.core.threads import Watch, choose
 from coterie.engines.inprocess import InProcess
-from coterie.reports.progress import Terminal
-from coterie.runs import backends, requests
+from coterie.runs import backends
 from coterie.runs import run as runs
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
@@ -108,17 +102,6 @@ def test_the_choice(
         1.0, 2 * passes[1]
     )  # it takes no longer than a second, or than two passes of a large model
     assert 2 not in machine.done or not others  # under load nobody waits for two
-
-
-def test_a_lack_of_cores_is_that_others_have_them() -> None:
-    assert Usage(own=0.5, others=1.5, cores=2).cores_of_others(2) == 2
-    assert Usage(own=0.5, others=1.5, cores=2).cores_of_others(1) == 2
-    assert Usage(own=1.0, others=1.0, cores=2).cores_of_others(1) == 0  # it wants one, and has it
-    assert Usage(own=1.1, others=0.9, cores=2).cores_of_others(2) == 1
-    assert Usage(own=0.4, others=0.1, cores=2).cores_of_others(2) == 0  # it waits for a disk
-    assert Usage(own=0.9, others=0.8, cores=16).cores_of_others(2) == 0  # there is room
-    assert Usage(own=0.2).cores_of_others(1) == 1  # where the system does not tell of others
-    assert Usage(own=0.9).cores_of_others(1) == 0
 
 
 def spin(seconds: float) -> None:
@@ -311,33 +294,3 @@ def test_the_command_line_has_threads_sleep_soon_unless_the_environment_says_how
     assert spins() == "1000 False"  # PyTorch's runtime reads it when it is loaded
     assert spins(GOMP_SPINCOUNT="5") == "5 False"
     assert spins(OMP_WAIT_POLICY="ACTIVE") == "None False"
-
-
-def test_that_the_machine_is_short_of_cores_is_said_once() -> None:
-    out = io.StringIO()
-    with Terminal(Console(file=out, width=160), rows=1) as terminal:
-        terminal.begin("Local", 3, 0, ["a"])
-        terminal.cores(2)
-        terminal.last_lines["round"] = -1e9
-        terminal.round(1)
-        terminal.cores(3)
-    _, said, after = out.getvalue().splitlines()
-    assert said.strip() == "the machine is short of cores: other processes keep 2 busy"
-    assert after.startswith("  round 1/3")
-
-
-@pytest.mark.usefixtures("several")
-def test_a_run_tells_of_the_cores_that_others_have(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Told(Callback):
-        others: ClassVar = list[int]()
-
-        def cores(self, others: int) -> None:
-            self.others.append(others)
-
-    tried(monkeypatch, 1)
-    monkeypatch.setattr(requests, "WATCHED_S", 0.0)
-    monkeypatch.setattr(Watch, "look", lambda self: Usage(own=0.5, others=1.5, cores=2))
-    runs.run(recipe, tmp_path, reporter=Told())
-    assert set(Told.others) == {2}

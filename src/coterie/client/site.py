@@ -155,11 +155,9 @@ class Site:
 
     def client(self, id: ClientId, state: State, **task: Any) -> Client:
         """Return the client `id` with its state, and the settings of a task."""
-        settings: dict[str, Any] = {"scored_rows": self.scored_rows}
-        settings |= {"total_iterations": self.total_iterations} | task
-        return Client(
-            id, self.model(id), self.data[id], self.training, state, self.seed, **settings
-        )
+        given: dict[str, Any] = {"scored_rows": self.scored_rows}
+        given |= {"total_iterations": self.total_iterations} | task
+        return Client(id, self.model(id), self.data[id], self.training, state, self.seed, **given)
 
     def clients(self, id: ClientId, state: State) -> Client | ClientOfParts:
         """Return the client `id` with its state, of one model or of several parts."""

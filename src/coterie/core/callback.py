@@ -90,9 +90,6 @@ class Callback:
     def warning(self, round: int, client: str, text: str) -> None:
         """Receive a warning about a client whose reply is missing or invalid; the run continues."""
 
-    def cores(self, others: int) -> None:
-        """Receive how many cores other processes use, on a machine that is short of cores."""
-
     def evaluating(self, round: int) -> None:
         """Handle the start of an evaluation."""
 

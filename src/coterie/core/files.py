@@ -262,8 +262,5 @@ def replaced(folder: Path) -> Iterator[Path]:
 
 def _files(folder: Path) -> set[str]:
     """Return the names of the files in a folder that are neither hidden nor its checksums."""
-    return {
-        path.name
-        for path in folder.iterdir()
-        if path.is_file() and path.name != SUMS and not path.name.startswith(".")
-    }
+    names = {path.name for path in folder.iterdir() if path.is_file()} - {SUMS}
+    return {name for name in names if not name.startswith(".")}

@@ -29,13 +29,7 @@ JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and only
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}
 _INVISIBLE |= {*range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)}
 # of Windows, whatever their ending
-_DEVICES = {
-    "con",
-    "prn",
-    "aux",
-    "nul",
-    *(f"{port}{n}" for port in ("com", "lpt") for n in range(10)),
-}
+_DEVICES = {"con", "prn", "aux", "nul"} | {f"{p}{n}" for p in ("com", "lpt") for n in range(10)}
 _CUT = "~"  # between the beginning of a name that is too long for a file and its digest
 _DIGEST = 32  # hexadecimal digits: 128 bits
 
@@ -59,11 +53,9 @@ def _mistakes(name: str) -> Iterator[str]:
         yield f"it has {len(name):,} characters, at most {LONGEST} are possible"
     if not name:
         yield "it is empty"
-    yield from (
-        f"it has {_named(character)}"
-        for place, character in enumerate(name)
-        if not _allowed(name, place)
-    )
+    for place, character in enumerate(name):
+        if not _allowed(name, place):
+            yield f"it has {_named(character)}"
     if name != normal(name):
         yield "its accents are separate characters: it is not in Unicode's normal form C"
     if not _begins(name[0]):

@@ -102,11 +102,8 @@ def prefixed(prefix: str, named: Named) -> Tensors:
 
 def under(prefix: str, named: Named) -> Tensors:
     """Return the tensors with a prefix, without it: the inverse of `prefixed`."""
-    return {
-        name.removeprefix(f"{prefix}/"): tensor
-        for name, tensor in named.items()
-        if name.startswith(f"{prefix}/")
-    }
+    start = f"{prefix}/"
+    return {name.removeprefix(start): t for name, t in named.items() if name.startswith(start)}
 
 
 def nbytes(named: Named) -> int:

@@ -72,15 +72,6 @@ class Usage:
     others: float | None = None
     cores: int = os.cpu_count() or 1
 
-    def cores_of_others(self, threads: int) -> int:
-        """Return how many cores others kept busy if `threads` threads got too few cores, or 0."""
-        if self.others is None:  # with half a core and less it is not that work was uneven
-            return int(self.own < _WHOLE / 2)
-        idle = self.cores - self.own - self.others
-        if self.own >= _WHOLE * threads or self.others < 0.5 or idle > 0.1 * self.cores:
-            return 0
-        return max(round(self.others), 1)
-
     @property
     def crowded(self) -> bool:
         """Whether one thread had to share its core, or others keep a quarter of the cores busy."""
@@ -94,11 +85,8 @@ class Watch:
         self._begin()
 
     def _begin(self) -> None:
-        self._then, self._cpu_seconds, self._busy = (
-            time.monotonic(),
-            time.process_time(),
-            _busy_seconds(),
-        )
+        self._then, self._cpu_seconds = time.monotonic(), time.process_time()
+        self._busy = _busy_seconds()
 
     @property
     def seconds(self) -> float:

@@ -174,11 +174,9 @@ def server(
         programs.configure(runs, home)
         try:
             behind, limits = ("127.0.0.1", runs_port), Limits(body=largest)
-            superlink.proxy = stack.enter_context(
-                open_proxy(
-                    (host, port), behind, certificate, key, ca, limits, programs.posted(home)
-                )
-            )
+            ours, posted = (host, port), programs.posted(home)
+            proxy = open_proxy(ours, behind, certificate, key, ca, limits, posted)
+            superlink.proxy = stack.enter_context(proxy)
         except OSError as error:
             problem = f"cannot listen on {host}:{port}: {error.strerror}"
             raise Refused(problem, "Choose another --host or --port.") from None
@@ -245,10 +243,8 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
     if not path.exists() or not (home / DATABASE).exists():
         return {}
     try:
-        nodes = {
-            str(key): (str(client), str(node))
-            for key, (client, node) in json_of(read_bytes(path)).items()
-        }
+        entries = json_of(read_bytes(path)).items()
+        nodes = {str(key): (str(client), str(node)) for key, (client, node) in entries}
         for key in nodes:
             key_files.public_key(key)
     except (OSError, ValueError, AttributeError, TypeError, Refused) as error:

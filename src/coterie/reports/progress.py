@@ -76,7 +76,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         # seconds, and expected seconds, of each method done in this session
         self.took: list[tuple[float, float]] = []
         self.losses: dict[str, float] = {}
-        self.metric, self.privacy, self.short = PERPLEXITY.about, "", False
+        self.metric, self.privacy = PERPLEXITY.about, ""
         self.patience = 0  # rounds without progress after which a method may end; 0: it does all
         self.spoke = time.monotonic()  # the time of the last plain line
         self._closing = threading.Event()
@@ -249,12 +249,6 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
         )
         return f"{loss}{self.privacy}{pace}".strip()
-
-    def cores(self, others: int) -> None:
-        if not self.short:  # said once
-            problem = f"the machine is short of cores: other processes keep {others} busy"
-            self._line(f"  {problem}", "yellow")
-        self.short = True
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "

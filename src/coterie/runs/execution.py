@@ -222,7 +222,6 @@ class Execution:
         metrics = MetricsFile(self.folder, state.progress["position"], state.iteration)
         self.requests.metrics = metrics
         with computing(self.requests.threads):
-            self.requests.restart_watch()
             try:
                 yield
             finally:
@@ -304,13 +303,10 @@ class Execution:
         state, checkpoint = self.state, self.checkpoints.latest()
         if checkpoint is not None:
             progress = checkpoint.progress
-            state.round = checkpoint.round
-            state.server = checkpoint.server
+            state.round, state.server = checkpoint.round, checkpoint.server
             state.progress = progress
-            state.evaluations, state.points = (
-                [Evaluation.from_json(evaluation) for evaluation in progress.pop(name, ())]
-                for name in ("evaluations", "curve")
-            )
+            state.evaluations = [*map(Evaluation.from_json, progress.pop("evaluations", ()))]
+            state.points = [*map(Evaluation.from_json, progress.pop("curve", ()))]
             if self.spending is not None:
                 self.spending.restore()
             self.engine.restore(checkpoint.clients, progress.pop("engine", {}))

@@ -15,7 +15,6 @@ from coterie.core.metrics import check_scores
 from coterie.core.protocol import Ask, ClientId, Replies, ReplySpec
 from coterie.core.result import Evaluation
 from coterie.core.tensors import Named, Tensors, nbytes, under
-from coterie.core.threads import Watch
 from coterie.engines.engine import Engine, Listener
 from coterie.methods import Method
 from coterie.runs.backends import Backend, computing_threads
@@ -78,7 +77,6 @@ class RunState:
         return tuple(i for i in self.clients if i not in self.progress["took_part"])
 
 
-WATCHED_S = 5.0  # seconds of such looks before a judgement
 AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum is waited for
 
 
@@ -90,12 +88,7 @@ class Requests(Listener):
         self.metrics: MetricsFile | None = None  # open while the run continues
         self.answered: set[ClientId] = set()  # in this round
         self.threads = computing_threads(state.prepared)
-        self.restart_watch()
         self.engine: Engine = backend.engine(state.prepared, folder, self)
-
-    def restart_watch(self) -> None:
-        """Start to watch the load of the machine."""
-        self._watch = Watch()
 
     def ask(
         self, task: Callable[..., Tensors], to: Mapping[ClientId, Tensors], reply_spec: ReplySpec
@@ -170,18 +163,9 @@ class Requests(Listener):
             self.reporter.recorded(kind, round, client, values)
 
     def measured(self, client: ClientId, metrics: Metrics) -> None:
-        if others := self._cores_of_others():
-            self.reporter.cores(others)
         if "tokens" not in metrics:
             self.reporter.answered(client)
             return
         if self.state.round % self.state.recipe.metrics_every == 0:
             self.write("train", client, metrics, 1, self.state.method.local_steps)
         self.reporter.client(self.state.round, client, metrics)
-
-    def _cores_of_others(self) -> int:
-        """Return how many cores others have that are lacking here; 0 between looks at them."""
-        here = not self.engine.distant and self.state.prepared.problem.device.type == "cpu"
-        if not here or self._watch.seconds < WATCHED_S:
-            return 0
-        return self._watch.look().cores_of_others(self.threads)

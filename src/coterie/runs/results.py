@@ -173,11 +173,9 @@ class ResultWriter:
     def keep_personal_models(self) -> None:
         """Have every scored client write its personal model; on devices, every client."""
         state, engine = self.state, self.requests.engine
-        received = dict(
-            dict.fromkeys(self._recalled, Tensors())
-            if self.scorer.keeps_best
-            else self.scorer.personal(state.scored)
-        )
+        received = dict.fromkeys(self._recalled, Tensors())
+        if not self.scorer.keeps_best:
+            received = dict(self.scorer.personal(state.scored))
         scored = set(state.scored)
         others = [i for i in state.clients if i not in scored]
         if engine.distant and not state.groups and others:

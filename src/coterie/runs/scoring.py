@@ -114,13 +114,11 @@ class Scorer:
             return None
         metric, splits = self.state.prepared.problem.metric, ("valid", "test")
         by_part = zip(self.state.method.methods, reply["weights"], reply["parts"], strict=True)
-        return {
-            name: Scores.from_json(
-                {"weight": float(weight)}
-                | metric.scores(dict(zip(splits[-len(sums) :], sums, strict=True)))
-            )
-            for name, weight, sums in by_part
-        }
+        scores = {}
+        for name, weight, sums in by_part:
+            of = metric.scores(dict(zip(splits[-len(sums) :], sums, strict=True)))
+            scores[name] = Scores.from_json({"weight": float(weight)} | of)
+        return scores
 
     def _choices(self, replies: Replies, clients: Iterable[ClientId]) -> Choices:
         """Return the experts chosen by clients' gates, next to those of the anchors' classes."""
@@ -209,10 +207,8 @@ class Scorer:
         received, states = self._to_score(state.round > 0), self.requests.engine.states()
         clients = [i for i in state.scored if i in received]
         scores = {i: self._score_part(i, states.get(i, {}), received[i]) for i in clients}
-        means = {
-            group: metrics.mean(scores[i].test for i in of if i in scores)
-            for group, of in state.evaluated.items()
-        }
+        of_groups = state.evaluated.items()
+        means = {g: metrics.mean(scores[i].test for i in of if i in scores) for g, of in of_groups}
         test = next(iter(means.values()))
         done, at, groups = state.round, state.iteration, means if state.groups else None
         point = Evaluation(round=done, iteration=at, test=test, clients=scores, groups=groups)

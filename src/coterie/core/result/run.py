@@ -382,9 +382,8 @@ class Comparison(Record):
     @property
     def best(self) -> Row:
         """The row with the best mean."""
-        return min(
-            self.rows, key=lambda row: row.mean if self.metric.lower_is_better else -row.mean
-        )
+        sign = 1 if self.metric.lower_is_better else -1
+        return min(self.rows, key=lambda row: sign * row.mean)
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{row.method} {row.mean:.2f} ± {row.std:.2f}" for row in self.rows)

@@ -113,11 +113,8 @@ class Tuning(Record):
         return (self.folder or Path()) / self[method].recipe
 
     def __repr__(self) -> str:
-        rows = ", ".join(
-            row.method if row.valid is None else f"{row.method} {row.valid:.2f}"
-            for row in self.rows
-        )
-        return f"Tuning({self.metric} of {self.recipe}: {rows})"
+        rows = [r.method if r.valid is None else f"{r.method} {r.valid:.2f}" for r in self.rows]
+        return f"Tuning({self.metric} of {self.recipe}: {', '.join(rows)})"
 
 
 def name_of(key: str) -> str:

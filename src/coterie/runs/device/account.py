@@ -123,10 +123,7 @@ def _check(ledger: DeviceLedger, leaving: OutgoingReply, limits: Limits) -> None
         problem = "the recipe is not the one that the run began with"
         raise Refused(problem, "Start a new run: the recipe of a run cannot change on a device.")
     if leaving.masked and run is not None and run.masked is not None and leaving.turn <= run.masked:
-        then, now = (
-            f"exchange {number} of round {round + 1}"
-            for round, number in (run.masked, leaving.turn)
-        )
+        then, now = (f"exchange {n} of round {r + 1}" for r, n in (run.masked, leaving.turn))
         raise Refused(
             f"{now} is not answered: this device has answered {then} under masks, and answers each "
             f"exchange once",

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -189,14 +190,9 @@ def _known(digest: str) -> "Future[str]":
 
 def _differences(ours: Any, theirs: Any, prefix: str = "") -> list[tuple[str, str, str]]:
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-        keys = ours.keys() | theirs.keys()
-        return [
-            d
-            for key in keys
-            for d in _differences(
-                ours.get(key), theirs.get(key), f"{prefix}.{key}" if prefix else str(key)
-            )
-        ]
+        keys = {key: f"{prefix}.{key}" if prefix else key for key in ours.keys() | theirs.keys()}
+        inner = (_differences(ours.get(key), theirs.get(key), name) for key, name in keys.items())
+        return list(chain.from_iterable(inner))
     return [] if ours == theirs else [(prefix, repr(ours), repr(theirs))]
 
 

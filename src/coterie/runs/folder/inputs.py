@@ -53,20 +53,13 @@ class Inputs(BaseModel):
         here = not any(
             isinstance(split, RemoteSplit) for data in everyone.values() for split in data.splits
         )  # else only shapes are known
-        files = {
-            base: [path for path in files_of(base) if here or path.suffix == ".json"]
+        later = {
+            base: {p.name: digest_later(p) for p in files_of(base) if here or p.suffix == ".json"}
             for base in problem.bases
         }
-        later = {base: {path.name: digest_later(path) for path in of} for base, of in files.items()}
-        clients = {
-            i: {split.name: split.digest() for split in data.splits}
-            for i, data in (everyone if here else {}).items()
-        }
+        clients = {i: {s.name: s.digest() for s in of.splits} for i, of in everyone.items() if here}
         try:
-            bases = {
-                base: {name: digest.result() for name, digest in of.items()}
-                for base, of in later.items()
-            }
+            bases = {base: {n: d.result() for n, d in of.items()} for base, of in later.items()}
         except OSError as error:
             raise DataError(
                 f"{error.filename}: cannot be read ({error.strerror})", "Check the base's folder."

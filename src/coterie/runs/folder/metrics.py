@@ -193,8 +193,7 @@ def _packed(direction: str, messages: Messages) -> Tensors:
         for one in others
     ):
         return prefixed(f"{direction}/*", first)
-    return {
-        name: t
-        for i, message in messages.items()
-        for name, t in prefixed(f"{direction}/{i}", message).items()
-    }
+    packed = Tensors()
+    for i, message in messages.items():
+        packed |= prefixed(f"{direction}/{i}", message)
+    return packed

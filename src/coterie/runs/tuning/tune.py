@@ -197,7 +197,8 @@ def _row(
     _results(trial_runs, name, searched)
     recipe = plan.chosen(name, trial_runs.settings(name, chosen.trial))
     tried = [trial_runs.tried(name, judged) for judged in searched.judged]
-    best = tried[searched.judged.index(chosen)]
+    best, trial = tried[searched.judged.index(chosen)], chosen.trial
+    others = [j for j in searched.judged if j.trial != trial and j.trial.share == trial.share]
     row = TunedRow(
         method=name,
         recipe=path,
@@ -207,12 +208,7 @@ def _row(
         candidates=sum(candidate.rung == 0 for candidate in tried),
         runs=len(tried) * len(trial_runs.seeds),
         iterations=sum(candidate.iterations for candidate in tried),
-        alike=sum(
-            judged.trial != chosen.trial
-            and judged.trial.share == chosen.trial.share
-            and not trial_runs.surely(name, chosen, judged)
-            for judged in searched.judged
-        ),
+        alike=sum(not trial_runs.surely(name, chosen, other) for other in others),
         at_edge=searched.at_edge,
         tried=tuple(tried),
     )
