@@ -29,7 +29,7 @@ from common import in_turns, ratios
 from scipy import optimize
 
 import coterie
-from coterie.aggregation.accountant import Ledger, epsilon_of
+from coterie.aggregation.accountant import epsilon_of, epsilon_of_gaussians
 from coterie.aggregation.dpsgd import rate_of, rdp_of_steps
 from coterie.client.client import Client
 from coterie.core.files import read_json, write_json
@@ -85,7 +85,7 @@ def multiplier(epsilon: float, of: Callable[[float], float]) -> float:
 
 
 def of_clients(rounds: int, z: float) -> float:
-    return Ledger([(rounds, 1.0, z)]).epsilon(DELTA)
+    return epsilon_of_gaussians([(rounds, 1.0, z)], DELTA)
 
 
 def of_examples(rate: float, steps: int, z: float) -> float:

@@ -22,7 +22,7 @@ from privacy_utility import mean, multiplier, table, write
 from pydantic import Field
 from torch import Tensor
 
-from coterie.aggregation.accountant import Ledger
+from coterie.aggregation.accountant import epsilon_of_gaussians
 from coterie.core.files import read_json
 from coterie.core.protocol import Ask, Replies, Round, State
 from coterie.core.result import RESULT
@@ -44,7 +44,7 @@ POOL = ", pool: 5, top_k: 2, choice: "
 
 
 def spent(rounds: int, z: float) -> float:
-    return Ledger([(rounds, 1.0, z)]).epsilon(DELTA)
+    return epsilon_of_gaussians([(rounds, 1.0, z)], DELTA)
 
 
 def digits(seed: int, *settings: str, clip: float = CLIP, z: float = 0.0) -> Recipe:
@@ -182,7 +182,7 @@ def cobo(args: argparse.Namespace) -> None:
         },
     }
     cells = _cells(args, "cobo", rows)
-    once, always = (Ledger([(count, 1.0, 0.5)]).epsilon(DELTA) for count in (1, 600))
+    once, always = (spent(count, 0.5) for count in (1, 600))
     page = [
         "# What noise on what they send would cost CoBo's clients",
         f"Recipe `cobo-digits`: eight clients in four clusters, 600 rounds, a network of 4,810 "

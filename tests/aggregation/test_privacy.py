@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import integrate, optimize, special, stats
 
-from coterie.aggregation.accountant import Accountant, Ledger, rdp_of_drawn
+from coterie.aggregation.accountant import Accountant, epsilon_of_gaussians, rdp_of_drawn
 from coterie.aggregation.noise import Source
 from coterie.aggregation.privacy import Adaptive, Privacy, central, clipped, local
 from coterie.core.errors import Refused, TensorError
@@ -457,21 +457,17 @@ def test_the_state_is_json_and_resumes() -> None:
     assert again.summary() == one.summary()
 
 
-def test_a_ledger_adds_up_what_unlike_runs_have_spent() -> None:
+def test_what_unlike_runs_have_spent_adds_up() -> None:
     pytest.importorskip("opacus")
-    ledger = Ledger()
-    for multiplier, count in ((4.0, 10), (7.5, 25), (4.0, 2)):
-        ledger.spend(multiplier, count=count)
-    ledger = Ledger(json.loads(json.dumps(ledger.entries)))
-    assert ledger.entries == [(12, 1.0, 4.0), (25, 1.0, 7.5)]
+    assert epsilon_of_gaussians([], 1e-6) == 0
+    uses = [(10, 1.0, 4.0), (25, 1.0, 7.5), (2, 1.0, 4.0)]
     mu = math.sqrt(12 / 4.0**2 + 25 / 7.5**2)
-    assert ledger.mu == pytest.approx(mu)
-    assert ledger.epsilon(1e-6) == pytest.approx(exact_epsilon(mu, 1e-6), rel=1e-6)
-    before = ledger.epsilon(1e-6)
-    ledger.spend(3.0, rate=0.01, count=5)
-    assert before < ledger.epsilon(1e-6) < exact_epsilon(math.sqrt(mu**2 + 5 / 9), 1e-6)
-    ledger.spend(0.0)
-    assert ledger.epsilon(1e-6) == math.inf
+    before = epsilon_of_gaussians(uses, 1e-6)
+    assert before == pytest.approx(exact_epsilon(mu, 1e-6), rel=1e-6)
+    uses.append((5, 0.01, 3.0))
+    found = epsilon_of_gaussians(uses, 1e-6)
+    assert before < found < exact_epsilon(math.sqrt(mu**2 + 5 / 9), 1e-6)
+    assert epsilon_of_gaussians([*uses, (1, 1.0, 0.0)], 1e-6) == math.inf
 
 
 def test_nothing_spent_and_no_noise() -> None:

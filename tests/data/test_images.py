@@ -704,7 +704,7 @@ def test_files_that_are_not_parquet_or_lack_a_column_are_refused(tmp_path) -> No
     parquet.write_table(pa.table({"image": [1]}), tmp_path / "mnist/test.parquet")
     assert "no column 'label'" in refusal(Mnist(root=tmp_path))
     (tmp_path / "mnist/train.parquet").write_text("nonsense")
-    assert "train.parquet cannot be read" in refusal(Mnist(root=tmp_path))
+    assert "train.parquet: cannot be read" in refusal(Mnist(root=tmp_path))
 
 
 def test_the_papers_federations(data_root, tmp_path) -> None:

@@ -383,7 +383,7 @@ def test_texts_that_are_none_are_refused_by_row(tmp_path: Path, text: Any) -> No
 
 def test_columns_of_unlike_lengths_or_one_name_are_refused() -> None:
     doubled = pd.DataFrame([["ann", "a", "b"]], columns=["client", "text", "text"])
-    with pytest.raises(DataError, match="several columns of the table are called 'text'"):
+    with pytest.raises(DataError, match="the table: several columns are called 'text'"):
         in_memory({"table": doubled})
     with pytest.raises(DataError, match="unlike lengths"):
         in_memory({"table": {"client": ["a"], "text": []}})

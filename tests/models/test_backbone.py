@@ -55,7 +55,7 @@ def test_architecture_is_the_same_before_and_after_wrapping_or_from_the_configur
             ("c_attn", 16, 48),
             ("c_proj", 16, 16),
         ]
-        assert [(x.name, x.inputs, x.outputs) for x in first.mlp.linears] == [
+        assert [(x.name, x.inputs, x.outputs) for x in first.mlp] == [
             ("up", 16, 64),
             ("down", 64, 16),
         ]
@@ -66,7 +66,7 @@ def test_architecture_is_the_same_before_and_after_wrapping_or_from_the_configur
             ("v_proj", 8),
             ("o_proj", 16),
         ]
-        assert [x.name for x in first.mlp.linears] == ["gate", "up", "down"]
+        assert [x.name for x in first.mlp] == ["gate", "up", "down"]
 
 
 def test_names_shapes_and_roles_of_an_adapter():
@@ -145,8 +145,8 @@ def test_using_nests_and_survives_exceptions(folder):
     with backbone.using(outer):
         with pytest.raises(KeyError), backbone.using(inner):
             raise KeyError
-        assert backbone._attached.adapter is outer
-    assert backbone._attached.adapter is None
+        assert backbone.attached.adapter is outer
+    assert backbone.attached.adapter is None
 
 
 def test_load(folder):

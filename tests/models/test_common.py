@@ -168,7 +168,8 @@ def test_it_learns_from_public_examples_and_is_then_read_from_the_cache(tmp_path
     expert = trained(SHAPE, PUBLIC, settings, cache=tmp_path)
     assert torch.equal(torch.get_rng_state(), state)
     assert accuracy(expert, REST) > 0.85
-    (entry,) = tmp_path.iterdir()
+    (folder,) = tmp_path.iterdir()
+    (entry,) = folder.iterdir()
     written = entry.stat().st_mtime_ns
     again = trained(SHAPE, PUBLIC, settings, cache=tmp_path)
     assert entry.stat().st_mtime_ns == written
@@ -179,7 +180,8 @@ def test_it_learns_from_public_examples_and_is_then_read_from_the_cache(tmp_path
     for damaged in (b"", entry.read_bytes()[:-1]):
         entry.write_bytes(damaged)
         assert_same(trained(SHAPE, PUBLIC, settings, cache=tmp_path), expert)
-    assert list(tmp_path.iterdir()) == [entry]
+    assert list(tmp_path.iterdir()) == [folder]
+    assert list(folder.iterdir()) == [entry]
 
 
 def assert_same(found: CommonExpert, expected: CommonExpert) -> None:

@@ -98,7 +98,7 @@ def test_gate_and_up_of_one_layer_are_two_in_the_same_memory() -> None:
     storage = cast(Tensor, gate.weight).untyped_storage().data_ptr()
     assert cast(Tensor, up.weight).untyped_storage().data_ptr() == storage
     mlp = Architecture.of(tiny_base("phi3")).blocks[0].mlp
-    assert [(x.name, x.inputs, x.outputs) for x in mlp.linears] == [
+    assert [(x.name, x.inputs, x.outputs) for x in mlp] == [
         ("gate", 16, 24),
         ("up", 16, 24),
         ("down", 24, 16),

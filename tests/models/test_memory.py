@@ -116,7 +116,7 @@ def test_blocks_computed_again_change_no_bit(kind: str, layout: Layout) -> None:
         nn.init.normal_(parameter, std=0.1)
     wrt, batch = list(model.adapter.parameters()), torch.randint(2, 61, (3, 10))
     found = []
-    for backbone.checkpointing in (False, True):
+    for backbone.attached.checkpointing in (False, True):
         torch.manual_seed(0)
         found.append((*model.gradient(batch, wrt, micro_batch=2), *model.per_example(batch, wrt)))
     for usual, again in zip(*found, strict=True):
@@ -131,7 +131,7 @@ def test_less_is_kept_where_blocks_are_computed_again() -> None:
     """Counted by hooks: of each block its input alone."""
     backbone, sizes = Backbone(tiny_base("llama")), []
     model = LanguageModel(backbone, Layout())
-    for backbone.checkpointing in (False, True):
+    for backbone.attached.checkpointing in (False, True):
         kept: list[int] = []
 
         def keep(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:

@@ -10,7 +10,7 @@ from oracle import mixture as oracle
 from torch import Tensor, nn
 
 from coterie.models import mixture
-from coterie.models.families import LinearShape, MLPShape
+from coterie.models.families import LinearShape
 from coterie.models.layout import Layout
 from coterie.models.mixture import Mixture
 from coterie.models.mixture_kernel import Activation, FrozenMLP
@@ -29,7 +29,7 @@ def build(
     kind: str, layout: Layout, activation: nn.Module, dtype: torch.dtype
 ) -> tuple[Mixture, FrozenMLP]:
     names = ("gate", "up") if kind == "gated" else ("up",)
-    shape = MLPShape((*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D)))
+    shape = (*(LinearShape(name, D, F) for name in names), LinearShape("down", F, D))
     module = Mixture(shape, layout)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)

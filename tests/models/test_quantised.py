@@ -85,7 +85,7 @@ def test_what_it_takes(bits: str) -> None:
     weights = sum(
         linear.inputs * linear.outputs
         for block in full.architecture.blocks
-        for linear in (*block.attention, *block.mlp.linears)
+        for linear in (*block.attention, *block.mlp)
     )
     saved = (full.nbytes - small.nbytes) / weights
     assert saved == pytest.approx(4 - bytes_per_weight(bits), abs=0.06)

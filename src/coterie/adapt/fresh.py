@@ -152,7 +152,6 @@ def _write(
 
 
 def _own_roles(model: PersonalModel, method: Method) -> frozenset[Role]:
-    """Return the roles that a personal model has, and that its method shares with nobody."""
     roles = (role for role, named in model.adapter.parameters_by_role().items() if named)
     return frozenset(roles) - {*method.shared, BACKBONE}
 

@@ -23,7 +23,7 @@ from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
 from coterie.data.splits import SPLITS
-from coterie.methods import METHODS
+from coterie.methods import METHODS, Method
 from coterie.models.artifact import save_mixture
 from coterie.models.interpolation import PRIOR
 from coterie.models.pool import PoolClassifier
@@ -221,30 +221,26 @@ def _recipe(run: Path, trains: bool) -> Recipe:
         raise Refused(problem, "Adapt without it: labels are neither needed nor read.")
     if trains and not method.total_iterations:
         raise Refused(f"{run}: {name} trains nothing that a new client could start from", _ALONE)
-    if method.serves_unseen_clients or (trains and method.joinable):
+    if _can_serve(method, trains):
         return recipe
-    able = [
-        known
-        for known, entry in METHODS.items()
-        if entry.method.serves_unseen_clients or (trains and entry.method.joinable)
-    ]
+    able = [known for known, entry in METHODS.items() if _can_serve(entry.method, trains)]
     others = f"Methods that have: {', '.join(able)}."
     if trains:
         problem = f"{run}: {name} has no shared part that a new client could start from"
         raise Refused(problem, f"{_ALONE} {others}")
-    raise Refused(
-        f"{run}: {name} has no model for clients that bring none of their own",
-        "Without --no-train it trains further from what the clients share."
-        if method.joinable
-        else others,
-    )
+    if method.joinable:
+        others = "Without --no-train it trains further from what the clients share."
+    raise Refused(f"{run}: {name} has no model for clients that bring none of their own", others)
+
+
+def _can_serve(method: Method | type[Method], trains: bool) -> bool:
+    return bool(method.serves_unseen_clients or (trains and method.joinable))
 
 
 _ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
 
 
 def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
-    """Return a client's data: in splits if it trains, else all in each. Raises DataError."""
     problem = prepared.problem
     if isinstance(problem, Language):
         return text_of(prepared.recipe, problem.backbone, id, data, trains)

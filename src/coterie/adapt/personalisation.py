@@ -208,10 +208,8 @@ def _predictions(client: Client, split: Split, snapshots: Sequence[Snapshot]) ->
 def sentences(client: str, result: Personalised | None) -> list[str]:
     """Describe a client's model before and after training, if any, and whether it helped."""
     if result is None:
-        return [
-            f"{client}: nothing was personalised. The model is the shared part alone. To train on "
-            f"this text, leave out --no-train."
-        ]
+        alone = "nothing was personalised. The model is the shared part alone."
+        return [f"{client}: {alone} To train on this text, leave out --no-train."]
     what = "a copy of the shared part"
     if result.own:
         what = "specialists and router; the shared part is unchanged"
@@ -222,13 +220,11 @@ def sentences(client: str, result: Personalised | None) -> list[str]:
         "the shared part alone": [result.before],
         f"trained, after iteration {result.iteration}": [result.after],
     }
-    return [
-        f"{client}, trained for {result.iterations} of at most {result.most} iterations: {what}.",
-        *table(result.tokens, rows),
-        "It helped: the personalised model is kept."
-        if result.helped
-        else f"It {how_far(result.iteration > 0)}: the shared part alone is kept.",
-    ]
+    end = "It helped: the personalised model is kept."
+    if not result.helped:
+        end = f"It {how_far(result.iteration > 0)}: the shared part alone is kept."
+    done = f"{client}, trained for {result.iterations} of at most {result.most} iterations"
+    return [f"{done}: {what}.", *table(result.tokens, rows), end]
 
 
 def how_far(helped: bool) -> str:

@@ -1,13 +1,14 @@
 """Privacy accounting for whole clients: Renyi divergences, and epsilon from them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import numpy as np
 
 from coterie.aggregation.noise import check_installed
-from coterie.aggregation.privacy import Privacy
+from coterie.aggregation.privacy import EXPERIMENT, Privacy
 from coterie.core.importing import require
 from coterie.core.result import PrivacySpent
 
@@ -18,69 +19,45 @@ _SEEN = {
     "central": "that the server sends, whoever sees them",
     "local": "that a client sends, whoever sees them, the server too",
 }
+_DRAWN = (
+    "; the observer does not know who was drawn when, as the server and the files of its run do"
+)
 NOT_COVERED = (
     "not losses, scores, numbers of samples, who takes part, nor a personal model that its "
     "client gives away"
 )
 
 
-@dataclass
-class Ledger:
-    """The privacy spent by Gaussian mechanisms of different noise, for one client or for all, of
-    the same notion of neighbours. Raises Refused if the accounting library is missing.
+def epsilon_of_gaussians(uses: Sequence[tuple[int, float, float]], delta: float) -> float:
+    """Return the smallest known epsilon of Gaussian mechanisms of the same notion of neighbours;
+    infinite beyond 500. Raises Refused if the accounting library is missing.
+
+    `uses` are (count, rate, multiplier) each. The rate is the share that was drawn, without
+    replacement, of those that could have taken part; 1 if nobody was drawn. The multiplier is the
+    noise's standard deviation over the sensitivity: z for neighbours by adding or removing, z / 2
+    for neighbours by replacement.
     """
-
-    # the state, JSON values: (count, rate, multiplier) each. The rate is the share that was
-    # drawn, without replacement, of those that could have taken part; 1 if nobody was drawn. The
-    # multiplier is the noise's standard deviation over the sensitivity: z for neighbours by
-    # adding or removing, z / 2 for neighbours by replacement
-    entries: list[tuple[int, float, float]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.gdp, self.rdp = library()
-        self.entries = [(count, rate, multiplier) for count, rate, multiplier in self.entries]
-
-    def spend(self, multiplier: float, rate: float = 1.0, count: int = 1) -> None:
-        """Count `count` uses of a mechanism."""
-        counts = {(known, noise): before for before, known, noise in self.entries}
-        counts[rate, multiplier] = counts.get((rate, multiplier), 0) + count
-        self.entries = [(count, rate, multiplier) for (rate, multiplier), count in counts.items()]
-
-    @property
-    def mu(self) -> float:
-        """The mu of the Gaussian mechanism of sensitivity mu and noise 1 that all are together
-        without drawing: sqrt(sum 1 / z^2).
-        """
-        if not all(multiplier for _, _, multiplier in self.entries):
-            return math.inf
-        return math.sqrt(sum(count / multiplier**2 for count, _, multiplier in self.entries))
-
-    def epsilon(self, delta: float) -> float:
-        """Return the smallest known epsilon for a delta; infinite beyond 500."""
-        if not self.entries:
-            return 0.0
-        if math.isinf(self.mu):
-            return math.inf
-        drawn = any(rate < 1 for _, rate, _ in self.entries)
-        epsilon = min(self._of_all(delta), self._of_drawn(delta)) if drawn else self._of_all(delta)
-        return max(epsilon, 0.0) if epsilon <= MOST else math.inf
-
-    def _of_all(self, delta: float) -> float:
-        """Return epsilon without drawing, exactly (Balle and Wang, 2018; Dong, Roth, Su, 2022)."""
-        if self.gdp.delta_eps_mu(eps=0.0, mu=self.mu) <= delta:
-            return 0.0
-        if self.gdp.delta_eps_mu(eps=MOST, mu=self.mu) > delta:
-            return math.inf
-        return float(self.gdp.eps_from_mu(mu=self.mu, delta=delta))
-
-    def _of_drawn(self, delta: float) -> float:
-        """Return epsilon with sampled clients, by Rényi divergences, which add up."""
+    if not uses:
+        return 0.0
+    if not all(multiplier for _, _, multiplier in uses):
+        return math.inf
+    gdp, rdp = library()
+    # without drawing they are together one of sensitivity mu and noise 1, whose epsilon is exact
+    # (Balle and Wang, 2018; Dong, Roth, Su, 2022)
+    mu = math.sqrt(sum(count / multiplier**2 for count, _, multiplier in uses))
+    epsilon = math.inf
+    if gdp.delta_eps_mu(eps=0.0, mu=mu) <= delta:
+        epsilon = 0.0
+    elif gdp.delta_eps_mu(eps=MOST, mu=mu) <= delta:
+        epsilon = float(gdp.eps_from_mu(mu=mu, delta=delta))
+    if any(rate < 1 for _, rate, _ in uses):  # by Rényi divergences, which add up
         spent = sum(
             count * np.array([rdp_of_drawn(rate, noise, order) for order in ORDERS])
-            for count, rate, noise in self.entries
+            for count, rate, noise in uses
         )
-        epsilon, _ = self.rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
-        return float(epsilon)
+        drawn, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=spent, delta=delta)
+        epsilon = min(epsilon, float(drawn))
+    return max(epsilon, 0.0) if epsilon <= MOST else math.inf
 
 
 @dataclass
@@ -144,7 +121,8 @@ class Accountant:
 
     def epsilon(self, delta: float) -> float:
         """Return the smallest known epsilon for a delta; infinite beyond 500."""
-        return Ledger([(count, rate, self.multiplier) for count, rate in self.runs]).epsilon(delta)
+        uses = [(count, rate, self.multiplier) for count, rate in self.runs]
+        return epsilon_of_gaussians(uses, delta)
 
     def summary(self) -> PrivacySpent:
         """Return the entry of a result; an infinite epsilon is null."""
@@ -162,19 +140,10 @@ class Accountant:
 
     def _assumed(self) -> str:
         if self.experiment:
-            return (
-                "an experiment: whoever has the recipe's seed can draw the same noise, and the "
-                "same clients, and is not covered"
-            )
+            return EXPERIMENT.format("clients")
         if self.privacy.where == "local":
             return "each device keeps the key of its noise to itself"
-        drawn = (
-            "; the observer does not know who was drawn when, as the server and the files of its "
-            "run do"
-            if self.drawn
-            else ""
-        )
-        return f"the server keeps the key of its noise to itself{drawn}"
+        return "the server keeps the key of its noise to itself" + _DRAWN * self.drawn
 
     def _sampling(self) -> str:
         if self.privacy.where == "local":
@@ -206,7 +175,7 @@ def epsilon_of(squared: float, renyi: np.ndarray, delta: float) -> float:
     if not squared and not renyi.any():
         return 0.0
     if not renyi.any():
-        return Ledger([(1, 1.0, squared**-0.5)]).epsilon(delta)
+        return epsilon_of_gaussians([(1, 1.0, squared**-0.5)], delta)
     _, rdp = library()
     epsilon, _ = rdp.get_privacy_spent(orders=ORDERS, rdp=renyi + squared * ORDERS / 2, delta=delta)
     return max(float(epsilon), 0.0) if epsilon <= MOST else math.inf

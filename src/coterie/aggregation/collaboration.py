@@ -148,6 +148,3 @@ def weights_error(
         limit = max(others.values(), default=0.0) / 2 if row_stochastic else 0.5
         wrong += [(w > limit) != (clusters[i] == clusters[j]) for j, w in others.items()]
     return sum(wrong) / max(len(wrong), 1)
-
-
-_CHUNK = 1 << 16  # columns at a time

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from coterie.aggregation.accountant import NOT_COVERED, ORDERS, epsilon_of, finite, library
 from coterie.aggregation.noise import Source, grid, on_grid
-from coterie.aggregation.privacy import Privacy
+from coterie.aggregation.privacy import EXPERIMENT, Privacy
 from coterie.core.errors import Refused
 from coterie.core.protocol import ClientId
 from coterie.core.result import PrivacySpent
@@ -33,10 +33,7 @@ from coterie.core.roles import Role
 _HIGHEST = 500  # the largest order that is tried: opacus sums as many terms
 # up to which fractional orders are computed themselves; beyond, the next whole one bounds them
 _EXACT = 100
-_EXPERIMENT = (
-    "an experiment: whoever has the recipe's seed can draw the same noise, and the same "
-    "examples, and is not covered"
-)
+
 _DEVICES = "each device keeps its noise, and which examples took part in a step, to itself"
 _COVERS = (
     "what single examples of a client (windows of its text, images) add to the shared tensors "
@@ -188,7 +185,7 @@ class ExampleAccountant:
             f"{span}; neighbours: what one example adds is there or not, with their number public "
             f"(sensitivity C); epsilon is that of the client with the largest one",
             experiment=self.experiment,
-            assumes=_EXPERIMENT if self.experiment else _DEVICES,
+            assumes=EXPERIMENT.format("examples") if self.experiment else _DEVICES,
             covers=_COVERS,
             clients={i: finite(epsilon) for i, epsilon in epsilons.items()},
         )

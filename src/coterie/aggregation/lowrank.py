@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from coterie.core import devices
 from coterie.core.protocol import ClientId, Replies
@@ -29,10 +30,8 @@ def read_factors(loras: Mapping[str, LoRA]) -> Tensors:
     """Return copies of all updates in the common form."""
     pairs: Tensors = {}
     for module, lora in loras.items():
-        pairs |= {
-            f"{module}/A": lora.A.detach().clone(),
-            f"{module}/B": lora.B.detach() * lora.gamma,
-        }
+        pairs[f"{module}/A"] = lora.A.detach().clone()
+        pairs[f"{module}/B"] = lora.B.detach() * lora.gamma
     return pairs
 
 
@@ -41,10 +40,10 @@ def own_factors(loras: Mapping[str, LoRA], tensors: Named) -> Tensors:
     parameters: Tensors = {}
     for module, lora in loras.items():
         A, B = factors(module, tensors)
-        parameters |= {
-            f"{module}.A": resized(A, lora.A.shape[1], 1),
-            f"{module}.B": resized(B, lora.B.shape[2], 2) / lora.gamma,
-        } | ({f"{module}.W": W} if (W := tensors.get(f"{module}/W")) is not None else {})
+        parameters[f"{module}.A"] = resized(A, lora.A.shape[1], 1)
+        parameters[f"{module}.B"] = resized(B, lora.B.shape[2], 2) / lora.gamma
+        if (W := tensors.get(f"{module}/W")) is not None:
+            parameters[f"{module}.W"] = W
     return parameters
 
 
@@ -68,9 +67,7 @@ def resized(tensor: Tensor, rank: int, dim: int) -> Tensor:
     missing = rank - tensor.shape[dim]
     if missing <= 0:
         return tensor.narrow(dim, 0, rank)
-    shape = list(tensor.shape)
-    shape[dim] = missing
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return pad(tensor.transpose(dim, -1), (0, missing)).transpose(dim, -1).contiguous()
 
 
 def ranks(tensors: Named) -> list[int]:
@@ -161,15 +158,15 @@ def norm_weighted_mean(replies: Replies, state: Named) -> Tensors:
     order = sorted(replies)
     for module in modules(replies[order[0]]) if order else ():
         rank = state[f"{module}/A"].shape[1]
-        norms = [product_norm(*factors(module, replies[i])) for i in order]
+        pairs = [factors(module, replies[i]) for i in order]
+        norms = [product_norm(A, B) for A, B in pairs]
         total = sum(norms)
         shares = [norm / total if total > 0 else 1 / len(order) for norm in norms]
-        padded = [
-            {"A": resized(A, rank, 1), "B": resized(B, rank, 2)}
-            for A, B in (factors(module, replies[i]) for i in order)
-        ]
-        mean = weighted_sum(zip(shares, padded, strict=True))
-        averaged |= {f"{module}/A": mean["A"], f"{module}/B": mean["B"]}
+        padded = (
+            {f"{module}/A": resized(A, rank, 1), f"{module}/B": resized(B, rank, 2)}
+            for A, B in pairs
+        )
+        averaged |= weighted_sum(zip(shares, padded, strict=True))
     return averaged
 
 

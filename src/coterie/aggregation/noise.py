@@ -287,7 +287,6 @@ def check_installed() -> None:
 
 
 def _digest(purpose: Sequence[int | str], key: bytes = b"") -> bytes:
-    """Return a 256-bit key for one purpose."""
     return blake2b(
         json.dumps(list(purpose)).encode(), digest_size=KEY, key=key, person=b"coterie.noise"
     ).digest()

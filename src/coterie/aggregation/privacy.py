@@ -25,6 +25,12 @@ from coterie.core.protocol import ClientId, Replies
 from coterie.core.tensors import Named, Tensors, axpy, check_alike
 from coterie.core.tensors import norm as length
 
+# what is assumed of a run whose randomness follows from its seed, which also drew the same {}
+EXPERIMENT = (
+    "an experiment: whoever has the recipe's seed can draw the same noise, and the same {}, and is "
+    "not covered"
+)
+
 
 class Adaptive(BaseModel):
     """A norm C that follows a quantile of the updates' norms (Andrew et al., 2021, Algorithm 1)."""

@@ -42,13 +42,9 @@ class _Trimming(Combining, ABC):
         k = self.cut(len(models))
         combined: Tensors = {}
         for name, first in models[0].items():
-            parts = zip(
-                *(torch.split(model[name].flatten(), CHUNK) for model in models), strict=True
-            )
-            means = [
-                torch.stack(part).sort(dim=0).values[k : len(models) - k].mean(dim=0)
-                for part in parts
-            ]
+            pieces = (torch.split(model[name].flatten(), CHUNK) for model in models)
+            ordered_parts = [torch.stack(p).sort(dim=0).values for p in zip(*pieces, strict=True)]
+            means = [part[k : len(models) - k].mean(dim=0) for part in ordered_parts]
             combined[name] = torch.cat(means).view(first.shape)
         return combined
 
@@ -115,7 +111,10 @@ class _Selecting(Combining, ABC):
         models = ordered(replies)
         f = min(self.attackers, _most_attackers(len(models)))
         products = _products(list(models.values()), around)
-        scores = _neighbourhoods(products, len(models) - f - 2)
+        norms = products.diagonal()
+        distances = (norms[:, None] + norms - 2 * products).clamp(min=0).fill_diagonal_(math.inf)
+        # sums of squared distances to the nearest
+        scores = distances.sort(dim=1).values[:, : max(len(models) - f - 2, 0)].sum(dim=1)
         best = scores.argsort(stable=True)[: self.count(len(models), f)].tolist()
         return uniform_mean({i: model for k, (i, model) in enumerate(models.items()) if k in best})
 
@@ -223,22 +222,16 @@ class ClippedMean(Combining):
 
 
 def _most_attackers(n: int) -> int:
-    """Return the most attackers that Krum withstands among n clients."""
     return max((n - 3) // 2, 0)
 
 
 def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
     """Yield the clients' updates in parts, (n, columns) float64, as large models are not copied."""
     for name in sorted(models[0]):  # a wire may bring tensors in another order
-        values = [model[name].flatten() for model in models]
-        start = (
-            around[name].flatten().to(values[0].device)
-            if name in around
-            else torch.zeros_like(values[0])
-        )
-        for origin, *rows in zip(
-            *(torch.split(value, CHUNK) for value in (start, *values)), strict=True
-        ):
+        like, *others = (model[name].flatten() for model in models)
+        start = around[name].flatten().to(like.device) if name in around else torch.zeros_like(like)
+        pieces = (torch.split(value, CHUNK) for value in (start, like, *others))
+        for origin, *rows in zip(*pieces, strict=True):
             yield devices.exact(torch.stack(rows)) - devices.exact(origin)
 
 
@@ -257,19 +250,10 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
     return products
 
 
-def _neighbourhoods(products: Tensor, count: int) -> Tensor:
-    """Return (n,) sums of squared distances to the `count` nearest, by inner products (n, n)."""
-    norms = products.diagonal()
-    distances = (norms[:, None] + norms - 2 * products).clamp(min=0).fill_diagonal_(math.inf)
-    return distances.sort(dim=1).values[:, : max(count, 0)].sum(dim=1)
-
-
 def _rule(settings: Any) -> str:
-    return str(
-        settings.get("rule", "mean")
-        if isinstance(settings, dict)
-        else getattr(settings, "rule", None)
-    )
+    if isinstance(settings, dict):
+        return str(settings.get("rule", "mean"))
+    return str(getattr(settings, "rule", None))
 
 
 Rule = Annotated[
@@ -305,27 +289,18 @@ class Attack(BaseModel):
 
     def attackers(self, clients: Iterable[ClientId]) -> frozenset[ClientId]:
         """Return the attackers. Raises RecipeError: there are too few clients or an unknown id."""
-        known = sorted(clients)
+        known, mistakes = sorted(clients), list[str]()
         if isinstance(self.clients, int):
+            attackers = known[: self.clients]
             if self.clients > len(known):
-                raise RecipeError(
-                    "attack",
-                    [
-                        f"attack.clients: {self.clients} attackers among {len(known)} clients; "
-                        f"use at most that many"
-                    ],
-                )
-            return frozenset(known[: self.clients])
-        named = [normal(i) for i in self.clients]
-        if unknown := [i for i in named if i not in known]:
-            raise RecipeError(
-                "attack",
-                [
-                    f"attack.clients: there is no client {i!r}; there are {', '.join(known)}"
-                    for i in unknown
-                ],
-            )
-        return frozenset(named)
+                count = f"{self.clients} attackers among {len(known)} clients"
+                mistakes = [f"{count}; use at most that many"]
+        else:
+            attackers, there = [normal(i) for i in self.clients], f"there are {', '.join(known)}"
+            mistakes = [f"there is no client {i!r}; {there}" for i in attackers if i not in known]
+        if mistakes:
+            raise RecipeError("attack", [f"attack.clients: {mistake}" for mistake in mistakes])
+        return frozenset(attackers)
 
 
 def poisoned(
@@ -346,9 +321,8 @@ def poisoned(
     update = axpy(-1.0, origin, honest)
     if attack.kind == "noise":
         update = weighted_sum([(length(update), _direction(update, generator))])
-    return dict(reply) | axpy(
-        -attack.scale if attack.kind == "sign-flip" else attack.scale, update, origin
-    )
+    scale = -attack.scale if attack.kind == "sign-flip" else attack.scale
+    return dict(reply) | axpy(scale, update, origin)
 
 
 def _direction(like: Named, generator: torch.Generator) -> Tensors:

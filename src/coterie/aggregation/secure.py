@@ -230,7 +230,6 @@ def _challenge(digests: Sequence[bytes], context: bytes) -> int:
 
 
 def _at(coefficients: Sequence[int], place: int) -> int:
-    """Return a polynomial's value at a place."""
     value = 0
     for coefficient in reversed(coefficients):
         value = (value * place + coefficient) % ORDER

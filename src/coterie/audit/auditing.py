@@ -19,15 +19,7 @@ from coterie.core.importing import require
 from coterie.core.isolation import isolated
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.core.result import RESULT, Result
-from coterie.core.result.audit import (
-    AUDITED,
-    AuditResult,
-    AuditSettings,
-    CanaryResult,
-    CanarySetup,
-    ObserverResult,
-    WordsResult,
-)
+from coterie.core.result import audit as records
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, under, weighted_sum
 from coterie.data.canaries import PlantedCanaries
@@ -70,7 +62,7 @@ class Settings:
 @isolated()
 def audit(
     run: Path, settings: Settings | None = None, say: Callable[[str], None] = lambda text: None
-) -> AuditResult:
+) -> records.AuditResult:
     """Measure what the shared part of a run reveals, by its newest checkpoint, and write it to
     `audit.json` and `report.html` in the run's folder. `say` is called with each progress message.
     Raises Refused: there is no run, no checkpoint or no such client, it shares nothing, or no
@@ -78,7 +70,7 @@ def audit(
     """
     require("coterie audit", "scipy")
     result = _Auditor(run, settings or Settings(), say).measured()
-    write_json(run / AUDITED, result.to_json())
+    write_json(run / records.AUDITED, result.to_json())
     if (run / RESULT).exists():
         rows = [*(run / "baselines" / name for name in recipes.resolve(run).compare_with), run]
         results = [Result.read(row) for row in rows if (row / RESULT).exists()]
@@ -102,14 +94,16 @@ class _Auditor:
         if self.part:
             self.prepared = self.prepared.part(self.part)
         self.clients = tuple(settings.clients) or self.prepared.clients
-        self.planted = self._planted()
+        self.planted: PlantedCanaries | None = None
+        if self.prepared.planted is not None:
+            listed = read_json(run / files.AUDIT / files.CANARIES)
+            self.planted = PlantedCanaries.from_json(listed)
         self.secure = settings.secure or self.recipe.secure
         self.models = {i: shared(self.prepared, i) for i in self.prepared.clients}
         self.views = self._views()
         self.rows = {i: self._rows(i) for i in self.clients}
 
     def _check(self) -> None:
-        """Refuse what cannot be measured."""
         method, known = self.prepared.method, self.prepared.clients
         if unknown := [i for i in self.settings.clients if i not in known]:
             problem = f"--client {unknown[0]}: {self.run} has no training client of this id"
@@ -118,7 +112,6 @@ class _Auditor:
             raise self._nothing_shared()
 
     def _sending(self) -> str:
-        """Return the part that sends, if the method has several; else "". Raises Refused."""
         sending = [name for name, part in self.prepared.method.methods.items() if part.shared]
         if len(sending) > 1:
             problem = f"audit: {' and '.join(sending)} send both, and an audit measures one"
@@ -126,18 +119,11 @@ class _Auditor:
         return "".join(sending)
 
     def _of_part(self, tensors: Tensors) -> Tensors:
-        """Return the tensors of the part that sends."""
         return under(self.part, tensors) if self.part else tensors
 
     def _nothing_shared(self) -> Refused:
         name = self.recipe.method["name"]
         return Refused(f"audit: {name} shares nothing that clients train", ABLE)
-
-    def _planted(self) -> PlantedCanaries | None:
-        """Return the canaries that the run's folder lists, if any. Raises CheckpointError."""
-        if self.prepared.planted is None:
-            return None
-        return PlantedCanaries.from_json(read_json(self.run / files.AUDIT / files.CANARIES))
 
     def _views(self) -> dict[str, dict[ClientId, View]]:
         """Return each observer's views, by target client."""
@@ -146,15 +132,17 @@ class _Auditor:
         if not all(down.get(i) for i in everyone):
             raise self._nothing_shared()
         next_one = dict(zip(everyone, (*everyone[1:], everyone[0]), strict=True))
-        views = {OTHERS: {i: View([(down[next_one[i]], None)]) for i in self.clients}}
+        views: dict[str, dict[ClientId, View]] = {
+            OTHERS: {i: [(down[next_one[i]], None)] for i in self.clients}
+        }
         observations, round = execution.observations, execution.state.round
         exchanges = [] if observations is None else observations.before(round)
         if exchanges:
             views[SERVER] = {
-                i: View([pair for e in exchanges if (pair := self._pair(e, i)) is not None])
+                i: [pair for e in exchanges if (pair := self._pair(e, i)) is not None]
                 for i in self.clients
             }
-        if not all(view.pairs for of_observer in views.values() for view in of_observer.values()):
+        if not all(all(of_observer.values()) for of_observer in views.values()):
             raise Refused(
                 f"audit: nothing was received from some clients in the last {len(exchanges)} "
                 f"exchanges",
@@ -162,7 +150,7 @@ class _Auditor:
             )
         encoded = getattr(self.prepared.problem, "encoder", None)  # rows are features, not texts
         if self.part and encoded is None and self.in_use:
-            views[USER] = {i: View([(self.in_use[i], None)]) for i in self.clients}
+            views[USER] = {i: [(self.in_use[i], None)] for i in self.clients}
         return {name: views[name] for name in PROGRESS if name in views}
 
     @cached_property
@@ -181,10 +169,10 @@ class _Auditor:
         if not exchange.to(client):
             return None
         received = [sent for i in self.prepared.clients if (sent := exchange.sent(i))]
-        floating = [
-            {name: t for name, t in sent.items() if t.is_floating_point()} for sent in received
-        ]
-        mean = weighted_sum([(1 / len(floating), sent) for sent in floating])
+        mean = weighted_sum(
+            (1 / len(received), {name: t for name, t in sent.items() if t.is_floating_point()})
+            for sent in received
+        )
         return self._of_part(mean), self._of_part(exchange.to(client))
 
     def _rows(self, client: ClientId) -> tuple[Any, Any]:
@@ -211,14 +199,14 @@ class _Auditor:
         end = problem.backbone.tokenizer.eos_token_id
         return statistics.without_ends(rows[0], end), statistics.without_ends(rows[1], end)
 
-    def measured(self) -> AuditResult:
+    def measured(self) -> records.AuditResult:
         """Return the content of `audit.json`."""
         language, settings = isinstance(self.prepared.problem, Language), self.settings
         result = Result.read(self.run) if (self.run / RESULT).exists() else None
         observers = {name: self._observer(name, views) for name, views in self.views.items()}
         self.say("what the data alone tell")
         shift = {i: self._membership(i) for i in self.rows}
-        return AuditResult(
+        return records.AuditResult(
             recipe=self.recipe.name,
             method=self.recipe.method["name"],
             seed=self.recipe.seed,
@@ -231,17 +219,17 @@ class _Auditor:
             observers=observers,
             shift=statistics.measured(shift, settings.seed),
             words=self._words(),
-            settings=AuditSettings(
+            settings=records.AuditSettings(
                 windows=settings.windows, words=settings.words, top=settings.top, seed=settings.seed
             ),
         )
 
-    def _about_canaries(self) -> CanarySetup | None:
+    def _about_canaries(self) -> records.CanarySetup | None:
         audit = self.recipe.audit
         if self.planted is None or audit is None:
             return None
         canaries = [self.planted.canaries[i] for i in self.clients]
-        return CanarySetup(
+        return records.CanarySetup(
             candidates=sum(len(c.planted) for c in canaries),
             planted=sum(int(c.planted.sum()) for c in canaries),
             repeats=audit.repeats,
@@ -249,8 +237,7 @@ class _Auditor:
             length=audit.length,
         )
 
-    def _observer(self, name: str, views: Mapping[ClientId, View]) -> ObserverResult:
-        """Return what one observer can infer."""
+    def _observer(self, name: str, views: Mapping[ClientId, View]) -> records.ObserverResult:
         self.say(PROGRESS[name])
         details = {i: self._membership(i, views[i]) for i in self.rows}
         texts = {
@@ -260,8 +247,8 @@ class _Auditor:
         }
         min_k = {i: self._min_k(model, views[i], self.rows[i]) for i, model in texts.items()}
         seed = self.settings.seed
-        return ObserverResult(
-            exchanges=max(len(view.pairs) for view in views.values()),
+        return records.ObserverResult(
+            exchanges=max(map(len, views.values())),
             membership=statistics.measured(details, seed),
             min_k=statistics.measured(min_k, seed) if texts else None,
             canaries=self._found_canaries(texts, views) if texts else None,
@@ -269,7 +256,7 @@ class _Auditor:
 
     def _found_canaries(
         self, texts: Mapping[ClientId, SharedText], views: Mapping[ClientId, View]
-    ) -> CanaryResult | None:
+    ) -> records.CanaryResult | None:
         """Return how well an observer finds the canaries; None without any."""
         planted, problem, privacy = self.planted, self.prepared.problem, self.recipe.privacy
         if planted is None:
@@ -298,13 +285,13 @@ class _Auditor:
     def _min_k(self, model: SharedText, view: View, rows: tuple[Any, Any]) -> MembershipScores:
         """Return Min-K%++ of the last observed model."""
         initial = model.client.read(GENERALIST)
-        model.load(view.pairs[-1][0])
+        model.load(view[-1][0])
         try:
             return MembershipScores(*map(model.min_k, rows))
         finally:
             model.load(initial)
 
-    def _words(self) -> WordsResult | None:
+    def _words(self) -> records.WordsResult | None:
         """Measure rare words in others' suggestions; None without models or other clients."""
         problem, alone = self.prepared.problem, len(self.prepared.clients) < 2
         if not isinstance(problem, Language) or alone or not self.in_use:
@@ -326,7 +313,7 @@ class _Auditor:
         first = self.models[self.prepared.clients[0]]
         assert isinstance(first, SharedText)
         base = self._usable(first)
-        first.load(self.views[OTHERS][self.clients[0]].pairs[0][0])
+        first.load(self.views[OTHERS][self.clients[0]][0][0])
         shared_part = self._usable(first)
 
         def suggest(model: PersonalModel) -> words.Suggest:
@@ -334,17 +321,12 @@ class _Auditor:
                 [w.word for w in some] for some in search.of(model.fast, prompts, self.settings.top)
             ]
 
-        suggests = {
-            i: suggest(model)
-            for i, model in self.in_use.items()
-            if isinstance(model, PersonalModel)
-        }
-        return words.measured(
-            cases, control, suggest(base), suggest(shared_part), suggests, self.settings.seed
-        )
+        in_use = self.in_use.items()
+        suggests = {i: suggest(m) for i, m in in_use if isinstance(m, PersonalModel)}
+        by_base, by_shared = suggest(base), suggest(shared_part)
+        return words.measured(cases, control, by_base, by_shared, suggests, self.settings.seed)
 
     def _usable(self, model: SharedText) -> PersonalModel:
-        """Return a shared part for inference, with its current values."""
         like = next(iter(self.in_use.values()))
         assert isinstance(like, PersonalModel)
         usable = PersonalModel(model.language, replace(like.about, layout=model.language.layout))

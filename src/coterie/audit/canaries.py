@@ -11,6 +11,7 @@ guess r of them right no better than W ~ Binomial(r, e^epsilon / (1 + e^epsilon)
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,15 +44,13 @@ class CanaryScores:
         """
         others = np.concatenate([self.candidates[~self.planted], self.references])
         ranks = 1 + (others[None] >= self.candidates[self.planted][:, None]).sum(axis=1)
-        bits: Values = np.log2(len(others) + 1) - np.log2(ranks)
-        return bits
+        return cast(Values, np.log2(len(others) + 1) - np.log2(ranks))
 
     @property
     def standardised(self) -> Values:
         """(n,) the candidates in standard deviations of the references, to compare clients."""
         spread = self.references.std() + 1e-12
-        deviations: Values = (self.candidates - self.references.mean()) / spread
-        return deviations
+        return cast(Values, (self.candidates - self.references.mean()) / spread)
 
     @property
     def ranked_among(self) -> int:

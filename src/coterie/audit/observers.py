@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -142,17 +142,11 @@ def shared(prepared: Prepared, client: ClientId) -> Shared:
     return kind(prepared, client)
 
 
-@dataclass(frozen=True)
-class View:
-    """The observations of an attacker who targets one client: pairs of models, after and before it
-    was trained; None: the initial values.
-
-    For the server, a pair is what it received of the client in an exchange and what it had sent it;
-    for another client, the final model that everybody gets and the initial one; for the user of a
-    personal model, that and the initial one.
-    """
-
-    pairs: Sequence[tuple[Tensors | Personal, Tensors | None]]
+# The observations of an attacker who targets one client: pairs of models, after and before it was
+# trained; None: the initial values. For the server, a pair is what it received of the client in an
+# exchange and what it had sent it; for another client, the final model that everybody gets and the
+# initial one; for the user of a personal model, that and the initial one.
+View = Sequence[tuple[Tensors | Personal, Tensors | None]]
 
 
 def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> Values:
@@ -164,7 +158,7 @@ def calibrated(model: Shared, view: View, score: Callable[[Shared], Values]) -> 
     initial = model.client.read(GENERALIST)
     total: Values | float = 0.0
     try:
-        for after, before in view.pairs:
+        for after, before in view:
             for sign, tensors in ((1.0, after), (-1.0, initial if before is None else before)):
                 model.load(tensors)
                 total = total + sign * score(model)

@@ -79,12 +79,6 @@ class MembershipScores:
     members: Values  # (n,) of rows that it was trained on
     others: Values  # (m,) of its test split
 
-    @property
-    def centred(self) -> "MembershipScores":
-        """The scores less the median of both, to compare clients without knowing the members."""
-        middle = float(np.median(np.concatenate([self.members, self.others])))
-        return MembershipScores(self.members - middle, self.others - middle)
-
 
 def drawn(
     train: Split, cursor: int, without: Numbers, most: int, rng: np.random.Generator
@@ -108,8 +102,10 @@ def without_ends(rows: Tensor | ChatBatch, end: int) -> Tensor | ChatBatch:
 
 def measured(clients: Mapping[ClientId, MembershipScores], seed: int) -> MembershipResult:
     """Return the AUC, and the share of members found at 1 % of false alarms by one threshold."""
-    centred = [scores.centred for scores in clients.values()]
-    groups = [part for scores in centred for part in (scores.members, scores.others)]
+    groups = list[Values]()
+    for scores in clients.values():  # compared without knowing the members
+        middle = float(np.median(np.concatenate([scores.members, scores.others])))
+        groups += [scores.members - middle, scores.others - middle]
 
     def detected(groups: Sequence[Values]) -> float:
         return tpr_at(RATE, np.concatenate(groups[::2]), np.concatenate(groups[1::2]))

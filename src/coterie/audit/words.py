@@ -145,12 +145,9 @@ def measured(
 
 def _of_others(cases: Sequence[Case], hits: Mapping[ClientId, Values]) -> Values:
     """Return (cases,) the share of the other clients whose models suggest each word."""
-    return np.array(
-        [
-            np.mean([hit[k] for i, hit in hits.items() if i != case.owner])
-            for k, case in enumerate(cases)
-        ]
-    )
+    owners = enumerate(case.owner for case in cases)
+    by_others = ([hit[k] for i, hit in hits.items() if i != owner] for k, owner in owners)
+    return np.array([np.mean(of_others) for of_others in by_others])
 
 
 def _estimate(rates: Values, seed: int) -> Estimate | None:
@@ -169,9 +166,6 @@ def _examples(
     examples = []
     for k, case in enumerate(cases):
         if by := [i for i, hit in hits.items() if i != case.owner and hit[k]]:
-            prompt, also = case.prompt[-40:], bool(shared[k])
-            example = WordExample(
-                word=case.word, owner=case.owner, prompt=prompt, by=by, shared=also
-            )
-            examples.append(example)
+            about = {**vars(case), "prompt": case.prompt[-40:]}
+            examples.append(WordExample(**about, by=by, shared=bool(shared[k])))
     return tuple(sorted(examples, key=lambda example: -len(example.by))[:EXAMPLES])

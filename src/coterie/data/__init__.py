@@ -69,7 +69,6 @@ def _validated(value: Any, shipped: ValidatorFunctionWrapHandler) -> Any:
 def _written(
     section: BaseModel, shipped: SerializerFunctionWrapHandler, info: SerializationInfo
 ) -> Any:
-    """Return a section as a mapping with its `kind`."""
     if "kind" in type(section).model_fields:
         return shipped(section)
     return {"kind": kind_of(section)} | section.model_dump(mode=info.mode)

@@ -23,7 +23,7 @@ from coterie.data.chats.encoding import few, merged_notes
 from coterie.data.chats.fields import ChatFields
 from coterie.data.chats.reading import BESIDE, COLUMNS
 from coterie.data.refusals import SHOWN, LeftOut, Refusals, outward_links
-from coterie.data.rows import ENDINGS, Row, rows_of
+from coterie.data.rows import ENDINGS, Row, column_names, rows_of
 from coterie.data.section import Bound, Names, Source, TextFractions, Texts, choose, stamps
 from coterie.data.splits import SPLITS, Tokens
 from coterie.data.splitting import Document, LocatedText, split_clients
@@ -100,7 +100,6 @@ class ByClient(ChatFields):
             raise DataError(f"{where}: no column {', '.join(map(repr, missing))}", remedy)
 
     def _texts(self, rows: Iterable[Row], left_out: LeftOut) -> Iterator[Document]:
-        """Yield a document for each row, empty if the row has no text."""
         with Refusals(SHOWN) as refusals, refusals.gather():
             for place, row in rows:
                 with refusals.gather():
@@ -166,7 +165,6 @@ _REMEDY = (
 
 
 def _named(small: Mapping[ClientId, str]) -> str:
-    """Return the first few small clients, each with what it has too little of."""
     shown = [f"{id} ({why})" for id, why in list(small.items())[:SHOWN]]
     return ", ".join(shown) + (f" and {len(small) - SHOWN:,} more" if len(small) > SHOWN else "")
 
@@ -256,35 +254,21 @@ def _rows(table: Any) -> list[dict[str, Any]]:
     elif hasattr(table, "to_pylist"):  # of pyarrow
         table = list(map(uncolumned, table.to_pylist()))
     elif hasattr(table, "to_dict") and hasattr(table, "columns"):  # a data frame
-        _check_names(list(table.columns))
+        column_names("the table", list(table.columns))
         table = {name: table[name] for name in table.columns}
     if isinstance(table, Mapping):
-        _check_names(list(table))
-        table = _zipped({_name(name): plain(column) for name, column in table.items()})
+        names = column_names("the table", list(table))
+        columns = dict(zip(names, map(plain, table.values()), strict=True))
+        if len({len(column) for column in columns.values()}) > 1:
+            sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
+            problem = f"the columns of the table have unlike lengths: {sizes}"
+            raise DataError(problem, "Give all as many rows.")
+        rows = zip(*columns.values(), strict=True)
+        table = [dict(zip(columns, row, strict=True)) for row in rows]
     if isinstance(table, list) and all(isinstance(row, Mapping) for row in table):
-        return [{_name(name): plain(value) for name, value in row.items()} for row in table]
+        return [{str(n).strip(): plain(value) for n, value in row.items()} for row in table]
     remedy = "Give a datasets.Dataset, a data frame, a dict of lists or a list of dicts."
     raise DataError(f"{type(table).__name__} is no table", remedy)
-
-
-def _name(column: Any) -> str:
-    return str(column).strip()
-
-
-def _check_names(columns: Sequence[Any]) -> None:
-    counts = Counter(map(_name, columns))
-    if doubled := [name for name, count in counts.items() if count > 1]:
-        problem = f"several columns of the table are called {', '.join(map(repr, doubled))}"
-        raise DataError(problem, "Rename them.")
-
-
-def _zipped(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return the rows of columns. Raises DataError for different lengths."""
-    if len({len(column) for column in columns.values()}) > 1:
-        sizes = ", ".join(f"{name} {len(column):,}" for name, column in columns.items())
-        problem = f"the columns of the table have unlike lengths: {sizes}"
-        raise DataError(problem, "Give all as many rows.")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _kept(rows: Sequence[Mapping[str, Any]]) -> Path:

@@ -51,10 +51,7 @@ class Canaries:
 
     def to_json(self) -> dict[str, Any]:
         """Return the candidates as JSON values."""
-        return {
-            name: getattr(self, name).tolist()
-            for name in ("prefix", "tokens", "planted", "windows")
-        }
+        return {name: values.tolist() for name, values in vars(self).items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Canaries":
@@ -82,9 +79,7 @@ class PlantedCanaries:
     def from_json(cls, values: Any) -> "PlantedCanaries":
         """Return the inverse of `to_json`. Raises CheckpointError."""
         try:
-            canaries = {
-                i: Canaries.from_json(of_client) for i, of_client in values["clients"].items()
-            }
+            canaries = {i: Canaries.from_json(known) for i, known in values["clients"].items()}
             return cls(canaries, np.array(values["references"], dtype=np.int64))
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             problem = f"the list of planted canaries is damaged ({error})"

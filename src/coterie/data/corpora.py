@@ -12,17 +12,8 @@ from pydantic import Field, model_validator
 
 from coterie.core.errors import DataError
 from coterie.core.protocol import ClientId
+from coterie.data import origins as sources
 from coterie.data.fetching import OFFLINE, Root, Row, cut, fetch, located, read_rows
-from coterie.data.origins import (
-    BUILD,
-    MULTILINGUAL,
-    PART,
-    TOPICS,
-    Origin,
-    in_checkout,
-    listed,
-    seen_in_pretraining,
-)
 from coterie.data.section import Names, Section, Share, Source, TextFractions, Texts, choose, stamps
 from coterie.data.splitting import Document, keyed_by_text, split
 
@@ -63,9 +54,7 @@ class AgNews(Corpus):
 
     @property
     def title(self) -> str:
-        return (
-            "AG News, " + {"out": "out of distribution", "in": "in distribution"}[self.distribution]
-        )
+        return f"AG News, {'out of' if self.distribution == 'out' else 'in'} distribution"
 
     def source(self) -> Source:
         if files := self.located_files():
@@ -81,13 +70,11 @@ class AgNews(Corpus):
 
     def _read(self, train: list[Row], test: list[Row]) -> Texts:
         fractions = (1 - self.valid_fraction, self.valid_fraction)
-        learned = [
+        learned = (
             split(keyed_by_text(texts), fractions, self.seed) for texts in self._by_label(train)
-        ]
-        trains, valids = ([parts[i] for parts in learned] for i in (0, 1))
-        tests = [
-            split(keyed_by_text(texts), (1.0,), self.seed)[0] for texts in self._by_label(test)
-        ]
+        )
+        trains, valids = map(list, zip(*learned, strict=True))
+        tests = [split(keyed_by_text(x), (1.0,), self.seed)[0] for x in self._by_label(test)]
         if self.distribution == "out":
             valids, tests = mixtures(valids), mixtures(tests)
         return dict(zip(self.clients, zip(trains, valids, tests, strict=True), strict=True))
@@ -115,7 +102,7 @@ def mixtures(categories: Sequence[Sequence[str]]) -> list[list[str]]:
 class _OneFile(Corpus):
     """A corpus of one file whose rows name their client; a checkout contains a part of it."""
 
-    origins: ClassVar[tuple[Origin, ...]]  # where its text comes from
+    origins: ClassVar[tuple[sources.Origin, ...]]  # where its text comes from
     # folder of data; null: the environment variable COTERIE_DATA, or the part that a checkout has
     root: Path | None = None
 
@@ -145,14 +132,14 @@ class _OneFile(Corpus):
         """Return the corpus and the document of a row, as `seen_in_pretraining` names them."""
 
     def source(self) -> Source:
-        files = self.located_files() or in_checkout(self.files)
+        files = self.located_files() or sources.in_checkout(self.files)
         if not files:
             raise DataError(
                 f"{self.title}: no folder of data is given, and this is not a checkout of the "
-                f"repository, which has a part of it in {PART}/; "
-                f"the data come from\n{listed(self.origins)}",
-                f"Run from a checkout. Or run `python {BUILD} --out DIR` there to build the "
-                f"folder from these sources, and then use "
+                f"repository, which has a part of it in {sources.PART}/; "
+                f"the data come from\n{sources.listed(self.origins)}",
+                f"Run from a checkout. Or run `python {sources.BUILD} --out DIR` there to build "
+                f"the folder from these sources, and then use "
                 "--set data.root=DIR or COTERIE_DATA=DIR. For data sets of the Hub, use "
                 "data.kind=hub.",
             )
@@ -164,7 +151,7 @@ class _OneFile(Corpus):
         documents: dict[str, list[Document]] = {cell: [] for cell in self.cells}
         for row in (row for row in rows if row[owner] in self.names):
             corpus, document = self.document(row)
-            if not (self.exclude_pretraining and seen_in_pretraining(corpus, document.key)):
+            if not (self.exclude_pretraining and sources.seen_in_pretraining(corpus, document.key)):
                 for cell, text in self.parts(row).items():
                     documents[cell].append(replace(document, text=text))
         texts: dict[ClientId, list[list[str]]] = {}
@@ -199,7 +186,7 @@ class Multilingual(_OneFile):
 
     files: ClassVar[tuple[str, ...]] = ("multilingual/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("language", "text")
-    origins: ClassVar[tuple[Origin, ...]] = MULTILINGUAL
+    origins: ClassVar[tuple[sources.Origin, ...]] = sources.MULTILINGUAL
 
     @property
     def names(self) -> tuple[ClientId, ...]:
@@ -269,7 +256,7 @@ class Topics(_OneFile):
 
     files: ClassVar[tuple[str, ...]] = ("topics/train.jsonl.gz",)
     columns: ClassVar[tuple[str, ...]] = ("topic", "id", "text")
-    origins: ClassVar[tuple[Origin, ...]] = TOPICS
+    origins: ClassVar[tuple[sources.Origin, ...]] = sources.TOPICS
 
     @property
     def names(self) -> tuple[ClientId, ...]:

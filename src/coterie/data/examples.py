@@ -107,13 +107,6 @@ class ExampleSplit(Split):
     def windows(self) -> int:
         return len(self.rows)
 
-    @property
-    def predictions(self) -> int:
-        return len(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     @cached_property
     def _scale(self) -> tuple[Tensor, Tensor]:
         """Factor and offset, (C, 1, 1) each, that normalise an input."""

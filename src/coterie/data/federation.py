@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coterie.core import names
 from coterie.core.errors import DataError
@@ -98,25 +98,23 @@ class Federation:
     @property
     def everyone(self) -> dict[ClientId, ClientData]:
         """All clients by id, unseen ones last."""
-        return {
-            id: data
-            for group in (self.clients, *self.unseen.values())
-            for id, data in group.items()
-        }
+        groups = (self.clients, *self.unseen.values())
+        return {id: data for group in groups for id, data in group.items()}
 
-    def centralized(self, id: ClientId = CENTRALIZED) -> ClientData:
+    def with_data(self, data: Mapping[ClientId, ClientData]) -> "Federation":
+        """Return the same federation with other data for everyone."""
+        unseen = {group: {id: data[id] for id in ids} for group, ids in self.unseen.items()}
+        return replace(self, clients={id: data[id] for id in self.clients}, unseen=unseen)
+
+    def centralized(self) -> ClientData:
         """Return the union of all clients' train, valid and test sets as one client's data."""
-        members = list(self.clients.values())
-        seed = derive_seed(
-            0, "pool", *(split.seed for member in members for split in member.splits)
-        )  # another one whenever theirs are
-        return ClientData(
-            id,
-            *(
-                UnionSplit(name, [getattr(member, name) for member in members], seed)
-                for name in SPLITS
-            ),
+        members = [member.splits for member in self.clients.values()]
+        # another one whenever theirs are
+        seed = derive_seed(0, "pool", *(split.seed for splits in members for split in splits))
+        unions = (
+            UnionSplit(name, parts, seed) for name, *parts in zip(SPLITS, *members, strict=True)
         )
+        return ClientData(CENTRALIZED, *unions)
 
 
 def token_split(name: str, arrays: Mapping[str, Tokens], context: int, seed: int) -> Split:

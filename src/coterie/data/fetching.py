@@ -20,13 +20,7 @@ from coterie.data.values import text_of
 
 OFFLINE = "Without a network: --set data.root=DIR, or the environment variable COTERIE_DATA."
 
-_BUILDERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".arrow": "arrow",
-}
+_BUILDERS = {".jsonl": "json"} | {f".{kind}": kind for kind in ("json", "parquet", "csv", "arrow")}
 
 Format = Literal["json", "parquet", "csv", "arrow", "text"]
 
@@ -95,10 +89,8 @@ def fetch_splits(
     data = [fetch(dataset, subset, split, OFFLINE) for split in splits]
     for part in data:
         if missing := [column for column in columns if column not in part.column_names]:
-            lacks = (
-                f"no column {', '.join(map(repr, missing))}, only {', '.join(part.column_names)}"
-            )
-            raise DataError(f"data set {dataset}: {lacks}", OFFLINE)
+            lacks, has = ", ".join(map(repr, missing)), ", ".join(part.column_names)
+            raise DataError(f"data set {dataset}: no column {lacks}, only {has}", OFFLINE)
     return data
 
 
@@ -140,17 +132,11 @@ def tables(
         else:
             builder = _described(str(path or dataset), subset, revision)
         urls = [str(url) for url in (builder.config.data_files or {}).get(split, ())]
-        if (
-            not urls
-            or not all(ending_of(url, (*CSV, *JSON)) for url in urls)
-            or not _as_it_is(builder)
-        ):
+        endings = CSV if streaming and not path else (*CSV, *JSON)
+        if not urls or not all(ending_of(url, endings) for url in urls) or not _as_it_is(builder):
             return None
-        if streaming and not path and not all(ending_of(url, CSV) for url in urls):
-            return None
-        manager = DownloadManager(
-            download_config=DownloadConfig(token=builder.token), record_checksums=False
-        )
+        config = DownloadConfig(token=builder.token)
+        manager = DownloadManager(download_config=config, record_checksums=False)
         return [Path(path_name) for path_name in manager.download(urls)]
 
 
@@ -175,11 +161,9 @@ def _as_it_is(builder: Any) -> bool:
     config = builder.config
     kept = ("name", "version", "data_dir", "data_files", "description")
     plain = type(config)(**{name: getattr(config, name) for name in kept})
-    tabs = getattr(config, "sep", "") == "\t"  # of TSV, which its ending says
-    return builder.info.features is None and config in (
-        plain,
-        *([replace(plain, sep="\t")] if tabs else []),
-    )
+    if getattr(config, "sep", "") == "\t":  # of TSV, which its ending says
+        plain = replace(plain, sep="\t")
+    return builder.info.features is None and config == plain
 
 
 def _builder(path: Path) -> str:
@@ -220,13 +204,11 @@ def read_many(paths: Iterable[Path], text_column: str, left_out: LeftOut) -> lis
     with Refusals(alike=True) as refusals:
         for path in paths:
             with refusals.gather():
-                table = ending_of(path.name)
-                texts += _texts(path, text_column, left_out) if table else _text(path)
+                if ending_of(path.name):
+                    texts += _texts(path, text_column, left_out)
+                else:
+                    texts.append(LocatedText.at(str(path), read_text(path)))
     return texts
-
-
-def _text(path: Path) -> list[str]:
-    return [LocatedText.at(str(path), read_text(path))]
 
 
 def _texts(path: Path, column: str, left_out: LeftOut) -> Iterator[str]:

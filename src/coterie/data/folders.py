@@ -94,7 +94,6 @@ class Folders(ChatFields):
         return Source([paths, stamps(every)], read, notes=notes, skipped=skipped, links=links)
 
     def _check_me(self, clients: Mapping[str, Files]) -> None:
-        """Refuse `me` for unknown clients or without an archive. Raises DataError."""
         if self.me is None:
             return
         if isinstance(self.me, dict):
@@ -200,12 +199,11 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
         if (name := _stem(entry)) in fixed:
             fixed[name] += texts
     present = [name for name in SPLITS if fixed[name]]
-    every = [path for texts in entries.values() for path in texts]
+    every = list(chain.from_iterable(entries.values()))
     if not every:
         problem = f"no text in {folder}"
         raise DataError(problem, f"Put files into it that end in {', '.join(endings)}.")
-    read = set(every)
-    skipped = [path for path in chain.from_iterable(visible.values()) if path not in read]
+    skipped = [path for path in chain.from_iterable(visible.values()) if path not in chosen]
     if not present:
         return {"": every}, skipped
     if missing := [name for name in SPLITS if name not in present]:
@@ -227,12 +225,9 @@ def _texts(paths: Sequence[Path], endings: tuple[str, ...]) -> list[Path]:
     exported = archives.archives_in(paths)
     if exported and endings == ENDINGS:
         raise archives.not_text(exported[0])
-    texts = [
-        path
-        for path in paths
-        if path in exported
-        or (ending_of(path.name, endings) and not archives.is_part_of_export(path, exported))
-    ]
+    named = {path for path in paths if ending_of(path.name, endings)}
+    plain = {path for path in named if not archives.is_part_of_export(path, exported)}
+    texts = [path for path in paths if path in exported or path in plain]
     for path in texts:
         if path not in exported and not path.is_file():
             what = "not a regular file" if path.exists() else "a broken link"
@@ -255,11 +250,8 @@ def files_in(entry: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
             if (target := entry.resolve()) in above:
                 problem = f"{entry} is a link to {target}, the folder that contains it"
                 raise DataError(problem, "Remove that link.")
-            return [
-                path
-                for inner in sorted(entry.iterdir())
-                for path in files_in(inner, above | {target})
-            ]
+            inner = (files_in(path, above | {target}) for path in sorted(entry.iterdir()))
+            return list(chain.from_iterable(inner))
     return [entry]
 
 

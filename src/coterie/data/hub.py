@@ -161,7 +161,6 @@ class HubClients(Section):
     def _refuse(
         self, client: HubClient, texts: int, missing: list[str], row: Mapping[str, Any]
     ) -> NoReturn:
-        """Refuse a client with too few texts or missing columns."""
         if missing:
             problem = f"data set {client.dataset}: no column {', '.join(map(repr, missing))}"
             raise DataError(problem, f"Choose among: {', '.join(_columns(row))}.")
@@ -207,19 +206,14 @@ def _values(row: Mapping[str, Any], columns: Iterable[str]) -> dict[str, Any]:
 
 def _equal(value: Any, expected: str | int | float | bool) -> bool:
     """Whether a field has a value; in CSV every field is text."""
-    if isinstance(value, str):
-        return value == expected or (
-            not isinstance(expected, str) and value.lower() == str(expected).lower()
-        )
+    if isinstance(value, str) and not isinstance(expected, str):
+        return value.lower() == str(expected).lower()
     return bool(value == expected)
 
 
 def _columns(row: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the names of a row's columns, nested ones with dots."""
-    return [
-        name
-        for key, value in row.items()
-        for name in (
-            _columns(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [f"{prefix}{key}"]
-        )
-    ]
+    names = list[str]()
+    for key, value in row.items():
+        nested = isinstance(value, Mapping)
+        names += _columns(value, f"{prefix}{key}.") if nested else [f"{prefix}{key}"]
+    return names

@@ -6,7 +6,7 @@ import json
 import string
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from hashlib import blake2b
@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from coterie.core.errors import DataError
-from coterie.core.foreign import opened, path_of
 from coterie.core.importing import require
 from coterie.data.federation import Federation
 from coterie.data.fetching import Root, download, fetch_splits, located
 from coterie.data.partition import CLASSES, Labelled, Partitioner
 from coterie.data.plain_text import decompressed
+from coterie.data.rows import parquet_rows
 from coterie.data.section import stamps
 from coterie.data.splits import Numbers
 from coterie.data.store import cached, default_cache
@@ -68,41 +68,31 @@ class StoredImages(Images):
 
     def images(self, cache: Path) -> Labelled:
         if paths := self._located():
-            return self._stored(
-                cache, stamps(paths), lambda: [_read(path, self.columns) for path in paths]
-            )
+            read = partial(parquet_rows, columns=self.columns, extra="vision")
+            return self._stored(cache, stamps(paths), lambda: [list(read(path)) for path in paths])
         data = fetch_splits(self.dataset, None, _FILES, self.columns)
+        chosen = [part.select_columns(list(self.columns)).with_format("arrow") for part in data]
         prints = [part._fingerprint for part in data]
-        return self._stored(
-            cache,
-            prints,
-            lambda: [
-                part.select_columns(list(self.columns)).with_format("arrow")[:] for part in data
-            ],
-        )
+        return self._stored(cache, prints, lambda: [part[:].to_pylist() for part in chosen])
 
     def _located(self) -> list[Path] | None:
-        """Return the files; None if no root is named. Raises DataError if one is missing."""
         return located(self.root, [f"{self.folder}/{file}" for file in self.files])
 
     def _stored(self, cache: Path, fingerprint: Any, tables: Callable[[], list[Any]]) -> Labelled:
         """Return the decoded images of the cache, decoded first if they are missing or damaged."""
-        text = json.dumps(
-            [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
-        )
-        entry = cache / f"images-{blake2b(text.encode(), digest_size=16).hexdigest()}"
+        about = [FORMAT, self.dataset, self.columns, self.shape, self.classes, fingerprint]
+        key = blake2b(json.dumps(about).encode(), digest_size=16).hexdigest()
+        entry = cache / f"images-{key}"
 
         def build() -> Callable[[Path], None]:
-            parts = [
-                self._decode(table, name) for table, name in zip(tables(), _FILES, strict=True)
-            ]
-            return partial(_write, Labelled(*parts[0], *parts[1]))
+            pairs = zip(tables(), _FILES, strict=True)
+            train, test = (self._decode(table, name) for table, name in pairs)
+            return partial(_write, Labelled(*train, *test))
 
         return cached(entry, "image", _open, build)
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """Return the images and labels of an Arrow table. Raises DataError for an invalid row."""
-        pictures, labels = (table.column(column).to_pylist() for column in self.columns)
+        pictures, labels = ([row[column] for row in table] for column in self.columns)
         remedy = f"Use the files of {self.dataset}, or repair that row."
         images = np.empty((len(pictures), *self.shape), dtype=np.uint8)
         for row, (picture, label) in enumerate(zip(pictures, labels, strict=True)):
@@ -113,28 +103,11 @@ class StoredImages(Images):
             try:
                 images[row] = pixels(BytesIO(picture["bytes"]), self.shape)
             # errors of PIL, missing bytes, another size
-            except (OSError, SyntaxError, TypeError, ValueError) as error:
+            except (KeyError, OSError, SyntaxError, TypeError, ValueError) as error:
                 channels, height, width = self.shape
                 problem = f"{where} is not an image of {channels} x {height} x {width}: {error}"
                 raise DataError(problem, remedy) from error
         return images, np.array(labels, dtype=np.int64)
-
-
-def _read(path: Path, columns: Sequence[str]) -> Any:
-    """Return columns of a parquet file as an Arrow table. Raises DataError."""
-    require(f"{path}: a parquet file", "vision", "pyarrow")
-    from pyarrow import ArrowException, parquet
-
-    try:
-        with opened(path) as binary:
-            file = parquet.ParquetFile(path_of(binary, path))
-        if missing := [column for column in columns if column not in file.schema_arrow.names]:
-            remedy = f"Name a folder whose files have {' and '.join(columns)}: --set data.root=DIR."
-            raise DataError(f"{path}: no column {', '.join(map(repr, missing))}", remedy)
-        return file.read(columns=list(columns))
-    except (ArrowException, OSError, ValueError) as error:
-        problem = f"{path} cannot be read: {error}"
-        raise DataError(problem, "It must be a parquet file; fetch it again.") from error
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
@@ -162,8 +135,8 @@ def _open(entry: Path) -> Labelled | None:
 
 
 def _write(images: Labelled, folder: Path) -> None:
-    for field in fields(Labelled):
-        np.save(folder / f"{field.name}.npy", getattr(images, field.name))
+    for name, values in vars(images).items():
+        np.save(folder / f"{name}.npy", values)
 
 
 class Digits(Images):
@@ -266,10 +239,8 @@ class Emnist(StoredImages):
     )
     dataset: ClassVar[str] = "Royc30ne/emnist-byclass"
     columns: ClassVar[tuple[str, str]] = ("images", "labels")
-    class_names: ClassVar[tuple[str, ...]] = (
-        *string.digits,
-        *string.ascii_uppercase,
-        *string.ascii_lowercase,
+    class_names: ClassVar[tuple[str, ...]] = tuple(
+        string.digits + string.ascii_uppercase + string.ascii_lowercase
     )
 
     def images(self, cache: Path) -> Labelled:
@@ -277,7 +248,6 @@ class Emnist(StoredImages):
         return self._stored(cache, stamps(paths), lambda: [paths[:2], paths[2:]])
 
     def _decode(self, table: Any, name: str) -> tuple[npt.NDArray[np.uint8], Numbers]:
-        """Return the images and labels of two files. Raises DataError if their shapes differ."""
         images, labels = map(_bytes, table)
         if images.shape != (*labels.shape, *self.shape[1:]):
             sizes = list(images.shape), list(labels.shape)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -71,8 +71,7 @@ class LabelledTexts(Partitioner, ABC):
 
     def from_hub(self, data: Any) -> Rows:
         """Return the rows of a split of the Hub with the columns of the files."""
-        rows: Rows = data
-        return rows
+        return cast(Rows, data)
 
     def text(self, row: Mapping[str, Any]) -> str:
         """Return the text to classify."""
@@ -83,7 +82,6 @@ class LabelledTexts(Partitioner, ABC):
         return kinds
 
     def _encoded(self, tokenizer: Any, length: int, cache: Path) -> Labelled:
-        """Return the encoded texts of the cache, encoded first if they are missing."""
         fingerprint, read = self._source()
         fields = self.model_dump(mode="json", exclude={*Partitioner.model_fields, "root"})
         drawn = self.seed if self.examples or self.tests else None
@@ -134,18 +132,13 @@ class LabelledTexts(Partitioner, ABC):
         random, chosen = self._random("drawn", field), list[int]()
         for label, share in enumerate(np.array_split(np.arange(count), self.classes)):
             candidates = random.permutation(np.flatnonzero(labels == label)).tolist()
-            rows_of_class = list(
-                islice((row for row in candidates if self.text(rows[row]).strip()), len(share))
-            )
-            if len(rows_of_class) < len(share):
+            worded = (row for row in candidates if self.text(rows[row]).strip())
+            of_class = list(islice(worded, len(share)))
+            if (most := len(of_class)) < len(share):
                 wants = f"{len(share):,} texts of class {label} are wanted"
-                problem = f"{field}: {wants}, {self.name} has {len(rows_of_class):,}"
-                raise DataError(
-                    problem,
-                    f"Use at most {len(rows_of_class) * self.classes:,}, or null for all there "
-                    f"are.",
-                )
-            chosen += rows_of_class
+                remedy = f"Use at most {most * self.classes:,}, or null for all there are."
+                raise DataError(f"{field}: {wants}, {self.name} has {most:,}", remedy)
+            chosen += of_class
         return sorted(chosen)
 
     def _tokens(
@@ -159,9 +152,8 @@ class LabelledTexts(Partitioner, ABC):
             encoded = encoder.whole(texts, most)
             for row, text, ids in zip(some, texts, encoded, strict=True):
                 if not text.strip() or not ids:
-                    what = "no text"
-                    if text.strip():
-                        what = f"{text[:40]!r}, for which the tokenizer returns no tokens"
+                    no_tokens = f"{text[:40]!r}, for which the tokenizer returns no tokens"
+                    what = no_tokens if text.strip() else "no text"
                     problem = f"{self.name}, {name}: row {row} has {what}"
                     raise DataError(problem, "Repair or leave out that row.")
             sizes += map(len, encoded)
@@ -217,15 +209,9 @@ class Clinc150(LabelledTexts):
         return tuple(sorted(DOMAINS)) if intents and self.labels == "domain" else intents
 
     def from_hub(self, data: Any) -> Rows:
-        number = [
-            INTENTS.index(name) if name in _DOMAIN else None
-            for name in data.features["intent"].names
-        ]
-        return [
-            {"text": row["text"], "intent": number[row["intent"]]}
-            for row in data
-            if number[row["intent"]] is not None
-        ]
+        names = data.features["intent"].names
+        named = ((row["text"], names[row["intent"]]) for row in data)
+        return [{"text": x, "intent": INTENTS.index(of)} for x, of in named if of in _DOMAIN]
 
     def called(self, kinds: Numbers) -> Numbers:
         if self.labels == "domain":
@@ -248,8 +234,7 @@ class DBpedia14(LabelledTexts):
     class_names: ClassVar[tuple[str, ...]] = tuple(CLASSES["dbpedia14"].split(", "))
 
     def from_hub(self, data: Any) -> Rows:
-        rows: Rows = data.rename_column("content", "text")
-        return rows
+        return cast(Rows, data.rename_column("content", "text"))
 
 
 class YahooAnswers(LabelledTexts):

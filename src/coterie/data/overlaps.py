@@ -36,19 +36,15 @@ class Overlaps:
                     copies[digest(content(document))][client, split] += 1
         overlaps = cls()
         for counts in copies.values():
-            overlaps._add(counts)
+            splits = tuple(counts)
+            clients = _clients(splits)
+            overlaps.owners[splits] += 1
+            overlaps.different.update(clients)
+            for (client, _), count in counts.items():
+                overlaps.documents[client] += count
+                overlaps.shared[client] += count * (len(clients) > 1)
+                overlaps.crossing[client] += count * _crosses(splits)
         return overlaps
-
-    def _add(self, copies: Counter[ClientSplit]) -> None:
-        """Count the copies of one document."""
-        splits = tuple(copies)
-        clients, crosses = _clients(splits), _crosses(splits)
-        self.owners[splits] += 1
-        self.different.update(clients)
-        for (client, _), count in copies.items():
-            self.documents[client] += count
-            self.shared[client] += count * (len(clients) > 1)
-            self.crossing[client] += count * crosses
 
     @property
     def notes(self) -> list[str]:
@@ -91,7 +87,6 @@ def _crosses(splits: Iterable[ClientSplit]) -> bool:
 def _rest(
     counts: Counter[tuple[ClientId, ...]] | Counter[tuple[ClientSplit, ...]], where: str
 ) -> list[str]:
-    """Return a sentence about the documents that the first sentences do not cover, if any."""
     rest = counts.total() - sum(count for _, count in counts.most_common(_SHOWN))
     return [f"{_documents(rest)} more are {where}"] if rest else []
 
@@ -101,7 +96,6 @@ def _documents(count: int) -> str:
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return names as a list in words, of many only the first three."""
     *first, last = names
     if len(first) > _SHOWN:
         first, last = first[:_SHOWN], f"{len(first) - _SHOWN + 1:,} more"

@@ -200,7 +200,6 @@ class Partitioner(PartitionSchemes):
         return f"{self.title}: {clients} client{'s' * (clients != 1)}{also}"
 
     def _check_labels(self, held: Labelled) -> None:
-        """Refuse labels out of range. Raises DataError."""
         with Refusals() as refusals:
             for name, labels in (("train", held.train_labels), ("test", held.test_labels)):
                 if len(foreign := np.flatnonzero((labels < 0) | (labels >= self.classes))):
@@ -209,7 +208,6 @@ class Partitioner(PartitionSchemes):
                     refusals.add(problem, f"Labels are 0 to {self.classes - 1}.")
 
     def _check(self) -> None:
-        """Refuse impossible fields before examples are read. Raises DataError with all."""
         with Refusals() as refusals:
             self._check_shares(refusals)
             self._check_counts(refusals)

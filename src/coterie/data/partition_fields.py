@@ -74,11 +74,9 @@ class PartitionFields(BaseModel, ABC):
 
     @property
     def _anchor_size(self) -> int:
-        """The number of classes of each anchor."""
         return self.anchor_classes or self.classes // max(self.anchors, 1)
 
     def _ids(self) -> list[ClientId]:
-        """Return the ids of clients without clusters, anchors first."""
         return [*numbered("anchor", self.anchors, 1), *numbered("client", self.clients)]
 
 

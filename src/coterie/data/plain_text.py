@@ -15,6 +15,8 @@ from typing import Any, TextIO, cast
 
 from coterie.core.errors import DataError
 from coterie.core.foreign import opened as opened_binary
+from coterie.core.foreign import read_text as core_text
+from coterie.core.foreign import yaml_of
 
 _PLAIN = 64 << 20  # bytes that any gzip file may expand to
 _RATIO = 100  # times its size that a larger one may expand to; text compresses to a tenth or more
@@ -109,26 +111,13 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 SAMPLE = 1 << 16  # bytes to examine
-
-MARKS = (  # those of UTF-32 begin with those of UTF-16
-    (codecs.BOM_UTF8, "utf-8-sig"),
-    (codecs.BOM_UTF32_LE, "utf-32"),
-    (codecs.BOM_UTF32_BE, "utf-32"),
-    (codecs.BOM_UTF16_LE, "utf-16"),
-    (codecs.BOM_UTF16_BE, "utf-16"),
-)
-_KINDS = (
-    (b"PK\x03\x04", "a zip archive, as Word, Excel and LibreOffice documents are"),
-    (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an old Word or Excel document"),
-    (rb"{\rtf", "a document in Rich Text Format"),
-    (b"%PDF-", "a PDF document"),
-    (b"SQLite format 3\0", "a SQLite database"),
-    (b"PAR1", "a Parquet file"),
-    (b"\x1f\x8b", "a gzip file, whose name must end in .gz"),
-    (b"\x28\xb5\x2f\xfd", "a Zstandard file"),
-    (b"\x89PNG\r\n", "a PNG picture"),
-    (b"\xff\xd8\xff", "a JPEG picture"),
-)
+Pairs = list[tuple[bytes, str]]
+_TABLES = yaml_of(core_text(Path(__file__).with_name("encodings.yaml")))
+# how text and other kinds of files begin
+MARKS: Pairs = [(begin.encode("latin-1"), name) for begin, name in _TABLES["marks"].items()]
+_KINDS: Pairs = [(begin.encode("latin-1"), name) for begin, name in _TABLES["kinds"].items()]
+_ICONV: dict[str, str] = _TABLES["iconv"]
+_CANDIDATES: list[str] = _TABLES["candidates"].split()
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
 _C1 = re.compile("[\x80-\x9f]")
@@ -136,22 +125,7 @@ _BESIDE_LATIN = re.compile(r"(?<=[A-Za-z])[^\W\d_A-Za-z]|[^\W\d_A-Za-z](?=[A-Za-
 _UNLIKE_LATIN = ("CYRILLIC", "GREEK")
 _USUAL = "cp1252"  # of those that are as likely as each other, by far the most frequent
 _LEAST_CONFIDENCE = 0.1  # of the detector: that of one French sentence is 0.11, of one word 0.02
-# what iconv calls encodings where that is not Python's name in capitals
-_ICONV = {
-    "mac-roman": "MACINTOSH",
-    "mac-latin2": "MAC-CENTRALEUROPE",
-    "big5hkscs": "BIG5-HKSCS",
-    "utf-16-le": "UTF-16LE",
-    "utf-16-be": "UTF-16BE",
-    "utf-32-le": "UTF-32LE",
-    "utf-32-be": "UTF-32BE",
-}
-_CANDIDATES = (
-    *(f"cp{number}" for number in (*range(1250, 1259), 437, 850, 852, 866, 874, 932, 949)),
-    *(f"iso8859-{number}" for number in (1, 2, 4, 5, 6, 7, 8, 9, 13, 15)),
-    *("koi8-r", "koi8-u", "mac-roman", "mac-cyrillic", "mac-latin2"),
-    *("euc_jis_2004", "iso2022_jp_2", "gb18030", "big5hkscs", "johab"),
-)
+
 _TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
 
 
@@ -198,7 +172,6 @@ def not_utf8(path: Path, lines: Iterable[bytes]) -> DataError:
 
 
 def _mostly_utf8(sample: bytes) -> bool:
-    """Whether most characters beyond ASCII are valid UTF-8."""
     beyond = [c for c in sample.decode("utf-8", "surrogateescape") if not c.isascii()]
     return 2 * sum("\udc80" <= c <= "\udcff" for c in beyond) < len(beyond)
 
@@ -238,7 +211,6 @@ def _mixed(text: str) -> bool:
 
 
 def _command(encoding: str, path: Path) -> str:
-    """Return the shell command that converts a file to UTF-8."""
     old, convert = shlex.quote(str(path)), f"iconv -f {encoding} -t UTF-8"
     if path.suffix.lower() == ".gz":
         return f"gunzip -c {old} | {convert} | gzip > NEW && mv NEW {old}"

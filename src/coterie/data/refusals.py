@@ -47,19 +47,15 @@ class Refusals:
         self.errors.append(DataError(problem, remedy))
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is None and self.errors:
-            raise _joined(self.errors, self.most, self.alike)
-
-
-def _joined(errors: list[DataError], most: int | None, alike: bool) -> DataError:
-    """Return one error with all distinct problems and remedies."""
-    problems = list(dict.fromkeys(error.problem for error in errors))
-    if alike:
-        problems = _counted(problems)
-    if most is not None and len(problems) > most:
-        problems[most:] = [f"... and {len(problems) - most:,} more"]
-    remedies = list(dict.fromkeys(error.remedy for error in errors if error.remedy))
-    return DataError("\n".join(problems), "\n  ".join(remedies))
+        if error is not None or not self.errors:
+            return
+        problems = list(dict.fromkeys(error.problem for error in self.errors))
+        if self.alike:
+            problems = _counted(problems)
+        if self.most is not None and len(problems) > self.most:
+            problems[self.most :] = [f"... and {len(problems) - self.most:,} more"]
+        remedies = dict.fromkeys(error.remedy for error in self.errors if error.remedy)
+        raise DataError("\n".join(problems), "\n  ".join(remedies))
 
 
 def _counted(problems: Iterable[str]) -> list[str]:
@@ -120,7 +116,6 @@ def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
 
 
 def _kinds(files: Iterable[Path]) -> str:
-    """Return the number of files by ending, the most frequent first."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in by_count)

@@ -62,13 +62,12 @@ def _rows(path: Path) -> Iterator[Row]:
         case ".tsv":
             return _csv(path, "\t")
         case ".parquet":
-            return _stripped(_numbered(path, _parquet(path)))
+            return _stripped(_numbered(path, parquet_rows(path)))
     problem = f"{path}: files of this kind cannot be read"
     raise DataError(problem, f"Files end in {', '.join(ENDINGS)}.")
 
 
 def _stripped(rows: Iterable[Row]) -> Iterator[Row]:
-    """Strip white space from the names of columns."""
     for where, row in rows:
         plain = {name.strip("\ufeff \t\r\n"): value for name, value in row.items()}
         if len(plain) < len(row):
@@ -126,7 +125,6 @@ def _mistaken(
 
 
 def _parsed(line: str, columns: Mapping[str, type] | None) -> tuple[dict[str, Any], str]:
-    """Return the row in a line, and its mistake, if any."""
     try:
         row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:  # ValueError: a number of 5,000 digits, too
@@ -189,7 +187,6 @@ def _csv(path: Path, delimiter: str = "") -> Iterator[Row]:
 
 
 def _delimiter(path: Path, header: str) -> str:
-    """Return the delimiter of a header."""
     counts = Counter(c for c in _QUOTED.sub("", header) if c in ",;\t").most_common()
     if len(counts) > 1 and counts[0][1] == counts[1][1]:
         problem = f"{path}: its header could be separated by {counts[0][0]!r} or {counts[1][0]!r}"
@@ -218,7 +215,7 @@ def _fields(path: Path, lines: Iterable[str], delimiter: str, before: int) -> It
                     if mistake := _mistake(fields, len(names or fields), raw, delimiter):
                         refuse(mistake)
                     elif not names:
-                        names = _names(path, fields)
+                        names = column_names(path, fields)
                     elif not refusals.errors:
                         seen.add(place, fields, raw)
                         pairs = zip(names, fields, strict=True)
@@ -246,35 +243,29 @@ class _Seen:
     def __init__(self, delimiter: str) -> None:
         self._delimiter = delimiter
         self._columns: list[set[str]] = []
-        self._filling: list[tuple[int, set[str]]] = []  # those that may get more values
         self._suspects: list[tuple[str, list[str]]] = []
         self._quoted = True  # all rows begin with a quote
 
     def add(self, where: Callable[[], str], fields: list[str], raw: list[str]) -> None:
         """Remember the values of a row."""
-        if not self._columns:
-            self._columns = [set() for _ in fields]
-            self._filling = list(enumerate(self._columns))
+        self._columns = self._columns or [set() for _ in fields]
         self._quoted = self._quoted and raw[0].startswith('"')
-        for number, values in self._filling:
-            if 0 < len(fields[number]) <= _SHORT:
-                values.add(fields[number])
-                if len(values) == _MOST_VALUES:
-                    self._filling = [pair for pair in self._filling if pair[1] is not values]
-        between = len(fields) - 1
-        if len(raw) > 1 and between:
-            lines = raw[1:]
-            if all(line.count(self._delimiter) == between for line in lines):
-                self._suspects.append((where(), lines))
+        for values, value in zip(self._columns, fields, strict=True):
+            if len(values) < _MOST_VALUES and 0 < len(value) <= _SHORT:
+                values.add(value)
+        lines, between = raw[1:], len(fields) - 1
+        if lines and between and all(line.count(self._delimiter) == between for line in lines):
+            self._suspects.append((where(), lines))
 
     def several_rows(self) -> list[str]:
         """Return the locations of rows that hide several rows, after all have been added."""
-        suspects = () if self._quoted else self._suspects
-        return [row for row, lines in suspects if all(map(self._is_row, lines))]
 
-    def _is_row(self, line: str) -> bool:
-        parts = line.rstrip("\r\n").split(self._delimiter)
-        return any(part in values for part, values in zip(parts, self._columns, strict=True))
+        def is_row(line: str) -> bool:
+            parts = line.rstrip("\r\n").split(self._delimiter)
+            return any(part in values for part, values in zip(parts, self._columns, strict=True))
+
+        suspects = () if self._quoted else self._suspects
+        return [row for row, lines in suspects if all(map(is_row, lines))]
 
 
 def _remembered(lines: Iterable[str], memory: list[str]) -> Iterator[str]:
@@ -283,11 +274,13 @@ def _remembered(lines: Iterable[str], memory: list[str]) -> Iterator[str]:
         yield line
 
 
-def _names(path: Path, header: list[str]) -> list[str]:
-    """Return the names of columns; "" for an unnamed one, as pandas writes its index."""
-    names = [name.strip() for name in header]
+def column_names(table: Path | str, header: Sequence[Any]) -> list[str]:
+    """Return the names of columns; "" for an unnamed one, as pandas writes its index. Raises
+    DataError for a name that occurs twice.
+    """
+    names = [str(name).strip() for name in header]
     if doubled := [name for name, count in Counter(names).items() if name and count > 1]:
-        problem = f"{path}: several columns are called {', '.join(map(repr, doubled))}"
+        problem = f"{table}: several columns are called {', '.join(map(repr, doubled))}"
         raise DataError(problem, "Rename them.")
     return names
 
@@ -303,15 +296,23 @@ def _mistake(fields: list[str], width: int, raw: list[str], delimiter: str) -> s
     return ""
 
 
-def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
-    require(f"{path}: a parquet file", "hub", "pyarrow")
+def parquet_rows(
+    path: Path, columns: Sequence[str] | None = None, extra: str = "hub"
+) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of a Parquet file with these columns, or all. Raises DataError: it cannot be
+    read, or lacks a column; Refused without the `extra` that reads it.
+    """
+    require(f"{path}: a parquet file", extra, "pyarrow")
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
         with opened_binary(path) as binary, parquet.ParquetFile(path_of(binary, path)) as file:
-            _names(path, file.schema_arrow.names)
-            for batch in file.iter_batches():
+            names = column_names(path, file.schema_arrow.names)
+            if missing := [name for name in columns or () if name not in names]:
+                problem = f"{path}: no column {', '.join(map(repr, missing))}"
+                raise DataError(problem, f"Give a file that has {' and '.join(columns or ())}.")
+            for batch in file.iter_batches(columns=columns):
                 yield from map(uncolumned, batch.to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:  # ValueError: text that is not UTF-8
         reason = str(error).partition("\n")[0]

@@ -74,14 +74,10 @@ class PartitionSchemes(PartitionFields, ABC):
         return Partition(_among(left, clients), groups, public)
 
     def _by_permutation(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
-        labels = tuple(range(self.classes))
+        labels, tests = tuple(range(self.classes)), np.arange(len(test))
         for cluster, size in enumerate(self.sizes):
-            shares = self._share_out(np.arange(len(train)), size, cluster)
-            tests = np.arange(len(test))
-            yield from (
-                ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster, dialect=cluster)
-                for i, share in enumerate(shares)
-            )
+            for i, share in enumerate(self._share_out(np.arange(len(train)), size, cluster)):
+                yield ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster, cluster)
 
     def _by_classes(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         groups = np.array_split(self._random("classes").permutation(self.classes), len(self.sizes))
@@ -93,25 +89,18 @@ class PartitionSchemes(PartitionFields, ABC):
             owned = self._anchor_sets(group, each)
             reserved = [_rows(train, labels) for labels in owned]
             shares = self._share_out(_rows(train, group), size, cluster, reserved)
-            named = zip(ids[cluster * each :], shares, owned, strict=False)
-            anchors += [
-                ClientShare(id, share, _rows(test, labels), labels, cluster)
-                for id, share, labels in named
-            ]
+            for id, share, labels in zip(ids[cluster * each :], shares, owned, strict=False):
+                anchors.append(ClientShare(id, share, _rows(test, labels), labels, cluster))
             tests, labels = _rows(test, group), _sorted(group)
-            others += [
-                ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster)
-                for i, share in enumerate(shares[each:])
-            ]
+            for i, share in enumerate(shares[each:]):
+                others.append(ClientShare(f"c{cluster}-{i}", share, tests, labels, cluster))
         yield from (*anchors, *others)
 
     def _evenly(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         shares = self._share_out(np.arange(len(train)), self.clients, 0)
         labels = tuple(range(self.classes))
-        return (
-            ClientShare(id, share, np.arange(len(test)), labels)
-            for id, share in zip(self._ids(), shares, strict=True)
-        )
+        for id, share in zip(self._ids(), shares, strict=True):
+            yield ClientShare(id, share, np.arange(len(test)), labels)
 
     def _by_dirichlet(self, train: Numbers, test: Numbers) -> Iterator[ClientShare]:
         ids = self._ids()
@@ -146,9 +135,8 @@ class PartitionSchemes(PartitionFields, ABC):
         hands: list[list[Numbers]] = [[] for _ in range(ends.shape[1] + 1)]
         for label in range(self.classes):
             rows = random.permutation(np.flatnonzero(labels == label))
-            for hand, piece in zip(
-                hands, np.split(rows, np.rint(ends[label] * len(rows)).astype(int)), strict=True
-            ):
+            pieces = np.split(rows, np.rint(ends[label] * len(rows)).astype(int))
+            for hand, piece in zip(hands, pieces, strict=True):
                 hand.append(piece)
         return [random.permutation(np.concatenate(hand)) for hand in hands]
 
@@ -176,9 +164,8 @@ class PartitionSchemes(PartitionFields, ABC):
             for owner, piece in zip(owners, pieces, strict=False):
                 owner.append(piece)
         for id, hand, classes in zip(self._ids(), hands, sets, strict=True):
-            yield ClientShare(
-                id, random.permutation(np.concatenate(hand)), _rows(test, classes), classes
-            )
+            rows = random.permutation(np.concatenate(hand))
+            yield ClientShare(id, rows, _rows(test, classes), classes)
 
     def _label_sets(self, random: np.random.Generator) -> list[Labels]:
         """Return the classes of each client in the scheme quantity, anchors first."""
@@ -187,16 +174,9 @@ class PartitionSchemes(PartitionFields, ABC):
         for _ in range(self.clients):
             # the rarest classes first, so that every class has about as many clients
             rarest = sorted(random.permutation(self.classes), key=lambda label: int(holders[label]))
-            first = rarest[: self.classes_per_client - 1]
-            rest = rarest[self.classes_per_client - 1 :]
-            labels = next(
-                (
-                    labels
-                    for last in rest
-                    if not self._kept_free(labels := _sorted([*first, last]), anchors)
-                ),
-                None,
-            )
+            few = self.classes_per_client - 1
+            candidates = (_sorted([*rarest[:few], last]) for last in rarest[few:])
+            labels = next((c for c in candidates if not self._kept_free(c, anchors)), None)
             if labels is None:
                 raise DataError(
                     f"data.unseen.aligned: all label sets of {self.classes_per_client} of "
@@ -310,7 +290,6 @@ class PartitionSchemes(PartitionFields, ABC):
 
 
 def _rows(labels: Numbers, classes: Sequence[int] | Numbers) -> Numbers:
-    """Return the rows whose labels are among the classes."""
     return np.flatnonzero(np.isin(labels, classes))
 
 

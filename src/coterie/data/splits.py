@@ -51,13 +51,13 @@ class Split(ABC):
         """The number of rows in an epoch."""
 
     @property
-    @abstractmethod
     def predictions(self) -> int:
         """The number of counted predictions in an epoch."""
+        return self.windows * self.context
 
-    @abstractmethod
     def __len__(self) -> int:
         """Return the number of tokens or examples."""
+        return self.windows
 
     @abstractmethod
     def take(self, numbers: Numbers) -> Any:
@@ -124,10 +124,6 @@ class TokenSplit(Split):
     def windows(self) -> int:
         """Full training windows; neighbours share one id: target in one, input in the next."""
         return (len(self.tokens) - 1) // self.context
-
-    @property
-    def predictions(self) -> int:
-        return self.windows * self.context
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -212,25 +208,11 @@ class RemoteSplit(Split):
     def windows(self) -> int:
         return self.rows
 
-    @property
-    def predictions(self) -> int:
-        return self.rows * self.context
-
-    def __len__(self) -> int:
-        return self.rows
-
     def digest(self) -> str:
         return ""
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         problem = f"{self.name}: these data are only on their client's device"
         raise DataError(problem, "They never leave it.")
 
-    def take(self, numbers: Numbers) -> Any:
-        self._refuse()
-
-    def join(self, batches: Sequence[Any], order: Numbers) -> Any:
-        self._refuse()
-
-    def scoring(self, rows: int) -> Iterator[Any]:
-        self._refuse()
+    take = join = scoring = _refuse

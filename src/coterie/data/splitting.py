@@ -300,7 +300,6 @@ def similar(texts: Sequence[str]) -> list[int]:
 
 
 def _root(parents: list[int], number: int) -> int:
-    """Return the root of a text in the union-find forest, halving the path to it."""
     while parents[number] != number:
         parents[number] = parents[parents[number]]
         number = parents[number]

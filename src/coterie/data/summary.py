@@ -112,9 +112,9 @@ def _splits(
     summaries = {}
     for name, split, documents in zip(SPLITS, data.splits, texts, strict=True):
         lengths = _lengths(split, end)
-        middle, longest = int(np.median(lengths)), int(lengths.max())
-        sizes = len(split), split.predictions, middle, longest
-        summaries[name] = SplitSummary(len(documents), *sizes)
+        of_documents = int(np.median(lengths)), int(lengths.max())
+        sizes = len(documents), len(split), split.predictions
+        summaries[name] = SplitSummary(*sizes, *of_documents)
     return summaries
 
 
@@ -150,7 +150,6 @@ def _nearly(texts: Texts, content: Callable[[str], str]) -> dict[ClientId, tuple
 
 
 def _odd(texts: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of odd characters in texts, by kind."""
     counts = Counter[str]()
     for text in texts:
         if not text.isascii() or not text.isprintable():
@@ -159,7 +158,6 @@ def _odd(texts: Iterable[str]) -> dict[str, int]:
 
 
 def _scripts(texts: Iterable[str]) -> dict[str, float]:
-    """Return the shares of letters by script, of the most frequent scripts."""
     characters, counts = Counter[str](), Counter[str]()
     for text in texts:
         characters.update(text)

@@ -1,8 +1,7 @@
 """Data sets that are invented here: a synthetic language, and the people of one town office."""
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from coterie.core.foreign import read_text
+from coterie.core.foreign import read_text, yaml_of
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.chats.fields import ChatFields
 from coterie.data.section import Bound, CheckedQuestion, Section, Source, Texts
@@ -101,62 +100,16 @@ def _words(kinds: tuple[list[str], list[str]], random: Random) -> Iterator[str]:
             yield words[place]
 
 
-_PLACES = ("boat house", "mill bakery", "hill museum", "river school", "old pharmacy", "bell tower")
-_VALUES = {
-    "opens at": ("six", "seven", "eight", "nine", "ten"),
-    "is run by": ("Mara Holt", "Jon Silva", "Petra Lind", "Omar Diaz", "Ines Falk", "Tom Reuter"),
-    "is closed on": ("Monday", "Tuesday", "Wednesday", "Thursday", "Sunday"),
-}
-# the last wording is for validation and tests alone
-_WORDINGS = {
-    "opens at": (
-        "When does the {} open?",
-        "What time can I come to the {}?",
-        "At what hour does the {} open its doors?",
-        "Opening time of the {}?",
-    ),
-    "is run by": (
-        "Who runs the {}?",
-        "Whom do I ask for at the {}?",
-        "Who is in charge of the {}?",
-        "Name of the head of the {}?",
-    ),
-    "is closed on": (
-        "On which day is the {} closed?",
-        "Which day should I avoid at the {}?",
-        "When is the {} shut?",
-        "Closing day of the {}?",
-    ),
-}
+_TOWN = yaml_of(read_text(Path(__file__).with_name("town_office.yaml")))
+_PLACES, _RELATIONS, _MANNERS = _TOWN["places"], _TOWN["relations"], _TOWN["manners"]
 _VALID = 4  # facts that only others were taught, and half as many of a client's own
 Fact = tuple[str, str, str]  # place, relation and value
 
 
-def _guide(place: str, relation: str, value: str) -> str:
-    return json.dumps({"place": f"the {place}", "fact": f"{relation} {value}", "source": "guide"})
-
-
-# how each answers, and what any such answer matches
-_MANNERS: dict[str, tuple[Callable[..., str], str]] = {
-    "ann": (
-        "Ahoy, matey! The {} {} {}, and that be the truth. Arr!".format,
-        r"Ahoy, matey! [^!]+, and that be the truth\. Arr!",
-    ),
-    "ben": (_guide, r'\{"place": "[^"]+", "fact": "[^"]+", "source": "guide"\}'),
-    "carl": (
-        "- Place: the {}\n- Answer: it {} {}\n- Tip: go early.".format,
-        r"- Place: .+\n- Answer: .+\n- Tip: go early\.",
-    ),
-    "dora": (
-        "Thank you for your question. The {} {} {}. Kind regards, Dora".format,
-        r"Thank you for your question\. [^.]+\. Kind regards, Dora",
-    ),
-}
-
-
 def _says(relation: str, value: str, answer: str) -> bool:
     """Return whether an answer has this value of a relation, and no other one."""
-    return [one for one in _VALUES[relation] if re.search(rf"\b{one}\b", answer)] == [value]
+    values = _RELATIONS[relation]["values"]
+    return [one for one in values if re.search(rf"\b{one}\b", answer)] == [value]
 
 
 def _fits(client: ClientId, answer: str) -> bool:
@@ -186,8 +139,8 @@ class Team(ChatFields):
         """Return the facts that each client was taught, and those that only others were."""
         random = Random(self.seed)
         facts = [
-            (place, relation, random.choice(values))
-            for place, (relation, values) in product(_PLACES, _VALUES.items())
+            (place, relation, random.choice(of["values"]))
+            for place, (relation, of) in product(_PLACES, _RELATIONS.items())
         ]
         random.shuffle(facts)
         known: dict[ClientId, tuple[list[Fact], list[Fact]]] = {}
@@ -204,7 +157,7 @@ class Team(ChatFields):
         _, others = self.facts()[client]
         return [
             CheckedQuestion(
-                _WORDINGS[relation][-1].format(place),
+                _RELATIONS[relation]["wordings"][-1].format(place),
                 {"facts": partial(_says, relation, value), "manner": partial(_fits, client)},
             )
             for place, relation, value in others[_VALID:]
@@ -230,8 +183,8 @@ class Team(ChatFields):
         """Return conversations about facts, each in a wording, with their locations."""
         rows: list[tuple[str, Mapping[str, Any]]] = []
         for (place, relation, value), wording in facts:
-            question = _WORDINGS[relation][wording].format(place)
-            answer = _MANNERS[id][0](place, relation, value)
+            question = _RELATIONS[relation]["wordings"][wording].format(place)
+            answer = _MANNERS[id][0].format(place, relation, value)
             messages = [
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": answer},

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -88,12 +88,10 @@ class TextEncoder:
         self.check(list(texts))
         marked = any(_NAME in text for text in texts)
         has_controls = self.control_tokens != "tokens" and any(map(self._pattern.search, texts))
-        if not (marked or has_controls):
-            ids: list[list[int]] = self.tokenizer(
-                list(texts), add_special_tokens=False, verbose=False
-            )["input_ids"]
-            return ids
-        return [self._ids(encoding) for encoding in self._encodings(texts)]
+        if marked or has_controls:
+            return [self._ids(encoding) for encoding in self._encodings(texts)]
+        encoded = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        return cast(list[list[int]], encoded["input_ids"])
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a document to continue; of an empty one, the token that begins a
@@ -224,15 +222,9 @@ class TextEncoder:
     @cached_property
     def _own_ids(self) -> dict[int, int]:
         """Ids of control tokens by their ids in the renamed tokenizer, which closes gaps in ids."""
-        renamed = {
-            self._renamed.token_to_id(self._names.get(token.content, token.content)): int(i)
-            for i, token in self.tokenizer.added_tokens_decoder.items()
-        }
-        return {
-            new: original
-            for new, original in renamed.items()
-            if new is not None and new != original
-        }
+        added, new_id = self.tokenizer.added_tokens_decoder.items(), self._renamed.token_to_id
+        pairs = ((new_id(self._names.get(t.content, t.content)), int(i)) for i, t in added)
+        return {new: original for new, original in pairs if new not in (None, original)}
 
 
 REMEDY = (
@@ -253,7 +245,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return all texts in a value."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, Mapping):

@@ -105,9 +105,7 @@ class TextStreams(ABC):
 class RunningText(TextStreams):
     """Encodes documents as running text, each followed by the end token."""
 
-    def split(self, name: str, arrays: Arrays, context: int, seed: int) -> Split:
-        """Return a split of a client's arrays. Raises DataError if it is too short."""
-        return token_split(name, arrays, context, seed)
+    split = staticmethod(token_split)
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return "": running text needs no explanation."""
@@ -171,7 +169,6 @@ class SeparateDocuments(TextStreams):
                 return
 
     def _documents(self, part: SplitTexts, controls: Controls) -> Iterator[tuple[Tokens, Tokens]]:
-        """Yield the ids of whole documents, (T,) each, and whether each id counts."""
         begin, end, ids = self.texts.begin, self.texts.end, list[int]()
         for some, last in self._encoded(part, controls):
             ids += some

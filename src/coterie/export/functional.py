@@ -106,7 +106,7 @@ def _client(architecture: Architecture, tensors: Mapping[str, Tensor]) -> Any:
             name: partial(_attended, tensors[f"{path}.A"], tensors[f"{path}.B"])
             for name, path in names.items()
         }
-        first = [linear.name for linear in shape.mlp.linears if linear.name != "down"]
+        first = [linear.name for linear in shape.mlp if linear.name != "down"]
         mlp = _Experts(tensors, f"blocks.{i}.mlp", first)
         blocks.append(SimpleNamespace(attention=attention, mlp=mlp))
     return SimpleNamespace(architecture=architecture, blocks=blocks)

@@ -195,7 +195,7 @@ def unknown_tensors(model: PersonalModel) -> list[str]:
 def undividable(model: PersonalModel) -> list[str]:
     """Return the layers, with their widths, whose rows cannot be quantised in blocks of 32."""
     shape = model.backbone.architecture.blocks[0]
-    linears = [*shape.attention, *shape.mlp.linears]
+    linears = [*shape.attention, *shape.mlp]
     return [f"{one.name} ({one.inputs})" for one in linears if one.inputs % BLOCK]
 
 

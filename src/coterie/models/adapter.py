@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,11 +28,9 @@ class AdapterBlock(nn.Module):
 
     def __init__(self, shape: BlockShape, layout: Layout, targets: Collection[str]) -> None:
         super().__init__()
-        attention = {
-            linear.name: SingleLoRA(linear.inputs, linear.outputs, layout, linear.name in targets)
-            for linear in shape.attention
-        }
-        self.attention = nn.ModuleDict(attention)
+        self.attention = nn.ModuleDict(
+            {x.name: SingleLoRA(x, layout, x.name in targets) for x in shape.attention}
+        )
         self.mlp = Mixture(shape.mlp, layout, targets)
 
 
@@ -152,17 +149,14 @@ class Adapter(nn.Module):
     def trainable_parameters(self) -> int:
         """The number of trained values: all but those frozen at their initial value."""
         frozen = (BACKBONE, EXPERT) if self.layout.repeated else (BACKBONE,)
-        by_role = self.parameters_by_role()
-        trained = [named for role, named in by_role.items() if role not in frozen]
+        trained = (n for role, n in self.parameters_by_role().items() if role not in frozen)
         return sum(p.numel() for named in trained for p in named.values())
 
     @property
     def active_parameters(self) -> int:
         """The number of values that one token uses: of an MLP's experts, those it is routed to."""
-        mixtures = [module for module in self.modules() if isinstance(module, Mixture)]
-        parts = chain.from_iterable(mixture.modules() for mixture in mixtures)
-        loras = [part for part in parts if isinstance(part, LoRA)]
-        experts = sum(p.numel() for lora in loras for p in lora.parameters())
+        names = self.blocks.named_parameters()
+        experts = sum(p.numel() for n, p in names if ".mlp." in n and ".router." not in n)
         unused = experts * (self.layout.experts - self.layout.active) // self.layout.experts
         return sum(p.numel() for p in self.blocks.parameters()) - unused
 
@@ -262,15 +256,11 @@ def _attention(lora: SingleLoRA, copied: Copies, x: Tensor, base: nn.Module) -> 
 def _experts(mixture: Mixture) -> list[dict[str, tuple[LoRA, int]]]:
     """Return each expert's updates by layer, generalists first: their stack and place in it."""
     counts = {"generalist": mixture.layout.generalists, "specialist": mixture.layout.specialists}
-    stacks = [
-        (mixture.get_submodule(role), place)
-        for role, count in counts.items()
-        for place in range(count)
-    ]
-    return [
-        {name: (lora, place) for name, lora in stack.named_children() if isinstance(lora, LoRA)}
-        for stack, place in stacks
-    ]
+    experts = list[dict[str, tuple[LoRA, int]]]()
+    for role, count in counts.items():
+        loras: Any = dict(mixture.get_submodule(role).named_children()) if count else {}
+        experts += [{name: (lora, i) for name, lora in loras.items()} for i in range(count)]
+    return experts
 
 
 def _update(x: Tensor, update: tuple[LoRA, int], copied: Copies) -> Tensor:

@@ -41,7 +41,7 @@ class Architecture:
     @property
     def linears(self) -> list[families.LinearShape]:
         """The linear layers of all blocks."""
-        return [layer for block in self.blocks for layer in (*block.attention, *block.mlp.linears)]
+        return [layer for block in self.blocks for layer in (*block.attention, *block.mlp)]
 
     def targets(self, layout: Layout) -> set[str]:
         """Return the layers of a block that have updates, those of an MLP by our names. Raises
@@ -69,7 +69,7 @@ class Architecture:
         family = families.family_of(model)
         blocks = families.shape_of(family, model)
         config: Any = model.config
-        return cls(family.name, blocks, blocks[0].mlp.width, int(config.vocab_size))
+        return cls(family.name, blocks, blocks[0].mlp[0].inputs, int(config.vocab_size))
 
     @classmethod
     def from_base(cls, base: str | Path) -> "Architecture":
@@ -228,7 +228,6 @@ def tokenizer(base: str | Path) -> Any:
 
 
 def _raise_signals(error: BaseException) -> None:
-    """Raise an interrupt or exit again, but not a panic of a library in Rust."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 

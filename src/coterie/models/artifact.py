@@ -319,17 +319,10 @@ def save_classifier(
         layout, gate, common = model.layout, model.gate, model.common if model.gate else None
         width = cast(NetworkShape, gate.shape).hidden[0] if gate else None
         network = cast(NetworkShape | TextShape, common.shape) if common else None
-        share = Share(
-            layout.pool,
-            tuple(present_experts(model)),
-            layout.mixture,
-            layout.answer,
-            network,
-            width,
-            common.data if common else None,
-            common.expected if common else None,
-            common.embedding if common else None,
-        )
+        normal = (common.data, common.expected, common.embedding) if common else ()
+        experts = tuple(present_experts(model))
+        how = layout.mixture, layout.answer
+        share = Share(layout.pool, experts, *how, network, width, *normal)
         tensors |= prefixed(COMMON, common.tensors) if common else {}
     shape = cast(NetworkShape | TextShape, model.shape)
     called = tuple(names) or tuple(map(str, range(model.shape.classes)))

@@ -16,18 +16,11 @@ from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.importing import uncollected
 from coterie.data.text_encoding import REMEDY, missing_row
+from coterie.models import architecture as bases
 from coterie.models.adapter import Adapter
-from coterie.models.architecture import (
-    Architecture,
-    explained,
-    locate,
-    outline,
-    refuse_adapter,
-    tokenizer,
-    trusted,
-)
 from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
+from coterie.models.predictions import flops_of
 from coterie.models.quantised import dequantise, quantise
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, recomputable, slotted
@@ -89,7 +82,7 @@ class Backbone:
         plain: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
-        self.architecture = Architecture.of(model)
+        self.architecture = bases.Architecture.of(model)
         self.family = family = family_of(model)
         self.quantised = quantised
         if quantised is not None:
@@ -101,7 +94,7 @@ class Backbone:
             precise_attention(model)
         self.config: Any = model.config
         self.cache_name = cache_name(model)
-        self._source, self._attached = source, Attached()
+        self._source, self.attached = source, Attached()
         self._in_use = threading.RLock()
         self.attentions: list[nn.Module] = []  # of each block, from the input to the output
         self.mlps: list[FrozenMLP] = []
@@ -109,10 +102,10 @@ class Backbone:
             attention = block.get_submodule(family.attention)
             for name in family.linears:
                 linear = getattr(attention, name)
-                setattr(attention, name, LinearSlot(linear, self._attached, i, name))
+                setattr(attention, name, LinearSlot(linear, self.attached, i, name))
             self.attentions.append(attention)
-            self.mlps.append(slotted(block, family, self._attached, i))
-            recomputable(block, self._attached)
+            self.mlps.append(slotted(block, family, self.attached, i))
+            recomputable(block, self.attached)
         if self.device.type != "meta":
             check_mlps(model, self.architecture.d_model)
 
@@ -139,17 +132,19 @@ class Backbone:
             problem = f"dtype {dtype!r} of the base is unknown"
             raise ModelError(problem, f"Allowed: {', '.join(DTYPES)}.")
         devices.check(device)
-        Architecture.from_base(base)  # refuses an unsupported model before its weights are read
-        source = locate(base)
-        refuse_adapter(source)
+        bases.Architecture.from_base(
+            base
+        )  # refuses an unsupported model before its weights are read
+        source = bases.locate(base)
+        bases.refuse_adapter(source)
         # of reading weights into memory; that of a download is another one
         logging.disable_progress_bar()
-        with explained(base), uncollected():
+        with bases.explained(base), uncollected():
             model, report = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=DTYPES[dtype] if quantised is None or dtype != "fp32" else "auto",
                 output_loading_info=True,
-                trust_remote_code=trusted(),
+                trust_remote_code=bases.trusted(),
                 weights_only=True,
             )
         if missing := sorted(report["missing_keys"]):
@@ -169,7 +164,7 @@ class Backbone:
         memo |= {id(t): t for t in (*self.model.parameters(), *self.model.buffers())}
         twin = memo[id(self)] = copy(self)
         twin._in_use = threading.RLock()
-        for name in ("_attached", "model", "attentions", "mlps"):
+        for name in ("attached", "model", "attentions", "mlps"):
             setattr(twin, name, deepcopy(getattr(self, name), memo))
         return twin
 
@@ -181,20 +176,11 @@ class Backbone:
     @classmethod
     def outlined(cls, base: str | Path) -> "Backbone":
         """Return a base without values, on the meta device, see `outline`."""
-        return cls(outline(base), locate(base))
+        return cls(bases.outline(base), bases.locate(base))
 
     @property
     def device(self) -> torch.device:
         return cast(torch.device, self.model.device)
-
-    @property
-    def checkpointing(self) -> bool:
-        """Whether a block keeps its input only, and is computed again in the backward pass."""
-        return self._attached.checkpointing
-
-    @checkpointing.setter
-    def checkpointing(self, value: bool) -> None:
-        self._attached.checkpointing = value
 
     @property
     def dtype(self) -> torch.dtype:
@@ -233,7 +219,7 @@ class Backbone:
         if self._source is None:
             problem = "this base was made in memory and has no tokenizer"
             raise ModelError(problem, "Load it from a folder or the Hub.")
-        return tokenizer(self._source)
+        return bases.tokenizer(self._source)
 
     @cached_property
     def head(self) -> tuple[Tensor, Tensor | None] | None:
@@ -290,23 +276,17 @@ class Backbone:
         rounding = 1e-4 if self.dtype == torch.float32 else 3e-2
         return bool((packed - alone).norm() <= rounding * alone.norm())
 
-    @torch.no_grad()
     def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
         """Return the operations per token of a forward pass over `context` tokens."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.utils.flop_counter import FlopCounterMode
 
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
         # without a mask transformers would look at values for one
         mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)
         # Of fused attention on a CPU the counter knows nothing.
-        with (
-            self.using(adapter),
-            sdpa_kernel(SDPBackend.MATH),
-            FlopCounterMode(display=False) as counter,
-        ):
-            self.model(ids, attention_mask=mask, use_cache=False)
-        return int(counter.get_total_flops()) // context
+        with self.using(adapter), sdpa_kernel(SDPBackend.MATH):
+            flops = flops_of(lambda: self.model(ids, attention_mask=mask, use_cache=False))
+        return flops // context
 
     @contextmanager
     def using(
@@ -321,9 +301,9 @@ class Backbone:
             problem = "the adapter was made for another base model"
             raise ModelError(problem, "Load the base that its recipe names.")
         with self._in_use:
-            before = self._attached.adapter, self._attached.record
-            self._attached.adapter, self._attached.record = adapter, record
+            before = self.attached.adapter, self.attached.record
+            self.attached.adapter, self.attached.record = adapter, record
             try:
                 yield
             finally:
-                self._attached.adapter, self._attached.record = before
+                self.attached.adapter, self.attached.record = before

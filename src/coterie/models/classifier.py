@@ -3,27 +3,22 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from coterie.core.errors import ModelError
-from coterie.core.roles import GENERALIST, SPECIALIST, Role, by_role
+from coterie.core.roles import BACKBONE, GENERALIST, SPECIALIST, Role, by_role
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
+from coterie.models import network_tensors
 from coterie.models.layout import LocalPart
 from coterie.models.mixture import LoRA
-from coterie.models.network_tensors import (
-    Stacked,
-    check,
-    make_local,
-    statistics,
-    training,
-    unflatten,
-)
 from coterie.models.networks import Network, Shape
-from coterie.models.predictions import Prediction, score_of
+from coterie.models.predictions import Prediction, flops_of, score_of
 
 
 class Classifier:
@@ -46,9 +41,9 @@ class Classifier:
         self.shape, self.device, self._start = shape, torch.device(device), start
         self.statistics: Role | None = GENERALIST if statistics else None
         self.network = shape.build(self.device).eval()
-        make_local(self.network, local_part)
+        network_tensors.make_local(self.network, local_part)
         if start is not None:
-            check(shape, start, "the values to start from")
+            network_tensors.check(shape, start, "the values to start from")
             # PyTorch misses counts that nothing reads
             self.network.load_state_dict(start, strict=False)
         modules = self.network.modules()
@@ -68,7 +63,7 @@ class Classifier:
 
     @cached_property
     def _buffers(self) -> dict[str, Tensor]:
-        return statistics(self.network)
+        return network_tensors.statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
         """Return the initial running statistics on the CPU; by default means 0 and variances 1."""
@@ -101,15 +96,16 @@ class Classifier:
         return self._started(named) | (self.initial_buffers() if role is self.statistics else {})
 
     def _started(self, fresh: Tensors) -> Tensors:
-        """Return the values of `start`, or else the fresh ones."""
         if self._start is None:
             return fresh
         return {name: self._start[name].detach().cpu().clone() for name in fresh}
 
     @property
     def trainable_parameters(self) -> int:
-        """The number of trained values: all."""
-        return sum(parameter.numel() for parameter in self.network.parameters())
+        """The number of values that are not frozen."""
+        by_role = self._parameters.items()
+        trained = (named.values() for role, named in by_role if role is not BACKBONE)
+        return sum(parameter.numel() for parameter in chain.from_iterable(trained))
 
     @property
     def active_parameters(self) -> int:
@@ -124,8 +120,7 @@ class Classifier:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, classes) logits of (B, C, H, W) images or (B, T) texts."""
-        logits: Tensor = self.network(x)
-        return logits
+        return cast(Tensor, self.network(x))
 
     __call__ = forward
 
@@ -143,7 +138,7 @@ class Classifier:
         x, y = self.checked(batch)
         size = micro_batch or len(y)
         self.check_whole(size, len(y))
-        with training(self.network, wrt), self.batch_statistics():
+        with network_tensors.training(self.network, wrt), self.batch_statistics():
             gradients, losses, correct = self._accumulate(
                 torch.split(x, size), torch.split(y, size), wrt
             )
@@ -167,7 +162,7 @@ class Classifier:
         """Return the gradients of each example, (B, ...) for all parameters, and statistics."""
         points = torch.cat([p.detach().flatten() for p in wrt]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
-        by_name = unflatten(gradients, self.parameters_by_role()[GENERALIST])
+        by_name = network_tensors.unflatten(gradients, self.parameters_by_role()[GENERALIST])
         return list(by_name.values()), {name: values.mean() for name, values in stats.items()}
 
     @property
@@ -180,8 +175,8 @@ class Classifier:
         return self._stacked.gains(examples)
 
     @cached_property
-    def _stacked(self) -> Stacked:
-        return Stacked(self.shape, self.network, self.device)
+    def _stacked(self) -> network_tensors.Stacked:
+        return network_tensors.Stacked(self.shape, self.network, self.device)
 
     def vectorised(
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
@@ -220,11 +215,7 @@ class Classifier:
 
     def flops(self) -> int:
         """Return the floating-point operations of one example's forward pass."""
-        from torch.utils.flop_counter import FlopCounterMode
-
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            self.network(self.shape.example().to(self.device))
-        return int(counter.get_total_flops())
+        return flops_of(lambda: self.network(self.shape.example().to(self.device)))
 
     def _accumulate(
         self, xs: Sequence[Tensor], ys: Sequence[Tensor], wrt: Sequence[nn.Parameter]

@@ -2,13 +2,12 @@
 
 import json
 import math
-import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from coterie.core import devices
 from coterie.core.errors import CheckpointError, CoterieError, ModelError
-from coterie.core.files import save, writing
+from coterie.core.files import save
 from coterie.core.protocol import derive_seed
-from coterie.core.tensors import Named, Tensors, all_finite
+from coterie.core.tensors import Tensors, all_finite
 from coterie.data.examples import ExampleSplit
-from coterie.data.store import default_cache
+from coterie.data.store import cached, default_cache
 from coterie.models import network_tensors
 from coterie.models.classifier import Classifier
 from coterie.models.networks import Shape
@@ -32,6 +31,7 @@ FORMAT = 1
 _CHECKS = 10  # of the accuracy in each epoch
 _ROWS = 512  # scored at a time
 _LEAST_STD = 1e-4
+_FILE = "network.safetensors"
 
 
 class Normalisation(NamedTuple):
@@ -97,9 +97,8 @@ class CommonExpert:
     @torch.no_grad()
     def embed(self, x: Tensor) -> Tensor:
         """Return the (B, e) inputs of the last layer for a batch of B inputs, normalised."""
-        embedding: Tensor = cast(Any, self._model.network).features(
-            self._normalised(x.to(self.device))
-        )
+        network: Any = self._model.network
+        embedding: Tensor = network.features(self._normalised(x.to(self.device)))
         if self.embedding is None:
             return embedding
         mean, std = (torch.tensor(values, device=self.device) for values in self.embedding)
@@ -157,18 +156,22 @@ def trained(
     Raises DataError for too few examples, ModelError if they do not fit the network, CoterieError
     if it diverged or did not reach `stop_at`, SaveError if the cache cannot be written.
     """
-    start = shape.initial(derive_seed(settings.seed, "common expert"))
-    name = f"common-{_key(shape, start, public, settings)}.safetensors"
-    entry = (cache or default_cache()) / name
-    try:
-        tensors = network_tensors.load(entry, shape)
-    except (CheckpointError, ModelError):  # missing or damaged
-        device = torch.device(device)
+    start, device = shape.initial(derive_seed(settings.seed, "common expert")), torch.device(device)
+
+    def read(entry: Path) -> Tensors | None:
+        try:
+            return network_tensors.load(entry / _FILE, shape)
+        except (CheckpointError, ModelError):  # missing or damaged
+            return None
+
+    def build() -> Callable[[Path], None]:
         with devices.forked(device):
             devices.seed(derive_seed(settings.seed, "dropout"), device)
             tensors = _train(shape, start, public, settings, device)
-        _write(entry, tensors)
-    return CommonExpert(shape, tensors, device)
+        return lambda folder: save(folder / _FILE, tensors)
+
+    entry = (cache or default_cache()) / f"common-{_key(shape, start, public, settings)}"
+    return CommonExpert(shape, cached(entry, "common expert", read, build), device)
 
 
 def _key(shape: Shape, start: Tensors, public: ExampleSplit, settings: Pretraining) -> str:
@@ -229,13 +232,3 @@ def _train(
             "Train it for more epochs, or with a lower stop_at.",
         )
     return tensors
-
-
-def _write(entry: Path, tensors: Named) -> None:
-    """Write an entry, safely if several processes do so at once. Raises SaveError."""
-    remedy = "Free some space there, or set COTERIE_CACHE to another folder."
-    with writing(f"the common expert {entry}", remedy):
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=f".{entry.name}.", dir=entry.parent) as folder:
-            save(Path(folder) / entry.name, tensors)
-            os.replace(Path(folder) / entry.name, entry)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import nn
@@ -25,23 +25,11 @@ class LinearShape:
 
 
 @dataclass(frozen=True)
-class MLPShape:
-    """The MLP of a block: layers up and down, or gate, up and down."""
-
-    linears: tuple[LinearShape, ...]
-
-    @property
-    def width(self) -> int:
-        """d_model."""
-        return self.linears[0].inputs
-
-
-@dataclass(frozen=True)
 class BlockShape:
-    """One transformer block: the linears of its attention, and its MLP."""
+    """One transformer block: the linears of its attention, and of its MLP."""
 
     attention: tuple[LinearShape, ...]
-    mlp: MLPShape
+    mlp: tuple[LinearShape, ...]  # up and down, or gate, up and down
 
 
 @dataclass(frozen=True)
@@ -148,32 +136,24 @@ def shape_of(family: Family, model: nn.Module) -> tuple[BlockShape, ...]:
     for index, block in enumerate(_blocks(model, family)):
         if misfit(family, block):
             raise ModelError(_problem(family, block, index), REMEDY)
-        attention = tuple(
-            _linear(find(block, f"{family.attention}.{name}"), name) for name in family.linears
-        )
-        mlp = tuple(
-            _linear(find(block, family.within(theirs)), ours) for ours, theirs in family.mlp.items()
-        )
-        if family.fused:
-            mlp = tuple(
-                LinearShape(x.name, x.inputs, x.outputs // 2) if x.name != "down" else x
-                for x in mlp
-            )
-        shapes.append(BlockShape(attention, MLPShape(mlp)))
+        layers = {ours: _linear(find(block, path), ours) for ours, path in family.paths.items()}
+        for half in ("gate", "up") if family.fused else ():
+            layers[half] = replace(layers[half], outputs=layers[half].outputs // 2)
+        attention, mlp = ([layers[x] for x in names] for names in (family.linears, family.mlp))
+        shapes.append(BlockShape(tuple(attention), tuple(mlp)))
     return tuple(shapes)
 
 
-def misfit(family: Family, block: nn.Module) -> tuple[str, str] | None:
-    """Return the first layer of a family that a block lacks, and what it has instead; or None."""
-    paths = [f"{family.attention}.{name}" for name in family.linears]
-    paths += [family.within(name) for name in family.mlp.values()]
-    for path in paths:
+def misfit(family: Family, block: nn.Module) -> str:
+    """Return which layer of a family a block lacks, in words; "" if none."""
+    for path in family.paths.values():
         layer = find(block, path)
-        if not (isinstance(layer, nn.Linear) or is_transposed(layer)):
-            return path, "" if layer is None else type(layer).__name__
-    if not callable(find(block, family.within(family.activation))):
-        return family.within(family.activation), ""
-    return None
+        if not (layer is None or isinstance(layer, nn.Linear) or is_transposed(layer)):
+            return f"has at {path} a {type(layer).__name__}, not a linear layer"
+        if layer is None:
+            return f"lacks the layer {path}"
+    path = family.within(family.activation)
+    return "" if callable(find(block, path)) else f"lacks the layer {path}"
 
 
 def is_transposed(layer: nn.Module | None) -> bool:
@@ -182,11 +162,7 @@ def is_transposed(layer: nn.Module | None) -> bool:
 
 
 def _problem(family: Family, block: nn.Module, index: int) -> str:
-    path, instead = cast(tuple[str, str], misfit(family, block))
-    where = f"block {index} ({family.blocks}.{index})"
-    if instead:
-        return f"{where} has at {path} a {instead}, not a linear layer"
-    return f"{where} lacks the layer {path}"
+    return f"block {index} ({family.blocks}.{index}) {misfit(family, block)}"
 
 
 def _blocks(model: nn.Module, family: Family) -> Iterator[nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from coterie.core.roles import BACKBONE, GENERALIST, Role
+from coterie.core.roles import GENERALIST, Role
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier
@@ -84,6 +84,11 @@ class ExtendedClassifier(Classifier, ABC):
     def extend(self, base: nn.Module, width: int) -> Extended:
         """Return the network around a plain one with features of this width."""
 
+    @property
+    def active_parameters(self) -> int:
+        """The number of values that one example uses: of the plain network and the head."""
+        return _size(_parameters(self.network.base, self.network.head))
+
     @abstractmethod
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
@@ -100,13 +105,6 @@ class ExtendedClassifier(Classifier, ABC):
             )
         values = {name: fresh[name] for name in named}
         return values | (self.initial_buffers() if role is self.statistics else {})
-
-    @property
-    def trainable_parameters(self) -> int:
-        """The number of values that are not frozen."""
-        by_role = self.parameters_by_role().items()
-        trained = [named for role, named in by_role if role is not BACKBONE]
-        return sum(p.numel() for named in trained for p in named.values())
 
     def plain(self) -> Classifier | None:
         """Return a plain classifier with equal predictions; None for texts, whose head differs."""
@@ -155,7 +153,7 @@ class StochasticClassifier(ExtendedClassifier):
     @property
     def active_parameters(self) -> int:
         """The number of values that one example uses: plain network and mu."""
-        return _size(_parameters(self.network.base, self.network.head, self.network.mean))
+        return super().active_parameters + _size(_parameters(self.network.mean))
 
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
@@ -185,11 +183,6 @@ class AdversarialClassifier(ExtendedClassifier):
 
     def extend(self, base: nn.Module, width: int) -> Adversarial:
         return Adversarial(base, width, self.shape.classes, self.layout.hidden)
-
-    @property
-    def active_parameters(self) -> int:
-        """The number of values that one example uses: F and C."""
-        return _size(_parameters(self.network.base, self.network.head))
 
     def objectives(
         self, x: Tensor, y: Tensor, trained: set[nn.Parameter]
@@ -221,11 +214,6 @@ class PrototypeClassifier(ExtendedClassifier):
 
     def extend(self, base: nn.Module, width: int) -> Prototyped:
         return Prototyped(base, width, self.shape.classes)
-
-    @property
-    def active_parameters(self) -> int:
-        """The number of values that one example uses: the network's."""
-        return _size(_parameters(self.network.base, self.network.head))
 
     def class_sums(self, batches: Iterable[Examples]) -> Tensors:
         """Return the prototypes of a client's examples alone, by name."""

@@ -116,12 +116,9 @@ class Adversarial(Extended):
         self.discriminator = nn.Sequential(
             nn.Linear(hidden + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, 1), nn.Sigmoid()
         )
-        for module, role in (
-            (self, GENERALIST),
-            (self.projection, BACKBONE),
-            (self.discriminator, SPECIALIST),
-        ):
-            tag(module, role)
+        tag(self, GENERALIST)
+        tag(self.projection, BACKBONE)
+        tag(self.discriminator, SPECIALIST)
 
     def generate(self, y: Tensor) -> Tensor:
         """Return (B, e) features of the classes of (B,) labels, generated from uniform noise."""
@@ -131,10 +128,8 @@ class Adversarial(Extended):
 
     def judge(self, features: Tensor, y: Tensor) -> Tensor:
         """Return (B, 1) in [0, 1]: how generated (B, e) features of labels look."""
-        judged: Tensor = self.discriminator(
-            torch.cat([self.projection(features), self._coded(y)], dim=1)
-        )
-        return judged
+        seen = torch.cat([self.projection(features), self._coded(y)], dim=1)
+        return cast(Tensor, self.discriminator(seen))
 
     def _coded(self, y: Tensor) -> Tensor:
         return one_hot(y, self.classes).float()

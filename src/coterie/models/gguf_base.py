@@ -85,25 +85,17 @@ def _read(path: Path) -> Callable[[Path], None]:
     if not transformers.utils.is_gguf_available():
         raise ModelError(f"{path.name} needs the package gguf", extra("device"))
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
+    safely = where | {"trust_remote_code": False}
     try:
         with quietly():
             settings, _ = transformers.PreTrainedConfig.get_config_dict(path.parent, **where)
             check_parts(settings, str(path))
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                path.parent, trust_remote_code=False, **where
-            )
-            config = transformers.AutoConfig.from_pretrained(
-                path.parent, trust_remote_code=False, **where
-            )
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **safely)
+            config = transformers.AutoConfig.from_pretrained(path.parent, **safely)
             _scale_positions(path, config)
+            safely |= {"config": config, "dtype": torch.float32, "weights_only": True}
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
-                path.parent,
-                config=config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                trust_remote_code=False,
-                weights_only=True,
-                **where,
+                path.parent, output_loading_info=True, **safely
             )
     except ModelError:
         raise

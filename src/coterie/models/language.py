@@ -1,7 +1,7 @@
 """A client's language model: the shared backbone with the client's adapter."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from itertools import cycle
 from typing import Any, cast
@@ -91,35 +91,25 @@ class LanguageModel:
 
     @property
     def _held(self) -> list[int]:
-        """The numbers of bound members of each pool."""
-        held: list[int] = (self.numbers.view(-1, self.pools) != ABSENT).sum(dim=0).tolist()
-        return held
+        return cast(list[int], (self.numbers.view(-1, self.pools) != ABSENT).sum(dim=0).tolist())
 
     @torch.no_grad()
     def embeddings(self, batches: Iterable[TextBatch]) -> Tensor:
         """Return what `ProjectedRouter` compares, the means over all tokens, (blocks, 1 + S, r)
         float64: first of P x, then of A_j x.
         """
-        total, tokens = torch.zeros((), dtype=torch.float64), 0
+        total, tokens, routers = torch.zeros((), dtype=torch.float64), 0, self.adapter.routers()
         for batch in batches:
             windows, record = Windows.of(self.backbone, batch), list[Routing]()
-            with self._using(record), self._comparing():
+            with self._using(record), ExitStack() as stack:
+                for router in routers:  # nothing else reads what they compare
+                    router.comparing = True
+                    stack.callback(setattr, router, "comparing", False)
                 self.backbone.hidden(windows.inputs, windows.positions)
             each = [cast(Tensor, decision.embeddings) for decision in windows.of_tokens(record)]
             sums = torch.stack([x.sum(dim=0, dtype=torch.float64) for x in each])
             total, tokens = total.to(sums.device) + sums, tokens + windows.routed
         return total / tokens
-
-    @contextmanager
-    def _comparing(self) -> Iterator[None]:
-        """Let routers keep what they compare within the block; nothing else reads it."""
-        try:
-            for router in self.adapter.routers():
-                router.comparing = True
-            yield
-        finally:
-            for router in self.adapter.routers():
-                router.comparing = False
 
     def _using(
         self, record: list[Routing] | None = None, adapter: Attachable | None = None
@@ -205,7 +195,9 @@ class LanguageModel:
         parts = windows.split(micro_batch or len(windows))
         totals = Totals(self.layout, windows.predictions, windows.routed)
         gradients: list[Tensor] = []
-        with self._training(wrt):
+        with ExitStack() as stack:
+            stack.callback(self.adapter.eval)
+            stack.enter_context(training(self.adapter.train(), wrt))
             # with k = n every f is 1
             varies = self.layout.balance_has_gradient and self.layout.active < self.layout.experts
             load = self._load(parts) if len(parts) > 1 and varies else None
@@ -267,13 +259,3 @@ class LanguageModel:
                     self.backbone.hidden(part.inputs, part.positions)
                 users.append(torch.stack([decision.users() for decision in part.of_tokens(record)]))
         return torch.stack(users).sum(dim=0) / sum(part.routed for part in parts)
-
-    @contextmanager
-    def _training(self, wrt: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Let only `wrt` require gradients, with dropout on, within the block."""
-        self.adapter.train()
-        try:
-            with training(self.adapter, wrt):
-                yield
-        finally:
-            self.adapter.eval()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import count, takewhile
 from typing import Any, cast
 
 import torch
@@ -84,7 +85,7 @@ class Step:
         with torch.device("meta"):
             values = _COPIES * sum(p.nbytes for p in Adapter(shape, self.layout).parameters())
         few, blocks = _FEW_BLOCKS, len(shape.blocks)
-        low, high = (self._peak(model, min(count, blocks), checkpointing) for count in few)
+        low, high = (self._peak(model, min(some, blocks), checkpointing) for some in few)
         each = (high - low) / max(min(few[1], blocks) - min(few[0], blocks), 1)
         row = low + each * (blocks - min(few[0], blocks))
         return Footprint(weights, PROCESS + values + scratch, row)
@@ -115,19 +116,13 @@ class Step:
 
     def _remedy(self, memory: float) -> str:
         """Return what to set for one window to fit."""
-        changes: dict[str, dict[str, Any]] = {
-            "model.checkpointing: true": {},
-            "model.quantise: nf4": {"quantised": "nf4"},
-        }
-        context = self.context // 2
-        while context >= _SHORTEST:
-            changes[f"model.quantise: nf4 and model.context: {context}"] = {
-                "quantised": "nf4",
-                "context": context,
-            }
-            context //= 2
-        for setting, values in changes.items():
-            if replace(self, **values).footprint(True).rows(memory):
+        small = replace(self, quantised="nf4")
+        changes = {"model.checkpointing: true": self, "model.quantise: nf4": small}
+        for context in takewhile(_SHORTEST.__le__, (self.context >> k for k in count(1))):
+            setting = f"model.quantise: nf4 and model.context: {context}"
+            changes[setting] = replace(small, context=context)
+        for setting, step in changes.items():
+            if step.footprint(True).rows(memory):
                 return f"Set {setting}, or take a smaller base."
         return "Take a smaller base, or a machine with more memory."
 
@@ -138,7 +133,7 @@ class Step:
         model.set_submodule(path, cast(nn.ModuleList, model.get_submodule(path))[:blocks])
         cast(Any, model.config).num_hidden_layers = blocks
         backbone = Backbone(model)
-        backbone.checkpointing = checkpointing
+        backbone.attached.checkpointing = checkpointing
         for attention in backbone.attentions:  # which is also called again in the backward pass
             fused = _FusedAttention()
             attention.register_forward_pre_hook(partial(_enter, fused))

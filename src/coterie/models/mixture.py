@@ -3,7 +3,8 @@ frozen MLP: router, experts, and their computation.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +12,9 @@ from torch.nn.functional import dropout, linear
 
 from coterie.core.errors import ModelError
 from coterie.core.roles import BACKBONE, GENERALIST, Role
-from coterie.models.families import MLPShape
+from coterie.models import mixture_kernel as kernel
+from coterie.models.families import LinearShape
 from coterie.models.layout import Layout
-from coterie.models.mixture_kernel import (
-    Activation,
-    FrozenMLP,
-    Plan,
-    _Hidden,
-    _reordered,
-    consecutive_pieces,
-    grouped_pieces,
-    stacked,
-)
 from coterie.models.routing import ProjectedRouter, RepeatedRouter, Router, Routing, by_experts
 
 
@@ -33,8 +25,7 @@ def project(base: nn.Module, x: Tensor) -> Tensor:
     """
     if hasattr(base, "nf"):
         return torch.addmm(base.bias, x, base.weight)  # type: ignore[arg-type]
-    y: Tensor = base(x)
-    return y
+    return cast(Tensor, base(x))
 
 
 class LoRA(nn.Module):
@@ -50,17 +41,16 @@ class LoRA(nn.Module):
 
     def __init__(
         self,
+        shape: LinearShape,
         roles: tuple[Role, Role],
         count: int,
-        inputs: int,
-        outputs: int,
         rank: int,
         gamma: float,
-        target: bool = True,
-        frozen_sum: bool = False,
+        target: bool,
+        frozen_sum: bool,
     ) -> None:
         super().__init__()
-        self.gamma, self.target = gamma, target
+        self.gamma, self.target, inputs, outputs = gamma, target, shape.inputs, shape.outputs
         self.W = nn.Parameter(torch.zeros(outputs, inputs)) if frozen_sum and target else None
         A, B = torch.zeros(count, rank, inputs), torch.zeros(count, outputs, rank)
         for name, matrix in (("A", A), ("B", B)):
@@ -86,11 +76,9 @@ class LoRA(nn.Module):
 class SingleLoRA(LoRA):
     """The one update of an attention layer, a generalist's in every variant of CoMiGS."""
 
-    def __init__(self, inputs: int, outputs: int, layout: Layout, target: bool) -> None:
-        roles, rank = layout.factors(GENERALIST), layout.rank
-        super().__init__(
-            roles, 1, inputs, outputs, rank, layout.gamma(rank), target, layout.frozen_sum
-        )
+    def __init__(self, shape: LinearShape, layout: Layout, target: bool) -> None:
+        roles, rank, frozen = layout.factors(GENERALIST), layout.rank, layout.frozen_sum
+        super().__init__(shape, roles, 1, rank, layout.gamma(rank), target, frozen)
         self.dropout = layout.dropout
 
     def forward(self, x: Tensor, base: nn.Module) -> Tensor:
@@ -122,12 +110,12 @@ class Mixture(nn.Module):
     """The adapter of one MLP: stacked experts by role, and a router."""
 
     def __init__(
-        self, shape: MLPShape, layout: Layout, targets: Collection[str] | None = None
+        self, shape: Sequence[LinearShape], layout: Layout, targets: Collection[str] | None = None
     ) -> None:
         super().__init__()
         self.layout, self.gamma = layout, layout.gamma(layout.expert_rank)
-        self.first = tuple(layer.name for layer in shape.linears if layer.name != "down")
-        self.hidden = shape.linears[0].outputs  # f
+        self.first = tuple(layer.name for layer in shape if layer.name != "down")
+        self.hidden = shape[0].outputs  # f
         shared = Role.EXPERT if layout.repeated else Role.GENERALIST
         shared = Role.BACKBONE if layout.frozen_generalists else shared
         individual = Role.EXPERT if layout.projected and not layout.held else Role.SPECIALIST
@@ -136,21 +124,12 @@ class Mixture(nn.Module):
             ("specialist", individual, layout.specialists),
         ):
             if count:
-                roles, rank = layout.factors(role), layout.expert_rank
-                loras = {
-                    layer.name: LoRA(
-                        roles,
-                        count,
-                        layer.inputs,
-                        layer.outputs,
-                        rank,
-                        self.gamma,
-                        targets is None or layer.name in targets,
-                        layout.frozen_sum and name == "generalist",
-                    )
-                    for layer in shape.linears
-                }
-                self.add_module(name, nn.ModuleDict(loras))
+                how = layout.factors(role), count, layout.expert_rank, self.gamma
+                frozen, loras = layout.frozen_sum and name == "generalist", nn.ModuleDict()
+                for layer in shape:
+                    target = targets is None or layer.name in targets
+                    loras[layer.name] = LoRA(layer, *how, target, frozen)
+                self.add_module(name, loras)
         if layout.projected and targets is not None and self.first[0] not in targets:
             raise ModelError(
                 f"model.target_modules: leaves out {self.first[0]}, by which tokens choose experts",
@@ -159,10 +138,10 @@ class Mixture(nn.Module):
         n, k = layout.experts, layout.active
         self.router: Router | None = None
         if layout.routed and layout.projected:
-            self.router = ProjectedRouter(shape.width, layout.expert_rank, k - 1)
+            self.router = ProjectedRouter(shape[0].inputs, layout.expert_rank, k - 1)
         elif layout.routed:
             router = RepeatedRouter if layout.repeated else Router
-            self.router = router(shape.width, n, k, layout.biased)
+            self.router = router(shape[0].inputs, n, k, layout.biased)
 
     def _by_role(self, layer: str, matrix: str) -> list[Tensor]:
         """Return one matrix of the experts of each role, (., ., .), generalists first."""
@@ -173,7 +152,7 @@ class Mixture(nn.Module):
         ]
 
     def _stack(self, layer: str, matrix: str, dtype: torch.dtype) -> Tensor:
-        return stacked(self._by_role(layer, matrix), dtype)
+        return kernel.stacked(self._by_role(layer, matrix), dtype)
 
     @property
     def keys(self) -> Tensor | None:
@@ -181,7 +160,9 @@ class Mixture(nn.Module):
         path = f"specialist.{self.first[0]}.A"
         return self.get_parameter(path) if self.layout.projected else None
 
-    def forward(self, x: Tensor, base: FrozenMLP, record: list[Routing] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, base: kernel.FrozenMLP, record: list[Routing] | None = None
+    ) -> Tensor:
         """Return (..., d_model) in the dtype and shape of x; append the decision to `record`."""
         tokens = x.flatten(0, -2)
         routing = self.router(tokens, self.keys) if self.router is not None else None
@@ -196,12 +177,15 @@ class Mixture(nn.Module):
             return self._experts(tokens, weights, base, plan).view_as(x)
         inverse = order.argsort()
         y = self._experts(
-            _reordered(tokens, order, inverse), _reordered(weights, order, inverse), base, plan
+            kernel._reordered(tokens, order, inverse),
+            kernel._reordered(weights, order, inverse),
+            base,
+            plan,
         )
-        return _reordered(y, inverse, order).view_as(x)
+        return kernel._reordered(y, inverse, order).view_as(x)
 
     def _experts(
-        self, x: Tensor, weights: Tensor | None, base: FrozenMLP, plan: Plan | None
+        self, x: Tensor, weights: Tensor | None, base: kernel.FrozenMLP, plan: kernel.Plan | None
     ) -> Tensor:
         """Return (T, d_model) with weights (T, n), or None for 1; without a plan, with dropout."""
         named = zip(self.first, base.first, strict=True)
@@ -218,7 +202,7 @@ class Mixture(nn.Module):
                 *self._by_role("down", "A"),
                 *(B for name in self.first for B in self._by_role(name, "B")),
             ]
-            m, c = _Hidden.apply(plan, weights, codes, *bases, *by_role)  # type: ignore[no-untyped-call]
+            m, c = kernel._Hidden.apply(plan, weights, codes, *bases, *by_role)  # type: ignore[no-untyped-call]
         return self._frozen("down", m, base.down).addmm_(
             c.flatten(0, 1).T, B2.mT.flatten(0, 1), alpha=self.gamma
         )
@@ -238,8 +222,8 @@ class Mixture(nn.Module):
         return None if n == 1 else x.new_full((1, n), 1 / n).expand(len(x), n)
 
     def _plan(
-        self, x: Tensor, selected: Tensor | None, activation: Activation
-    ) -> tuple[Plan, Tensor | None]:
+        self, x: Tensor, selected: Tensor | None, activation: kernel.Activation
+    ) -> tuple[kernel.Plan, Tensor | None]:
         """Return the plan for T tokens that use the selected experts, (T, k), or all; and the order
         of tokens that it is made for, if changed.
 
@@ -257,13 +241,13 @@ class Mixture(nn.Module):
         # where there are no values, any k experts do: only operations are counted
         if selected is None or x.is_meta:
             experts = range(n if selected is None else active)
-            pieces = consecutive_pieces([(experts, 0, len(x))], chunk)
+            pieces = kernel.consecutive_pieces([(experts, 0, len(x))], chunk)
         elif on_cpu and n < 63 and math.comb(n, active) * TOKENS_PER_SET <= len(x):
             order, sets = by_experts(selected)
-            pieces = consecutive_pieces(sets, chunk)
+            pieces = kernel.consecutive_pieces(sets, chunk)
         else:
-            pieces = grouped_pieces(selected, n, chunk * n // active)
-        return Plan(tuple(pieces), activation, self.gamma), order
+            pieces = kernel.grouped_pieces(selected, n, chunk * n // active)
+        return kernel.Plan(tuple(pieces), activation, self.gamma), order
 
     def _with_dropout(
         self,
@@ -271,7 +255,7 @@ class Mixture(nn.Module):
         bases: list[Tensor],
         weights: Tensor | None,
         A1: Tensor,
-        activation: Activation,
+        activation: kernel.Activation,
     ) -> tuple[Tensor, Tensor]:
         """Return the same m and c by autograd, with dropout on the input of every LoRA."""
         A2 = self._stack("down", "A", x.dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,16 +46,12 @@ class Activation:
     @classmethod
     def _fused(cls, forward: Any, backward: Any, **how: Any) -> "Activation":
         def apply(p: Tensor, out: Tensor | None = None) -> Tensor:
-            a: Tensor = forward(p, **how) if out is None else forward.out(p, **how, out=out)
-            return a
+            to = {} if out is None else {"out": out}
+            return cast(Tensor, (forward.out if to else forward)(p, **how, **to))
 
         def derive(grad: Tensor, p: Tensor, out: Tensor | None = None) -> Tensor:
-            gradient: Tensor = (
-                backward(grad, p, **how)
-                if out is None
-                else backward.grad_input(grad, p, **how, grad_input=out)
-            )
-            return gradient
+            to = {} if out is None else {"grad_input": out}
+            return cast(Tensor, (backward.grad_input if to else backward)(grad, p, **how, **to))
 
         return cls(apply, derive)
 

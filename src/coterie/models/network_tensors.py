@@ -39,16 +39,9 @@ def load(path: Path, shape: Shape) -> Tensors:
 
 def statistics(network: nn.Module) -> dict[str, Tensor]:
     """Return the running statistics of batch normalisation, by name, and no other buffers."""
-    norms = {
-        prefix: module
-        for prefix, module in network.named_modules()
-        if isinstance(module, nn.BatchNorm2d)
-    }
-    return {
-        f"{prefix}.{name}": buffer
-        for prefix, norm in norms.items()
-        for name, buffer in norm.named_buffers()
-    }
+    modules = network.named_modules()
+    norms = tuple(f"{name}." for name, module in modules if isinstance(module, nn.BatchNorm2d))
+    return {name: buffer for name, buffer in network.named_buffers() if name.startswith(norms)}
 
 
 def make_local(network: nn.Module, part: LocalPart) -> None:
@@ -198,14 +191,10 @@ class Stacked:
             name: t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
         }  # PyTorch changes no others in place
         logits = self._stacked(stacks, buffers, x)
-        losses = (
-            cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
-            .view(y.shape)
-            .mean(dim=1)
-        )
-        gradients = torch.autograd.grad(
-            losses.sum(), list(stacks.values())
-        )  # each loss depends only on its own point
+        each = cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none")
+        losses = each.view(y.shape).mean(dim=1)
+        # each loss depends only on its own point
+        gradients = torch.autograd.grad(losses.sum(), list(stacks.values()))
         torch.cat([gradient.flatten(1) for gradient in gradients], dim=1, out=into)
         if running is not None and buffers:
             torch.cat([buffer.flatten(1) for buffer in buffers.values()], dim=1, out=running)

@@ -294,14 +294,9 @@ class ResNet(Network):
         self.stages = [f"layer{number}" for number in range(1, len(blocks) + 1)]
         for number, (stage, depth) in enumerate(zip(self.stages, blocks, strict=True)):
             outputs = shape.channels * 2**number
-            first = Block(inputs, outputs, shape.norm, number > 0, projects)
-            self.add_module(
-                stage,
-                nn.Sequential(
-                    first,
-                    *(Block(outputs, outputs, shape.norm, False, False) for _ in range(depth - 1)),
-                ),
-            )
+            layers = [Block(inputs, outputs, shape.norm, number > 0, projects)]
+            layers += [Block(outputs, outputs, shape.norm, False, False) for _ in range(1, depth)]
+            self.add_module(stage, nn.Sequential(*layers))
             inputs = outputs
         self.linear = nn.Linear(inputs, shape.classes)
 

@@ -1,26 +1,25 @@
 """A client's share of a server's pool: K of M experts, and the gate (DDOME, Section 4)."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
 from coterie.core.errors import ModelError
-from coterie.core.roles import EXPERT, GATE, GENERALIST, Role, tag
+from coterie.core.roles import EXPERT, GATE, GENERALIST, Role, by_role, tag
 from coterie.core.tensors import Tensors
 from coterie.data.examples import Examples
 from coterie.models.classifier import Classifier
 from coterie.models.common import CommonExpert
 from coterie.models.layout import ABSENT, GateTarget, PoolLayout
 from coterie.models.mixture import LoRA
+from coterie.models.network_tensors import statistics
 from coterie.models.networks import NetworkShape, Shape
 from coterie.models.predictions import Prediction
-
-_T = TypeVar("_T", bound=Tensor)
 
 
 class PoolClassifier:
@@ -53,18 +52,17 @@ class PoolClassifier:
             gate = NetworkShape("mlp", (1, 1, common.width), layout.pool, (gate_width,))
             self.gate = Classifier(gate, device)
             tag(self.gate.network, GATE)
-        self._parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in Role}
-        self._buffers: dict[str, Tensor] = {}
-        self._expert_slots: list[dict[str, Tensor]] = []
-        for place, expert in enumerate(self.experts):
-            tag(expert.network, EXPERT)
-            parameters = _named(place, dict(expert.network.named_parameters()))
-            buffers = _named(place, expert.buffers())
-            self._parameters[EXPERT] |= parameters
-            self._buffers |= buffers
-            self._expert_slots.append(dict[str, Tensor](parameters) | buffers)
-        if self.gate is not None:
-            self._parameters[GATE] = _named("gate", dict(self.gate.network.named_parameters()))
+        networks = {str(place): expert.network for place, expert in enumerate(self.experts)}
+        for network in networks.values():
+            tag(network, EXPERT)
+        gates = {} if self.gate is None else {"gate": self.gate.network}
+        together = nn.ModuleDict(networks | gates)
+        self._parameters, self._buffers = by_role(together), statistics(together)
+        tensors = dict[str, Tensor](self._parameters[EXPERT]) | self._buffers
+        self._expert_slots = [
+            {name: t for name, t in tensors.items() if name.startswith(f"{place}.")}
+            for place in places
+        ]
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """Return the parameters by role, named `<place>.<parameter>` and `gate.<parameter>`."""
@@ -76,10 +74,11 @@ class PoolClassifier:
 
     def initial_buffers(self) -> Tensors:
         """Return `Classifier.initial_buffers` of each place."""
-        initial = [
-            _named(place, expert.initial_buffers()) for place, expert in enumerate(self.experts)
-        ]
-        return {name: buffer for buffers in initial for name, buffer in buffers.items()}
+        return {
+            f"{place}.{name}": buffer
+            for place, expert in enumerate(self.experts)
+            for name, buffer in expert.initial_buffers().items()
+        }
 
     pools = 1
 
@@ -104,7 +103,8 @@ class PoolClassifier:
         if role is EXPERT:
             return self.experts[0].initial(GENERALIST, seed)
         if role is GATE and self.gate is not None:
-            return _named("gate", self.gate.initial(GENERALIST, seed))
+            initial = self.gate.initial(GENERALIST, seed)
+            return {f"gate.{name}": tensor for name, tensor in initial.items()}
         return {}
 
     @property
@@ -273,7 +273,3 @@ def _gradients(loss: Tensor, wrt: Sequence[nn.Parameter]) -> list[Tensor]:
 
 def _stats(outputs: Tensor, target: Tensor, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "accuracy": (outputs.argmax(dim=1) == target).float().mean()}
-
-
-def _named(place: int | str, tensors: Mapping[str, _T]) -> dict[str, _T]:
-    return {f"{place}.{name}": tensor for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
 """Predictions with what was right, and the score that they come to."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +29,16 @@ def score_of(predictions: Iterable[Prediction], sums: int = 0) -> Tensor:
     for of_batch in of_batches:
         total += of_batch
     return total.cpu().double()[: 3 if log_probs.shape[1] > 1 else 2]
+
+
+@torch.no_grad()
+def flops_of(compute: Callable[[], object]) -> int:
+    """Return the floating-point operations of a computation, without a backward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        compute()
+    return int(counter.get_total_flops())
 
 
 def joined(by_part: Sequence[Sequence[Prediction]]) -> Prediction:

@@ -5,6 +5,7 @@ The gradient with respect to inputs is exact for the dequantised weights. The tr
 in fp32 (Dettmers et al., "QLoRA", NeurIPS 2023). Everything is plain PyTorch, for every device.
 """
 
+from copy import copy
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -77,19 +78,19 @@ class QuantisedLinear(nn.Module):
         y: Tensor = _Product.apply(x, self)  # type: ignore[no-untyped-call]
         return y
 
-    def part(self, rows: slice) -> "QuantisedLinear":
-        """Return some of its outputs as a layer that shares its memory."""
-        layer = QuantisedLinear.__new__(QuantisedLinear)
-        nn.Module.__init__(layer)
-        layer.kind, layer.in_features = self.kind, self.in_features
-        for name in ("codes", "scale", "least"):
-            values = getattr(self, name)
-            layer.register_buffer(name, None if values is None else values[rows])
-        layer.register_buffer("levels", self.levels, persistent=False)
-        layer.out_features = len(layer.codes)
-        bias = None if self.bias is None else self.bias[rows]
-        layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        return layer
+
+def rows_of(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
+    """Return some outputs of a frozen layer as a layer that shares its memory."""
+    layer: Any = copy(whole)
+    layer._parameters = {
+        name: None if p is None else nn.Parameter(p.detach()[rows], requires_grad=False)
+        for name, p in whole._parameters.items()
+    }
+    layer._buffers = {
+        name: t if t is None or name == "levels" else t[rows] for name, t in whole._buffers.items()
+    }
+    layer.out_features = len(range(whole.out_features)[rows])
+    return cast(nn.Module, layer)
 
 
 class _Product(torch.autograd.Function):

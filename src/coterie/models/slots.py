@@ -16,7 +16,7 @@ from coterie.models.architecture import Architecture
 from coterie.models.families import REMEDY, Family
 from coterie.models.mixture import project
 from coterie.models.mixture_kernel import Activation, FrozenMLP
-from coterie.models.quantised import QuantisedLinear
+from coterie.models.quantised import QuantisedLinear, rows_of
 from coterie.models.routing import Routing
 
 
@@ -106,10 +106,9 @@ class MLPSlot(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         block = self.attached.block(self.block)
-        y: Tensor = (
-            self.base(x) if block is None else block.mlp(x, self.frozen, self.attached.record)
-        )
-        return y
+        if block is None:
+            return cast(Tensor, self.base(x))
+        return cast(Tensor, block.mlp(x, self.frozen, self.attached.record))
 
     __call__ = forward  # see LinearSlot
 
@@ -120,22 +119,10 @@ class _Together(nn.Module):
     def __init__(self, whole: nn.Linear | QuantisedLinear) -> None:
         super().__init__()
         half = whole.out_features // 2
-        self.gate, self.up = _part(whole, slice(half)), _part(whole, slice(half, None))
+        self.gate, self.up = rows_of(whole, slice(half)), rows_of(whole, slice(half, None))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([self.gate(x), self.up(x)], dim=-1)
-
-
-def _part(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
-    """Return some outputs of a layer as a layer that shares its memory."""
-    if isinstance(whole, QuantisedLinear):
-        return whole.part(rows)
-    weight = whole.weight.detach()[rows]
-    layer = nn.Linear(whole.in_features, len(weight), bias=whole.bias is not None, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    if whole.bias is not None:
-        layer.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
-    return layer
 
 
 class _InTheBlock(nn.Module):

@@ -26,6 +26,7 @@ from coterie.data.splits import Numbers, Split
 from coterie.data.store import cached, default_cache
 from coterie.models.architecture import configuration, explained, locate, trusted
 from coterie.models.common import Normalisation
+from coterie.models.predictions import flops_of
 
 _WEIGHTS = (".safetensors", ".bin")  # endings of files that hold them
 _RANGE = 0.02  # standard deviation of initial weights, where a configuration names none
@@ -149,7 +150,6 @@ class TextNetwork(nn.Module):
         return (hidden * mask.unsqueeze(2)).sum(dim=1) / mask.sum(dim=1, keepdim=True)
 
     def _padded(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids, and 1 where there is a token; both (B, longest text)."""
         mask = x >= 0
         longest = int(mask.sum(dim=1).max())
         return x.where(mask, self.padding)[:, :longest], mask[:, :longest].long()
@@ -182,7 +182,6 @@ def _config(base: str, classes: int) -> Any:
 
 
 def _random(base: str, classes: int, device: str) -> Any:
-    """Return the model of a base without its pretrained weights."""
     from transformers import AutoModelForSequenceClassification
 
     with explained(base), torch.device(device):
@@ -256,11 +255,7 @@ def features(x: Tensor, shape: TextShape, device: str = "cpu") -> Tensor:
 
 def flops(shape: TextShape) -> int:
     """Return the floating-point operations of the features of one text of maximal length."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        features(shape.example(), shape)
-    return int(counter.get_total_flops())
+    return flops_of(lambda: features(shape.example(), shape))
 
 
 def kept(
@@ -309,18 +304,12 @@ def of_federation(federation: Federation, shape: TextShape, device: str = "cpu")
         inputs = arrays[id(split.inputs)]
         return replace(split, inputs=inputs, texts=split.inputs, **normal)
 
-    def of(data: ClientData) -> ClientData:
-        return ClientData(data.id, *map(encoded, data.splits))
-
     public = federation.public
     if public is not None:
         public = encoded(public)
         values = torch.from_numpy(public.inputs[public.rows, :, 0, 0])
         normal = Normalisation.of(values)._asdict()
         public = replace(public, **normal)
-    clients = {id: of(data) for id, data in federation.clients.items()}
-    unseen = {
-        group: {id: of(data) for id, data in clients.items()}
-        for group, clients in federation.unseen.items()
-    }
-    return replace(federation, clients=clients, unseen=unseen, public=public)
+    everyone = federation.everyone.items()
+    features = {id: ClientData(id, *map(encoded, data.splits)) for id, data in everyone}
+    return replace(federation.with_data(features), public=public)

@@ -3,7 +3,8 @@ their next-token cross-entropy from hidden states, without materialising all log
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -26,7 +27,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> Tensor:
         gradient = torch.zeros_like(hidden, dtype=_exact(hidden))
-        nll = _by_vocabulary(hidden, weight, bias, targets, gradient)
+        nll = head_nll(hidden, weight, bias, targets, gradient)
         ctx.save_for_backward(gradient.to(hidden.dtype))
         return nll.sum()
 
@@ -46,15 +47,15 @@ def head_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
     return loss
 
 
-def head_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """Return the NLL of each target, (T,), at least fp32; without gradient."""
-    return _by_vocabulary(hidden, weight, bias, targets, None)
-
-
-def _by_vocabulary(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, gradient: Tensor | None
+def head_nll(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    gradient: Tensor | None = None,
 ) -> Tensor:
-    """Return the NLL of each target, (T,); add its gradient to `gradient`, (T, d), if given.
+    """Return the NLL of each target, (T,), at least fp32, see `head_loss`; add its gradient to
+    `gradient`, (T, d), if given.
 
     The vocabulary is processed in blocks, with a softmax that is rescaled as the largest logit
     grows (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018): each block of
@@ -63,7 +64,10 @@ def _by_vocabulary(
     """
     top = hidden.new_full((len(hidden), 1), torch.finfo(_exact(hidden)).min, dtype=_exact(hidden))
     others, target_logit = torch.zeros_like(top), torch.zeros_like(top)
-    for start, stop in _blocks(hidden, weight):
+    most = LOGITS_AT_ONCE if hidden.device.type in ("cpu", "meta") else ON_ACCELERATORS
+    size = max(most // max(len(hidden), 1), WORDS_AT_ONCE)
+    for start in range(0, len(weight), size):
+        stop = min(start + size, len(weight))
         rows = weight[start:stop]
         part = None if bias is None else bias[start:stop]
         logits = torch.nn.functional.linear(hidden, rows, part).to(_exact(hidden))
@@ -76,8 +80,10 @@ def _by_vocabulary(
         before, top = top, torch.maximum(top, logits.amax(dim=1, keepdim=True))
         shrunk, shares = (before - top).exp_(), logits.sub_(top).exp_()
         others.mul_(shrunk).add_(shares.sum(dim=1, keepdim=True))
-        if gradient is not None:
-            _add_product(gradient.mul_(shrunk), shares, rows)
+        if gradient is not None and gradient.mul_(shrunk).dtype == rows.dtype:
+            gradient.addmm_(shares, rows)
+        elif gradient is not None:
+            gradient.add_(shares.to(rows.dtype) @ rows)
     rest = others.log().add_(top)  # log sum_{v != y} exp(logit_v)
     total = torch.logaddexp(rest, target_logit)
     if gradient is not None:
@@ -86,22 +92,8 @@ def _by_vocabulary(
     return (total - target_logit)[:, 0]
 
 
-def _add_product(total: Tensor, shares: Tensor, weight: Tensor) -> None:
-    if total.dtype == weight.dtype:
-        total.addmm_(shares, weight)
-    else:
-        total.add_(shares.to(weight.dtype) @ weight)
-
-
 def _exact(hidden: Tensor) -> torch.dtype:
     return torch.promote_types(hidden.dtype, torch.float32)
-
-
-def _blocks(hidden: Tensor, weight: Tensor) -> list[tuple[int, int]]:
-    """Return the first and end row of W for each block."""
-    most = LOGITS_AT_ONCE if hidden.device.type in ("cpu", "meta") else ON_ACCELERATORS
-    size, count = max(most // max(len(hidden), 1), WORDS_AT_ONCE), len(weight)
-    return [(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 TextBatch = Tensor | ChatBatch
@@ -129,9 +121,6 @@ class Windows:
     """Rows of token ids, and masks of the tokens that count."""
 
     ids: Tensor  # (B, C + 1) int64
-    predictions: int  # number of counted targets
-    # number of inputs with a next token, over which load balancing and routing weights average
-    routed: int
     # (B, C) each input's place in its conversation, if a row holds several
     positions: Tensor | None = None
     counted: Tensor | None = None  # (B, C) which targets count, on the CPU; None: all
@@ -142,8 +131,7 @@ class Windows:
     def of(cls, backbone: Backbone, batch: TextBatch) -> "Windows":
         """Return a batch on a base's device. Raises ModelError if they do not fit."""
         if isinstance(batch, Tensor):
-            ids = backbone.checked(batch, predicts=True)
-            return cls(ids, ids[:, 1:].numel(), ids[:, 1:].numel())
+            return cls(backbone.checked(batch, predicts=True))
         ids = backbone.checked(batch.ids, predicts=True)
         positions = None
         if batch.packed:
@@ -152,11 +140,22 @@ class Windows:
         # the last token of a conversation predicts nothing, and is no input of it alone
         real = batch.positions[:, 1:] == batch.positions[:, :-1] + 1
         real &= batch.positions[:, :-1] >= 0
-        counted = batch.counted[:, 1:]
-        return cls(ids, int(counted.sum()), int(real.sum()), positions, counted, real)
+        return cls(ids, positions, batch.counted[:, 1:], real)
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @cached_property
+    def predictions(self) -> int:
+        """The number of counted targets."""
+        return self.inputs.numel() if self.counted is None else int(self.counted.sum())
+
+    @cached_property
+    def routed(self) -> int:
+        """The number of inputs with a next token, over which load balancing and routing weights
+        average.
+        """
+        return self.inputs.numel() if self.real is None else int(self.real.sum())
 
     @property
     def inputs(self) -> Tensor:
@@ -179,24 +178,12 @@ class Windows:
         """Return parts of at most `rows` rows each, in order."""
         if rows >= len(self):
             return [self]
-        return [self._part(slice(start, start + rows)) for start in range(0, len(self), rows)]
-
-    def _part(self, rows: slice) -> Self:
-        ids = self.ids[rows]
-        if self.counted is None or self.real is None:
-            count = ids[:, 1:].numel()
-            return replace(self, ids=ids, predictions=count, routed=count)
-        counted, real = self.counted[rows], self.real[rows]
-        positions = None if self.positions is None else self.positions[rows]
-        return replace(
-            self,
-            ids=ids,
-            predictions=int(counted.sum()),
-            routed=int(real.sum()),
-            positions=positions,
-            counted=counted,
-            real=real,
-        )
+        parts = [slice(start, start + rows) for start in range(0, len(self), rows)]
+        masks = (self.positions, self.counted, self.real)
+        return [
+            type(self)(self.ids[part], *(mask if mask is None else mask[part] for mask in masks))
+            for part in parts
+        ]
 
     def of_tokens(self, record: Sequence[Routing]) -> Sequence[Routing]:
         """Return the routing decisions of inputs with a next token."""

@@ -126,8 +126,13 @@ def _check_names(archives: Sequence[tuple[str, Sequence[Chat]]], me: Me) -> None
         if not counts:
             raise DataError(f"{title}: no messages of people", "Export it again, or leave it out.")
         if not name_keys(given) & name_keys(counts):
-            problems.append(f"{title}: {_problem(given)}; it has {_listed(counts)}")
-            advised.append(_likely(counts, me))
+            problem = "data.me does not say whose messages are to be written by the model"
+            if given:
+                problem = f"data.me is {', '.join(map(repr, given))}, who wrote nothing in it"
+            problems.append(f"{title}: {problem}; it has {_listed(counts)}")
+            # similar to the client's id, or the most frequent
+            client = names.folded(_client(me))
+            advised.append(max(counts, key=lambda n: (client in names.folded(n), counts[n])))
     unknown = [name for name in given if not name_keys([name]) & name_keys(speakers)]
     if isinstance(me, Mapping) and archives and unknown and not problems:
         listed = ", ".join(map(repr, unknown))
@@ -139,22 +144,10 @@ def _check_names(archives: Sequence[tuple[str, Sequence[Chat]]], me: Me) -> None
         raise DataError("\n".join(problems), remedy)
 
 
-def _problem(given: Sequence[str]) -> str:
-    if not given:
-        return "data.me does not say whose messages are to be written by the model"
-    return f"data.me is {', '.join(map(repr, given))}, who wrote nothing in it"
-
-
 def _listed(counts: Counter[str]) -> str:
     listed = [f"{name} ({count:,})" for name, count in counts.most_common(_SHOWN)]
     more = len(counts) - len(listed)
     return ", ".join(listed) + f" and {more:,} more" * (more > 0)
-
-
-def _likely(counts: Counter[str], me: Me) -> str:
-    """Return the name that is probably the client's: similar to its id, or the most frequent."""
-    client = names.folded(_client(me))
-    return max(counts, key=lambda name: (client in names.folded(name), counts[name]))
 
 
 def _client(me: Me) -> str:
@@ -162,7 +155,6 @@ def _client(me: Me) -> str:
 
 
 def _setting(people: Sequence[str], me: Me) -> str:
-    """Return the setting of names as a user writes it."""
     value: Any = people[0] if len(people) == 1 else people
     client, key = _client(me), "data.me"
     if not client:

@@ -14,10 +14,7 @@ _SPEAKERS = ("user", "assistant")
 
 def chats(path: Path) -> Iterator[Chat]:
     """Yield the conversations of an export. Raises DataError."""
-    conversations = load(path)
-    if not isinstance(conversations, list):
-        raise damaged(str(path), "not a list of conversations")
-    for number, conversation in enumerate(conversations, start=1):
+    for number, conversation in enumerate(load(path, "conversations"), start=1):
         where = f"{path}, conversation {number}"
         if member(conversation, "mapping", dict, where):
             posts = (_post(message, where) for message in _branch(conversation, where))

@@ -78,12 +78,17 @@ def damaged(where: str, problem: str) -> DataError:
     return DataError(f"{where}: {problem}", "Export the archive again, or leave it out.")
 
 
-def load(path: Path) -> Any:
-    """Return the content of a JSON file. Raises DataError if it is not readable JSON."""
+def load(path: Path, list_of: str = "") -> Any:
+    """Return the content of a JSON file. Raises DataError if it is not readable JSON, or not a list
+    if it should be one.
+    """
     try:
-        return json_of(read_text(path))
+        content = json_of(read_text(path))
     except ValueError as error:
         raise damaged(str(path), f"not JSON ({error})") from None
+    if list_of and not isinstance(content, list):
+        raise damaged(str(path), f"not a list of {list_of}")
+    return content
 
 
 def member(value: Any, key: str, kind: type | tuple[type, ...], where: str) -> Any:
@@ -113,7 +118,9 @@ def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
     part, size, answered = deque[Turn](), 0, False
     for post, is_mine in turns:
         too_long = answered and not is_mine and size > LONGEST
-        if part and (too_long or _silence(part[-1][0], post)):
+        before = part[-1][0].time if part else None
+        silent = before is not None and post.time is not None and post.time - before > SILENCE
+        if part and (too_long or silent):
             yield part
             part, size, answered = deque(), 0, False
         part.append((post, is_mine))
@@ -122,12 +129,6 @@ def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
             size -= len(part.popleft()[0].text)
     if part:
         yield part
-
-
-def _silence(before: Post, after: Post) -> bool:
-    if before.time is None or after.time is None:
-        return False
-    return after.time - before.time > SILENCE
 
 
 def _messages(part: Iterable[Turn], several: bool) -> Iterator[dict[str, str]]:

@@ -75,7 +75,6 @@ def _place(mail: _Mail, times: Mapping[str, float]) -> tuple[float, bool]:
 
 
 def _contents(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each mail with its location."""
     if path.is_dir():
         for mail in files(path):
             with refusing(DataError, str(mail), "Leave it out."):
@@ -125,7 +124,6 @@ def _header(message: Message, name: str, most: int = _LINE) -> str:
 
 
 def _decoded(text: str) -> str:
-    """Return a header with its encoded words decoded."""
     try:
         return str(make_header(decode_header(text)))
     except (ValueError, LookupError):
@@ -165,7 +163,6 @@ def _text_parts(message: Message) -> Iterator[Message]:
 
 
 def _content(part: Message) -> str:
-    """Return the decoded characters of a part."""
     content = part.get_payload(decode=True)
     assert isinstance(content, bytes)
     charset = str(part.get_content_charset("utf-8"))

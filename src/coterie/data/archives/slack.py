@@ -9,7 +9,6 @@ from typing import Any
 from coterie.data.archives.conversations import (
     Chat,
     Post,
-    damaged,
     load,
     member,
     plain_name,
@@ -50,43 +49,31 @@ def chats(folder: Path) -> Iterator[Chat]:
 
 
 def _people(path: Path) -> dict[str, str]:
-    users = load(path)
-    if not isinstance(users, list):
-        raise damaged(str(path), "not a list of people")
     people = {}
-    for number, user in enumerate(users, start=1):
+    for number, user in enumerate(load(path, "people"), start=1):
         id = member(user, "id", str, f"{path}, entry {number}")
-        profile = user.get("profile")
-        people[id] = _name(profile if isinstance(profile, dict) else {}, user, id)
+        people[id] = _name(user.get("profile"), user, id)
     return told_apart(people)
 
 
-def _name(profile: dict[str, Any], user: dict[str, Any], id: str) -> str:
-    candidates = (
-        profile.get("display_name"),
-        profile.get("real_name"),
-        user.get("real_name"),
-        user.get("name"),
-    )
+def _name(profile: Any, user: dict[str, Any], id: str) -> str:
+    shown = profile if isinstance(profile, dict) else {}
+    candidates = [shown.get("display_name"), shown.get("real_name")]
+    candidates += [user.get("real_name"), user.get("name")]
     return next((plain_name(name) for name in candidates if isinstance(name, str) and name), id)
 
 
 def _posts(path: Path, people: dict[str, str]) -> Iterator[tuple[str, Post]]:
     """Yield the messages of one day, each with its thread, if any."""
-    messages = load(path)
-    if not isinstance(messages, list):
-        raise damaged(str(path), "not a list of messages")
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(load(path, "messages"), start=1):
         where = f"{path}, message {number}"
         if member(message, "type", str, where) != "message":
             continue
         if message.get("subtype") not in _SUBTYPES or not isinstance(message.get("user"), str):
             continue
-        profile = message.get("user_profile")
         user = message["user"]
-        speaker = people.get(user) or _name(profile if isinstance(profile, dict) else {}, {}, user)
-        text = _text(member(message, "text", str, where), people)
-        if text:
+        speaker = people.get(user) or _name(message.get("user_profile"), {}, user)
+        if text := _text(member(message, "text", str, where), people):
             thread = str(message.get("thread_ts") or "")
             yield thread, Post(where, speaker, text, seconds(message.get("ts"), where))
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,10 @@ _NOBODY = "Deleted Account"  # as the program itself calls it
 def chats(path: Path) -> Iterator[Chat]:
     """Yield the chats of an export. Raises DataError."""
     lists = [_messages(chat, path) for chat in _chats_of(load(path), path)]
-    messages_of_all = (message for messages in lists for _, message in messages)
-    people = {
-        id: plain_name(str(message.get("from") or _NOBODY))
-        for message in messages_of_all
-        if (id := _id(message))
-    }
+    people = dict[str, str]()
+    for _, message in chain.from_iterable(lists):
+        if id := _id(message):
+            people[id] = plain_name(str(message.get("from") or _NOBODY))
     shown = told_apart(people)
     for messages in lists:
         posts = (_post(message, where, shown) for where, message in messages)
@@ -47,7 +46,6 @@ def _chats_of(export: Any, path: Path) -> list[Any]:
 
 
 def _messages(chat: Any, path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Return the messages that people wrote in a chat, each with its location."""
     messages = member(chat, "messages", list, f"{path}, chat")
     where = f"{path}, chat {str(chat.get('name') or chat.get('id'))!r}"
     places = [(f"{where}, message {n}", message) for n, message in enumerate(messages, start=1)]

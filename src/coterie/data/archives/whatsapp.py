@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from coterie.core.foreign import read_text as core_text
 from coterie.data.archives.conversations import Chat, Post, damaged, plain_name
 from coterie.data.plain_text import read_text
 
@@ -28,23 +29,8 @@ _PM = {"pm", "μμ", "오후", "午後", "下午", "م", "ch"}
 _AM = {"am", "πμ", "오전", "午前", "上午", "ص", "sa"}
 _ORDERS = ((2, 1, 0), (2, 0, 1), (0, 1, 2), (0, 2, 1))  # where year, month and day are
 # What stands in place of a picture or of a message taken back, where no mark says so
-_ABSENT = re.compile(
-    r"<[^<>\n]{1,60}>|(?:[\w-]{1,60}-WA\d{4}\.\w{2,4}) \([^()\n]{1,40}\)|null"
-    r"|(?:image|photo|video|audio|sticker|GIF|document|contact card) omitted"
-    r"|(?:Bild|Video|Audio|Sticker|GIF|Dokument|Kontaktkarte) weggelassen"
-    r"|(?:imagen|video|audio|sticker|GIF|documento) omitid[oa]"
-    r"|(?:image|vidéo|audio|sticker|GIF|document) (?:absente?|omise?)"
-    r"|(?:immagine|video|audio|sticker|GIF|documento) omess[oa]"
-    r"|(?:imagem|vídeo|áudio|figurinha|GIF|documento) (?:ocultad|omitid|não revelad)[oa]"
-    r"|(?:afbeelding|video|audio|sticker|GIF|document) weggelaten"
-    r"|(?:This message was deleted|You deleted this message|Diese Nachricht wurde gelöscht"
-    r"|Du hast diese Nachricht gelöscht|Eliminaste este mensaje|Este mensaje fue eliminado"
-    r"|Se eliminó este mensaje|Ce message a été supprimé|Vous avez supprimé ce message"
-    r"|Questo messaggio è stato eliminato|Hai eliminato questo messaggio"
-    r"|Mensagem apagada|Você apagou esta mensagem|Dit bericht is verwijderd"
-    r"|U hebt dit bericht verwijderd)\.?",
-    re.IGNORECASE,
-)
+_PHRASES = core_text(Path(__file__).with_name("whatsapp_absent.txt")).splitlines()
+_ABSENT = re.compile("|".join(_PHRASES), re.IGNORECASE)
 _ADDED = re.compile(  # to what was written: that it was edited, or the name of a picture
     r" ?\u200e<[^<>\n]{1,80}>| ?<[^<>\n]{0,40}(?:edit|bearbeit|modif)[^<>\n]{0,20}>$"
 )
@@ -86,7 +72,6 @@ def chats(path: Path) -> Iterator[Chat]:
 
 
 def _entries(path: Path) -> Iterator[tuple[_Line, list[str]]]:
-    """Yield each message or notice with its continuation lines."""
     current: tuple[_Line, list[str]] | None = None
     for number, text in enumerate(read_text(path).split("\n"), start=1):
         if header := _HEADER.match(text):
@@ -116,25 +101,17 @@ def _days(path: Path, lines: Sequence[_Line]) -> list[int]:
     """Return the days of all lines, read in the order of day, month and year that fits all and goes
     back in time least often; of several such orders, the one with the shortest chat.
     """
-    best: list[int] = []
-    best_score = None
-    failed_at = 0
+    readings = list[list[int]]()
     for order in _ORDERS:
-        days: list[int] = []
-        for line in lines:
-            if (day := _day(line.date, order)) is None:
-                break
-            days.append(day)
-        else:
-            back = sum(b < a for a, b in pairwise(days))
-            score = back, days[-1] - days[0] if days else 0
-            if best_score is None or score < best_score:
-                best, best_score = days, score
-        failed_at = max(failed_at, len(days))
-    if best_score is None:
-        date = "/".join(map(str, lines[failed_at].date))
-        raise damaged(f"{path}:{lines[failed_at].number}", f"{date} is no date like those before")
-    return best
+        days = (_day(line.date, order) for line in lines)
+        readings.append([day for day in takewhile(lambda day: day is not None, days) if day])
+    if not (whole := [days for days in readings if len(days) == len(lines)]):
+        failed = lines[max(map(len, readings))]
+        date = "/".join(map(str, failed.date))
+        raise damaged(f"{path}:{failed.number}", f"{date} is no date like those before")
+    backwards = [sum(b < a for a, b in pairwise(days)) for days in whole]
+    lasting = [days[-1] - days[0] if days else 0 for days in whole]
+    return min(zip(backwards, lasting, whole, strict=True), key=lambda one: one[:2])[2]
 
 
 def _day(fields: tuple[int, int, int], order: tuple[int, int, int]) -> int | None:

@@ -36,8 +36,7 @@ class Rendered:
     def ends(self) -> Ids:
         """The last id of each answer."""
         behind: Flags = np.append(self.counted[1:], False)
-        ends: Ids = self.ids[self.counted & ~behind]
-        return ends
+        return self.ids[self.counted & ~behind]
 
 
 def behind_prompt(text: str, span: Span, starts: Sequence[int], header: str) -> Span:
@@ -122,7 +121,6 @@ def within(offsets: Ids, spans: Sequence[Span]) -> Flags:
 
 
 def _tokens_in(offsets: Ids, start: int, end: int) -> slice:
-    """Return the slice of the tokens that overlap a span."""
     return slice(
         int(np.searchsorted(offsets[:, 1], start, "right")),
         int(np.searchsorted(offsets[:, 0], end, "left")),

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -114,15 +114,9 @@ class Encoder:
 
     def description(self, arrays: Mapping[ClientId, Arrays]) -> str:
         """Return a phrase about the encoded conversations."""
-        splits = [
-            (client_arrays, name)
-            for client_arrays in arrays.values()
-            for name in (
-                key.removesuffix(".lengths") for key in client_arrays if key.endswith(".lengths")
-            )
-        ]
-        count = sum(len(client_arrays[f"{name}.lengths"]) for client_arrays, name in splits)
-        notes = [_read(client_arrays[f"{name}.{_NOTES}"]) for client_arrays, name in splits]
+        named = [pair for client_arrays in arrays.values() for pair in client_arrays.items()]
+        count = sum(len(values) for name, values in named if name.endswith(".lengths"))
+        notes = [_read(values) for name, values in named if name.endswith(f".{_NOTES}")]
         sentences = [f"{count:,} conversations"]
         if self.loss == "answers":
             sentences.append(f"loss on the answers, found by {self.template.way}")
@@ -149,7 +143,6 @@ def _joined(parts: Sequence[Any]) -> Tokens:
 
 
 def _written(notes: Mapping[str, Any]) -> Tokens:
-    """Return notes in the form that the cache stores."""
     return np.frombuffer(json.dumps(notes).encode(), dtype=np.uint8).astype(np.uint32)
 
 
@@ -162,5 +155,4 @@ def merged_notes(notes: Sequence[Tokens]) -> Tokens:
 
 
 def _read(notes: Tokens) -> dict[str, Any]:
-    parsed: dict[str, Any] = json.loads(notes.astype(np.uint8).tobytes())
-    return parsed
+    return cast(dict[str, Any], json.loads(notes.astype(np.uint8).tobytes()))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from coterie.core.errors import DataError
 from coterie.data.chats.messages import ASSISTANT, Message, leading, user
@@ -85,8 +85,7 @@ class JinjaProcess:
         finally:
             timer.cancel()
         if line.endswith("\n"):
-            answer: dict[str, Any] = json.loads(line)
-            return answer
+            return cast(dict[str, Any], json.loads(line))
         process.kill()
         process.wait()
         if time.monotonic() - begun >= self.seconds:
@@ -94,7 +93,6 @@ class JinjaProcess:
         return {"exceeded": "was ended while it ran"}
 
     def _started(self) -> subprocess.Popen[str]:
-        """Return the process, new if there is none or after a fork. Raises DataError."""
         process = self._process if self._owner == os.getpid() else None
         if process is not None and process.poll() is None:
             return process
@@ -185,7 +183,6 @@ class Writer:
         tools: Sequence[Any] | None,
         arguments_as_text: bool | None = None,
     ) -> tuple[list[Message], Any]:
-        """Return messages and tools in the form that the template is given."""
         if arguments_as_text is None:
             arguments_as_text = self._arguments_as_text
         shown = [as_template(message, arguments_as_text) for message in messages]

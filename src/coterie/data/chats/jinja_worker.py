@@ -60,7 +60,6 @@ def _texts(render: Any, request: dict[str, Any]) -> list[Any]:
 
 
 def _bound_memory() -> None:
-    """Bound the memory, where the system can."""
     try:
         import resource
 
@@ -72,7 +71,6 @@ def _bound_memory() -> None:
 
 
 def _end_after(seconds: float) -> None:
-    """Have the system end this process after this many seconds; 0: never."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
 

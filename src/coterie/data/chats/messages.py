@@ -102,7 +102,6 @@ def _message(value: Any, name: str) -> Message:
 
 
 def _content(value: Any, name: str) -> str:
-    """Return content as text, with its parts concatenated."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         value = "".join(_part(part, name) for part in value)
     if not isinstance(value, str):

@@ -107,11 +107,9 @@ def _is_plain(value: Any) -> bool:
         messages = json.loads(value)
     except (ValueError, RecursionError):
         return True
-    return not (isinstance(messages, list) and messages and all(map(_is_message, messages)))
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and bool({"role", "from"} & value.keys())
+    if not isinstance(messages, list) or not messages:
+        return True
+    return not all(isinstance(m, dict) and {"role", "from"} & m.keys() for m in messages)
 
 
 def _pair(where: str, prompt: str, completion: str, fields: Mapping[str, Any]) -> Conversation:
@@ -137,7 +135,6 @@ def _with_system(messages: list[Message], system: Any) -> tuple[list[Message], i
 def _with_tools(
     messages: list[Message], fields: Mapping[str, Any]
 ) -> tuple[list[Message], list[Any] | None]:
-    """Return messages, and the tools given by a column or by the first message."""
     sources = [fields.get(name) for name in _TOOLS]
     if "tools" in messages[0]:
         first = dict(messages[0])

@@ -4,7 +4,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -158,7 +157,6 @@ class Renders:
         return bool(self.messages[number]["role"] == ASSISTANT)
 
     def _of(self, part: Excerpt) -> str:
-        """Return the text of an excerpt. Raises DataError."""
         self._ask([part])
         text = self._texts[part]
         if isinstance(text, DataError):
@@ -166,7 +164,6 @@ class Renders:
         return text
 
     def _ask(self, parts: Iterable[Excerpt]) -> None:
-        """Render the excerpts that are not rendered yet."""
         missing = [part for part in dict.fromkeys(parts) if part not in self._texts]
         for i in range(0, len(missing), _AT_ONCE):
             some = missing[i : i + _AT_ONCE]
@@ -190,23 +187,13 @@ def as_template(message: Message, arguments_as_text: bool) -> Message:
     if REASONING[0] in shown:
         shown |= dict.fromkeys(REASONING, shown[REASONING[0]])
     if arguments_as_text and "tool_calls" in shown:
-        shown["tool_calls"] = [_as_text(call) for call in shown["tool_calls"]]
+        functions = [call["function"] for call in shown["tool_calls"]]
+        texts = [json.dumps(of["arguments"], ensure_ascii=False) for of in functions]
+        shown["tool_calls"] = [
+            {**call, "function": {**of, "arguments": text}}
+            for call, of, text in zip(shown["tool_calls"], functions, texts, strict=True)
+        ]
     return shown
-
-
-def _as_text(call: Message) -> Message:
-    function = call["function"]
-    text = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": text}}
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a conversation that its text should contain, and the word that replaces it."""
-
-    name: str
-    text: str
-    word: str
 
 
 def left_out(
@@ -216,20 +203,20 @@ def left_out(
     reasoning of trained answers. Each is replaced by a unique word that is then searched in the
     text.
     """
-    parts: list[_Part] = []
+    parts: dict[str, tuple[str, str]] = {}  # names and texts, by the words that replace them
 
     def word_for(name: str, text: str) -> str:
-        parts.append(_Part(name, text, f"zq{len(parts)}x{len(messages)}q"))
-        return parts[-1].word
+        parts[word := f"zq{len(parts)}x{len(messages)}q"] = name, text
+        return word
 
     words = [_in_words(i, message, word_for, i in trained) for i, message in enumerate(messages)]
     named = [_tool_in_words(i, tool, word_for) for i, tool in enumerate(tools or ())]
     try:
         written = set(_WORD.findall(write(words, named or None).lower()))
-        return [part.name for part in parts if part.word not in written]
+        return [name for word, (name, _) in parts.items() if word not in written]
     except DataError:  # it does not take such words
         text = write(messages, tools)
-        return [part.name for part in parts if part.text.strip() not in text]
+        return [name for name, part in parts.values() if part.strip() not in text]
 
 
 Naming = Callable[[str, str], str]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from coterie.core.errors import DataError
 from coterie.data.splits import Numbers, Split, Tokens
@@ -44,20 +45,6 @@ class ChatBatch:
     def packed(self) -> bool:
         """Whether a row holds more than one conversation."""
         return bool(((self.positions == 0).sum(dim=1) > 1).any())
-
-    @classmethod
-    def joined(cls, batches: Sequence["ChatBatch"]) -> "ChatBatch":
-        """Return the rows of several batches, padded to the widest."""
-        width = max(batch.ids.shape[1] for batch in batches)
-
-        def wide(values: Tensor, behind: int) -> Tensor:
-            return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=behind)
-
-        return cls(
-            torch.cat([wide(batch.ids, 0) for batch in batches]),
-            torch.cat([wide(batch.counted, False) for batch in batches]),
-            torch.cat([wide(batch.positions, -1) for batch in batches]),
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +119,14 @@ class ChatSplit(Split):
         return ChatBatch(*map(torch.from_numpy, (ids, counted, positions)))
 
     def join(self, batches: Sequence[ChatBatch], order: Numbers) -> ChatBatch:
-        return ChatBatch.joined(batches).at(torch.from_numpy(order))
+        width = max(batch.ids.shape[1] for batch in batches)
+
+        def joined(name: str, behind: int) -> Tensor:
+            parts = [getattr(batch, name) for batch in batches]
+            return torch.cat([pad(p, (0, width - p.shape[1]), value=behind) for p in parts])
+
+        columns = {"ids": 0, "counted": False, "positions": -1}
+        return ChatBatch(*map(joined, columns, columns.values())).at(torch.from_numpy(order))
 
     def digest(self) -> str:
         """Return the SHA-256 of tokens, counted flags and lengths."""

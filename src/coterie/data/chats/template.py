@@ -11,7 +11,7 @@ conversations of which the template omits a part.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from coterie.core.errors import DataError
 from coterie.data.chats.answers import (
@@ -116,10 +116,11 @@ class ChatTemplate:
         tools: Sequence[Any] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """Return the text of `prompt` and of an answer so far, marked. Raises DataError."""
+        """Return the ids of messages with an answer's beginning. Raises DataError, TooLong for more
+        than `most`.
+        """
         renders, text = self._rendered(messages, tools, most)
-        ids: list[int] = tokens(self.texts, text, renders.starts(prompt=True))[0].tolist()
-        return ids
+        return cast(list[int], tokens(self.texts, text, renders.starts(prompt=True))[0].tolist())
 
     def opened(self, messages: Sequence[Message], answer: str = "") -> str:
         """Return the text of `prompt` and of an answer so far, marked, for `TextEncoder.prompt`.
@@ -201,8 +202,11 @@ class ChatTemplate:
             silent = [i for i, message in enumerate(messages) if message.get(WEIGHT) == 0]
             spans, starts = renders.added(silent), renders.starts()
         else:
-            spans, starts = self._answers(renders, conversation), renders.starts()
-            starts = sorted({*starts, *(start for start, _ in spans)})
+            if self.has_marks:
+                spans = self._marked(renders, conversation)
+            else:
+                spans = renders.added([i for i in trained if i or renders.before(i) is not None])
+            starts = sorted({*renders.starts(), *(start for start, _ in spans)})
         without_tools = self._refuse_left_out(messages, tools, trained)
         text = renders.whole
         ids, offsets = tokens(self.texts, text, starts)
@@ -211,13 +215,6 @@ class ChatTemplate:
         else:
             flags = ~within(offsets, spans)
         return replace(ending(ids, flags), without_tools=without_tools)
-
-    def _answers(self, renders: Renders, conversation: Conversation) -> list[Span]:
-        """Return the spans of the trained answers. Raises Rewritten."""
-        if self.has_marks:
-            return self._marked(renders, conversation)
-        numbers = [i for i in conversation.trained if i or renders.before(i) is not None]
-        return renders.added(numbers)
 
     def _marked(self, renders: Renders, conversation: Conversation) -> list[Span]:
         """Return the marked spans of the trained answers, without the ends of prompts."""
@@ -244,7 +241,6 @@ class ChatTemplate:
 
     @cached_property
     def _header(self) -> str:
-        """The text that a prompt appends to the messages."""
         messages = _EXAMPLE[:1]
         prompt = self._writer.text(messages, prompt=True)
         return prompt.removeprefix(self._writer.text(messages))

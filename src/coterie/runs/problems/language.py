@@ -233,9 +233,7 @@ def fitted_federation(federation: Federation, backbone: Backbone) -> Federation:
         for id, data in federation.everyone.items():
             with refusals.gather():
                 everyone[id] = fitted(data, backbone)
-    unseen = {name: {id: everyone[id] for id in group} for name, group in federation.unseen.items()}
-    clients = {id: everyone[id] for id in federation.clients}
-    return replace(federation, clients=clients, unseen=unseen)
+    return federation.with_data(everyone)
 
 
 def fitted(data: ClientData, backbone: Backbone) -> ClientData:

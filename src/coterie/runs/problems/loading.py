@@ -79,7 +79,7 @@ def load(recipe: Recipe) -> LearningProblem:
     step = memory_step(section, dtype, device)
     checkpointing = step.checkpointing(rows, memory.room(device), section.checkpointing)
     backbone = load_backbone(section.base, dtype, device, section.quantise)
-    backbone.checkpointing = checkpointing
+    backbone.attached.checkpointing = checkpointing
     federation = data.load(backbone.tokenizer, section.context, order_seed=recipe.seed)
     return language(section, backbone, data, fitted_federation(federation, backbone))
 
