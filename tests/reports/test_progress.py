@@ -10,7 +10,7 @@ from rich.console import Console
 
 from coterie.core.result import Result
 from coterie.reports import progress as terminals
-from coterie.reports.pace import WINDOW, RoundTimer, Throughput
+from coterie.reports.pace import RoundTimer
 from coterie.reports.progress import SILENCE, Terminal
 
 
@@ -144,16 +144,6 @@ def test_a_terminal_that_shows_rounds_live_says_no_such_lines(clock: Clock) -> N
     assert "of 1 clients" not in text
 
 
-def test_pace_is_of_the_last_minute_of_training(clock: Clock) -> None:
-    pace = Throughput()
-    assert not pace.known
-    for _ in range(100):
-        pace.add(5.0, 50)
-    for _ in range(int(WINDOW / 5)):
-        pace.add(5.0, 500)
-    assert pace.per_second == 100
-
-
 def test_scoring_and_checkpoints_do_not_dilute_the_pace(clock: Clock) -> None:
     terminal = plain()
     terminal.begin("Local", 2, 0, "ab")
@@ -164,7 +154,8 @@ def test_scoring_and_checkpoints_do_not_dilute_the_pace(clock: Clock) -> None:
     clock.now += 100.0  # a checkpoint
     terminal.round(1)
     exchange(terminal, clock, "a", 1.0)
-    assert terminal.pace.per_second == pytest.approx(600)
+    assert terminal.predictions / terminal.trained == pytest.approx(600)
+    assert "600 tokens/s" in terminal._figures()
 
 
 def test_time_left_is_of_this_session(clock: Clock) -> None:

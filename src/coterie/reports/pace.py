@@ -1,35 +1,8 @@
-"""How fast clients train, and how long a method will still take."""
+"""How long a method will still take."""
 
 import time
-from collections import deque
 
 from coterie.reports.tables import clock
-
-WINDOW = 60.0  # seconds of training over which predictions per second are averaged
-
-
-class Throughput:
-    """Predictions per second over the last `WINDOW` seconds of training, scoring left out."""
-
-    def __init__(self) -> None:
-        self._spans: deque[tuple[float, int]] = deque()  # seconds of training, predictions
-        self._seconds, self._predictions = 0.0, 0
-
-    def add(self, seconds: float, predictions: int) -> None:
-        self._spans.append((seconds, predictions))
-        self._seconds, self._predictions = self._seconds + seconds, self._predictions + predictions
-        while self._seconds - self._spans[0][0] >= WINDOW:
-            seconds, predictions = self._spans.popleft()
-            self._seconds -= seconds
-            self._predictions -= predictions
-
-    @property
-    def known(self) -> bool:
-        return bool(self._spans)
-
-    @property
-    def per_second(self) -> float:
-        return self._predictions / max(self._seconds, 1e-9)
 
 
 class RoundTimer:

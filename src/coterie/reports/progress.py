@@ -17,7 +17,7 @@ from coterie.core.metrics import PERPLEXITY, prediction
 from coterie.core.printing import printable
 from coterie.core.result import MetricInfo, Result
 from coterie.data.refusals import SHOWN
-from coterie.reports.pace import RoundTimer, Throughput
+from coterie.reports.pace import RoundTimer
 from coterie.reports.tables import clock
 
 EVERY = 2.0  # seconds between plain lines of progress of a kind
@@ -47,8 +47,8 @@ class _Time(ProgressColumn):
 
 
 class Terminal(Callback, AbstractContextManager["Terminal"]):
-    """A live display, or plain lines, of rounds, clients, loss, predictions per second (see
-    `Throughput`) and time left (see `RoundTimer`). `rows` is the number of methods that will run. A
+    """A live display, or plain lines, of rounds, clients, loss, predictions per second of training
+    and time left (see `RoundTimer`). `rows` is the number of methods that will run. A
     plain line appears after each round, but at most one every `EVERY` seconds; after `SILENCE`
     seconds without a line, another one states the progress.
     """
@@ -71,7 +71,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
             disable=not self.live,
         )
         self.task: TaskID | None = None
-        self.stage, self.stretch, self.pace = "", RoundTimer(0, 0), Throughput()
+        self.stage, self.stretch = "", RoundTimer(0, 0)
+        self.trained, self.predictions = 0.0, 0  # seconds of the method's training, without scoring
         self.expected: Sequence[float] = ()  # seconds of each method, by a trial before the first
         # seconds, and expected seconds, of each method done in this session
         self.took: list[tuple[float, float]] = []
@@ -178,7 +179,7 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
         self._prepared()
         self._next(title)
         expected = self.expected[self.row - 1] if self.row <= len(self.expected) else None
-        self.metric, self.pace = metric or PERPLEXITY.about, Throughput()
+        self.metric, self.trained, self.predictions = metric or PERPLEXITY.about, 0.0, 0
         self.stretch = RoundTimer(rounds, done, expected)
         self._enter_round(done)
         # the time of the last line of each kind
@@ -216,7 +217,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
 
     def client(self, round: int, client: str, metrics: Mapping[str, Any]) -> None:
         now = time.monotonic()
-        self.pace.add(now - self.training_since, int(metrics.get("tokens", 0)))
+        self.trained += now - self.training_since
+        self.predictions += int(metrics.get("tokens", 0))
         self.training_since = now
         if (loss := loss_of(metrics)) is not None:
             self.losses[client] = loss
@@ -245,10 +247,8 @@ class Terminal(Callback, AbstractContextManager["Terminal"]):
     def _figures(self) -> str:
         """Return loss, privacy and pace in one line."""
         loss = f"loss {sum(self.losses.values()) / len(self.losses):.3f}  " if self.losses else ""
-        pace = (
-            f"{self.pace.per_second:,.0f} {prediction(self.metric)}s/s" if self.pace.known else ""
-        )
-        return f"{loss}{self.privacy}{pace}".strip()
+        pace = f"{self.predictions / (self.trained or 1):,.0f} {prediction(self.metric)}s/s"
+        return f"{loss}{self.privacy}{pace * (self.trained > 0)}".strip()
 
     def spent(self, round: int, epsilon: float, delta: float) -> None:
         self.privacy = f"epsilon {epsilon:.2f} at delta {delta:.1g}  "

@@ -28,7 +28,6 @@ from coterie.personal.inference.packing import (
     padded,
     product,
     routers,
-    side_by_side,
     unused_of,
 )
 
@@ -56,7 +55,6 @@ class Mixtures:
     active: int  # k, the number of experts of the model that uses most
     # (models, 1, k) which of the k largest logits a model does not use; None: all are used
     unused: Tensor | None
-    bases: tuple[Tensor, Tensor | None] | None  # the base's first layers as one, if they are plain
     # of a single model, for tokens with too many different sets of experts to sort
     original: Mixture | None
 
@@ -88,7 +86,6 @@ class Mixtures:
             bias,
             max(mixture.layout.active for mixture in mixtures),
             unused_of(mixtures),
-            side_by_side(base.first),
             None if several else mixtures[0],
         )
 
@@ -276,8 +273,6 @@ class Mixtures:
 
     def _bases(self, tokens: Tensor, base: FrozenMLP) -> Tensor:
         """Return (T, linears f), the outputs of the base's first layers."""
-        if self.bases is not None:
-            return functional.linear(tokens, *self.bases)
         first = [base_layer(layer, tokens) for layer in base.first]
         return torch.cat(first, dim=-1) if len(first) > 1 else first[0]
 

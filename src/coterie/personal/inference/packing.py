@@ -1,4 +1,4 @@
-"""The layout in memory of a base and several adapters for inference, and matrix products with
+"""The layout in memory of several adapters for inference, and matrix products with
 little call overhead, which dominates the time of a single token.
 """
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from coterie.models.mixture import LoRA, Mixture, project
 
-# up to so many tokens, all experts, or all layers with the same input, are computed in one product
+# up to so many tokens, all experts are computed in one product
 FEW = 8
 
 
@@ -23,33 +23,6 @@ def padded(values: Sequence[Tensor]) -> Tensor:
     for place, value in zip(stacked, values, strict=True):
         place[tuple(slice(size) for size in value.shape)] = value
     return stacked
-
-
-def side_by_side(layers: Sequence[nn.Module]) -> tuple[Tensor, Tensor | None] | None:
-    """Return the joint weight and bias of plain layers, now views of it; None for other layers."""
-    if len(layers) < 2 or any(type(layer) is not nn.Linear for layer in layers):
-        return None
-    linears = cast(Sequence[nn.Linear], layers)
-    if len({layer.bias is None for layer in linears}) > 1:
-        return None
-    ends = [layer.weight.data_ptr() + layer.weight.nbytes for layer in linears]
-    whole = linears[0].weight.untyped_storage().data_ptr()
-    if any(
-        layer.weight.data_ptr() != end or layer.weight.untyped_storage().data_ptr() != whole
-        for end, layer in zip(ends, linears[1:], strict=False)
-    ):
-        joined = torch.cat([layer.weight.detach() for layer in linears])
-        for layer, part in zip(
-            linears, torch.split(joined, [layer.out_features for layer in linears]), strict=True
-        ):
-            layer.weight.data = part
-    first = linears[0].weight.detach()
-    weight = first.as_strided(
-        (sum(layer.out_features for layer in linears), linears[0].in_features), first.stride()
-    )
-    return weight, None if linears[0].bias is None else torch.cat(
-        [layer.bias.detach() for layer in linears]
-    )
 
 
 def experts_of(mixture: Mixture, linear: str) -> tuple[Tensor, Tensor]:

@@ -3,15 +3,14 @@ Models whose predictions are mixed are rows of one batch on one base; texts of d
 that are continued in one batch have their keys and values in one cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
@@ -23,7 +22,7 @@ from coterie.models.mixture import SingleLoRA
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable
 from coterie.personal.inference.mixtures import Apart, Mixtures
-from coterie.personal.inference.packing import FEW, base_layer, padded, side_by_side
+from coterie.personal.inference.packing import base_layer, padded
 
 SPARE = 64  # columns that are added if there is no room for the next token
 
@@ -146,10 +145,6 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers' types are not read
         self.columns.end = longest
 
 
-# layers of an attention that are called in this order with the same tensor
-SAME_INPUT = ("q_proj", "k_proj", "v_proj")
-
-
 @dataclass(frozen=True)
 class Updates:
     """The updates of one layer, called like a `SingleLoRA`."""
@@ -188,69 +183,15 @@ class Updates:
         return y.view(*x.shape[:-1], -1)
 
 
-class _Joined:
-    """Layers of one model that are called with the same input: the first call computes all."""
-
-    def __init__(self, loras: Sequence[SingleLoRA], layer: tuple[Tensor, Tensor | None]) -> None:
-        self.weight, self.bias = layer
-        dtype = self.weight.dtype
-        self.sizes = [lora.B.shape[1] for lora in loras]
-        self.A = torch.cat([lora.A.detach()[0] for lora in loras]).to(dtype)  # (layers r, in)
-        B = torch.block_diag(*(lora.gamma * lora.B.detach()[0].T for lora in loras))  # type: ignore[no-untyped-call]
-        self.B = B.to(dtype)  # (layers r, all out)
-        self.x: Tensor | None = None
-        self.parts: list[Tensor | None] = []
-
-    def part(self, index: int, alone: "Attended", x: Tensor, base: nn.Module) -> Tensor:
-        """Compute one of the layers, (..., in) -> (..., out)."""
-        # with many tokens the zeros in the joined updates would cost more than the calls
-        if x.numel() > FEW * x.shape[-1]:
-            return alone(x, base)
-        if self.x is not x or self.parts[index] is None:
-            tokens = x.reshape(-1, x.shape[-1])
-            y = functional.linear(tokens, self.weight, self.bias)
-            y.addmm_(functional.linear(tokens, self.A), self.B)
-            self.x, self.parts = x, list(torch.split(y.view(*x.shape[:-1], -1), self.sizes, dim=-1))
-        output = cast(Tensor, self.parts[index])
-        self.parts[index] = None
-        # nothing is kept between passes
-        if index == len(self.sizes) - 1:
-            self.x, self.parts = None, []
-        return output
-
-
-Attended = Callable[[Tensor, nn.Module], Tensor]  # called like a `SingleLoRA`
-
-
-def attended(
-    blocks: Sequence[Mapping[str, SingleLoRA]], layers: Mapping[str, nn.Module], dtype: torch.dtype
-) -> dict[str, Attended]:
-    """Return the computation of each layer of an attention, by its name."""
-    first = blocks[0]
-    by_layer: dict[str, Attended] = {
-        name: Updates.of([block[name] for block in blocks], dtype) for name in layers
-    }
-    together = [name for name in first if name in SAME_INPUT]
-    layer = side_by_side([layers[name] for name in together]) if len(blocks) == 1 else None
-    if layer is not None:
-        joined = _Joined([first[name] for name in together], layer)
-        by_layer |= {
-            name: partial(joined.part, i, by_layer[name]) for i, name in enumerate(together)
-        }
-    return by_layer
-
-
 class _Block:
     """The adapters of one transformer block, called like an `AdapterBlock`."""
 
-    def __init__(self, attention: dict[str, Attended], mlp: Mixtures | Apart) -> None:
+    def __init__(self, attention: dict[str, Updates], mlp: Mixtures | Apart) -> None:
         self.attention, self.mlp = attention, mlp
 
     def select(self, places: Tensor) -> "_Block":
         """Return a copy for other models, see `Stacks.select`."""
-        attention: dict[str, Attended] = {
-            name: cast(Updates, layer).select(places) for name, layer in self.attention.items()
-        }
+        attention = {name: layer.select(places) for name, layer in self.attention.items()}
         return _Block(attention, self.mlp.select(places))
 
 
@@ -262,23 +203,19 @@ class Stacks:
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter], backbone: Backbone) -> "Stacks":
-        """Stack adapters whose values no longer change, in the given order. The base's layers with
-        the same input are moved side by side in memory.
-        """
+        """Stack adapters whose values no longer change, in the given order."""
         blocks = []
-        for slots, mlp, *adapter_blocks in zip(
-            backbone.attentions,
-            backbone.mlps,
-            *(adapter.blocks for adapter in adapters),
-            strict=True,
+        for mlp, *adapter_blocks in zip(
+            backbone.mlps, *(adapter.blocks for adapter in adapters), strict=True
         ):
             each = cast(Sequence[AdapterBlock], adapter_blocks)
-            loras = [
-                {name: cast(SingleLoRA, lora) for name, lora in block.attention.items()}
-                for block in each
-            ]
-            layers = {name: cast(nn.Module, getattr(slots, name).base) for name in loras[0]}
-            mlps, attention = [b.mlp for b in each], attended(loras, layers, backbone.dtype)
+            attention = {
+                name: Updates.of(
+                    [cast(SingleLoRA, block.attention[name]) for block in each], backbone.dtype
+                )
+                for name in each[0].attention
+            }
+            mlps = [block.mlp for block in each]
             apart = any(adapter.layout.projected for adapter in adapters)
             stack = Apart(mlps) if apart else Mixtures.of(mlps, mlp, backbone.dtype)
             blocks.append(_Block(attention, stack))
