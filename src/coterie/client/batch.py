@@ -62,9 +62,8 @@ class ClientBatch:
         if len(states) < 2 or site.sanitizes:
             return None
         first, *others = [site.model(i) for i in states]
-        if any(model is not first for model in others):
-            return None
-        if not isinstance(first, Classifier) or not first.stacks:
+        alike = all(model is first for model in others)
+        if not alike or not isinstance(first, Classifier) or not first.stacks:
             return None
         rows, at_once = site.training.batch_size, site.training.micro_batch
         if (at_once or rows) < rows or not first.gains(rows):
@@ -205,20 +204,15 @@ class ClientBatch:
     def descend(self, role: Role, gradients: Tensor, at: int | None = None) -> None:
         """See `Client.descend`; gradients: (n, d)."""
         self._check_role(role)
-        memory = {
-            key: self._matrix(key)
-            for key in next(iter(self.states.values()))
-            if key.startswith(_OPTIMISER)
-        }
+        first = next(iter(self.states.values()))
+        memory = {key: self._matrix(key) for key in first if key.startswith(_OPTIMISER)}
         lr = self._lr(self._position - 1 if at is None else at)
         self.site.training.experts.step(
             self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER
         )
         for k, state in enumerate(self.states.values()):
-            state |= {
-                key: moment[k] if moment.ndim == 2 else moment.clone()
-                for key, moment in memory.items()
-            }
+            for key, moment in memory.items():
+                state[key] = moment[k] if moment.ndim == 2 else moment.clone()
 
     def shift(self, scale: float, directions: Tensor) -> None:
         """See `Client.shift`; directions: (n, d)."""

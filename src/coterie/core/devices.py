@@ -91,12 +91,11 @@ def seed(value: int, device: torch.device) -> None:
 @contextmanager
 def forked(device: torch.device) -> Iterator[None]:
     """Restore the random generators of the CPU and of a device after the block."""
-    if device.type in ("cpu", "meta"):
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            yield
+    here = device.type in ("cpu", "meta")
+    with torch.random.fork_rng(
+        [] if here else [device], device_type="cuda" if here else device.type
+    ):
+        yield
 
 
 @contextmanager

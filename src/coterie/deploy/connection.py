@@ -82,9 +82,8 @@ class Callers:
     def enter(self, key: bytes) -> None:
         """Count the current connection for a device. Raises Rejected if the device has too many."""
         device, task = self.device(key), asyncio.current_task()
-        if device.connections >= self.limits.of_a_device * (
-            _OF_AN_ADDRESS if self.keys() is None else 1
-        ):
+        devices = _OF_AN_ADDRESS if self.keys() is None else 1
+        if device.connections >= self.limits.of_a_device * devices:
             raise Rejected(429, "Too many connections of this device")
         device.connections += 1
         if task is not None:

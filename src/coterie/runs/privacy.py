@@ -75,7 +75,15 @@ class PrivacySpending:
                 # that a server does again after it went back to a checkpoint.
                 self._release(phase, uuid4().hex, windows=windows, steps=steps)
         else:
-            replies = self._spend_clients(accountant, ask, replies, phase)
+            drawn = self.state.recipe.drawn(self.state.federation, self.state.round)
+            drawn = drawn or (len(ask.to), len(ask.to))
+            source, new = self._noise(ask, replies, phase, drawn)
+            if new:
+                accountant.spend(*drawn)
+            if accountant.privacy.where == "central":
+                replies, self.state.progress["clip"] = central(
+                    replies, ask.to, accountant.privacy, self.state.progress["clip"], source
+                )
         self.state.progress["spent"] = accountant.runs
         return replies
 
@@ -93,21 +101,6 @@ class PrivacySpending:
         windows = {i: state.federation.clients[i].train.windows for i in clients}
         batch_size = state.recipe.training.batch_size
         return windows, {i: state.method.steps_of(n, batch_size) for i, n in windows.items()}
-
-    def _spend_clients(
-        self, accountant: Accountant, ask: Ask, replies: Replies, phase: int
-    ) -> Replies:
-        """Count an exchange that protects whole clients, and return the replies as `protect`."""
-        state = self.state
-        drawn = state.recipe.drawn(state.federation, state.round) or (len(ask.to), len(ask.to))
-        source, new = self._noise(ask, replies, phase, drawn)
-        if new:
-            accountant.spend(*drawn)
-        if accountant.privacy.where == "central":
-            replies, state.progress["clip"] = central(
-                replies, ask.to, accountant.privacy, state.progress["clip"], source
-            )
-        return replies
 
     def _noise(
         self, ask: Ask, replies: Replies, phase: int, drawn: tuple[int, int]

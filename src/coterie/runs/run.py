@@ -64,9 +64,7 @@ def run(
     """Run a recipe into a folder, see `coterie.run`, and the methods of its `compare_with` into
     `baselines/<name>/` there. Return the results, the recipe's own method last.
     """
-    if not (resume or changed) and (folder / RECIPE).exists():
-        problem = f"{folder} already holds a run"
-        raise Refused(problem, "Resume it with --resume, or choose another --out.")
+    check_new(folder, resume or changed, RECIPE, "run")
     reporter, backend, begun = reporter or Callback(), backend or LocalBackend(), time.monotonic()
     recipe = without_auto(recipe, folder if resume or changed else None, reporter, backend)
     rows = [(recipe.with_method(name), folder / "baselines" / name) for name in recipe.compare_with]
@@ -98,7 +96,7 @@ def without_auto(
 def execute_all(
     rows: Sequence[tuple[Recipe, Path]],
     reporter: Callback,
-    titles: Sequence[str] = (),
+    titles: Mapping[Path, str] = {},
     backend: Backend | None = None,
     changed: bool = False,
     within: Path | None = None,
@@ -113,7 +111,7 @@ def execute_all(
     the same base and data share them. Otherwise a later row reloads its own when it starts, so that
     memory never holds those of all rows.
 
-    `titles` are what the reporter calls the rows, by default their methods. With `changed`,
+    `titles` are what the reporter calls rows, by folder; by default their methods. With `changed`,
     unfinished rows continue with changed base, data, clients or metrics. `within`, the folder of
     all, is locked; by default each row's own. `unfit` is called with folder and error of a row
     without a result, as its method refuses it or it diverged; by default that is raised. `ended` is
@@ -124,7 +122,7 @@ def execute_all(
     if not backend.devices:
         for recipe, folder in rows:
             check_beside_data(recipe, within or folder)
-    given, called = rows, {folder: title for (_, folder), title in zip(rows, titles, strict=False)}
+    given = rows
     # the rows that each row trains as parts, except in a search, which keeps each for later ones
     parts = {
         at: [row for row in rows if recipe.trains(row[0])] if within and not unfit else []
@@ -165,7 +163,7 @@ def execute_all(
             if folder in refused:
                 continue
             expected = expected[1:]  # of the rows after this one
-            title = called.get(folder) or METHODS[recipe.method["name"]].title
+            title = titles.get(folder) or METHODS[recipe.method["name"]].title
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
@@ -248,10 +246,12 @@ def _executed(execution: Execution, changed: bool) -> Result:
     return execution.execute()
 
 
-def check_new(folder: Path, resume: bool) -> None:
-    """Refuse a folder with a comparison, unless it is to be resumed. Raises Refused."""
-    if (folder / Comparison.file).exists() and not resume:
-        problem = f"{folder} already holds a comparison"
+def check_new(
+    folder: Path, resume: bool, file: str = Comparison.file, what: str = "comparison"
+) -> None:
+    """Refuse a folder that holds such a file, unless it is to be resumed. Raises Refused."""
+    if (folder / file).exists() and not resume:
+        problem = f"{folder} already holds a {what}"
         raise Refused(problem, "Resume it with --resume, or choose another --out.")
 
 
@@ -293,10 +293,10 @@ def compare(
         with alone(folder):
             for row, path in rows:
                 adopt(row, folder_of(row, searched), path)
-    titles = [
-        METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
-        for row, _ in rows
-    ]
+    titles = {
+        path: METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
+        for row, path in rows
+    }
     results = execute_all(
         rows, reporter, titles, changed=changed, within=folder, score_texts=score_texts
     )

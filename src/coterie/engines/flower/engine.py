@@ -56,10 +56,8 @@ class Suspects:
         if not here or self.turn >= self.patience or len(clients) < 2 * secure.FEWEST:
             return []
         half, others = (len(here) + 1) // 2, sorted(set(clients) - set(here))
-        return [
-            *_rotated(here, self.turn * half)[:half],
-            *_rotated(others, self.turn)[: max(0, secure.FEWEST - half)],
-        ]
+        filled = _rotated(others, self.turn)[: max(0, secure.FEWEST - half)]
+        return _rotated(here, self.turn * half)[:half] + filled
 
     def __str__(self) -> str:
         if len(self.names) == 1:
@@ -261,9 +259,8 @@ class Flower(Engine):
         except TensorError:
             raise
         except Exception as error:  # for instance a dtype that PyTorch does not know
-            raise TensorError(
-                f"unreadable tensors: {type(error).__name__}: {error}"[:2000]
-            ) from None
+            problem = f"unreadable tensors: {type(error).__name__}: {error}"
+            raise TensorError(problem[:2000]) from None
 
     def _request(
         self, action: Any, task: str, client: ClientId, round: int, phase: int, masked: bool = False

@@ -38,12 +38,8 @@ class Memory:
 
     def turns(self) -> dict[Turn, Path]:
         """Return the existing states, the oldest first."""
-        states = {
-            (int(m[1]), int(m[2])): path
-            for path in self.folder.glob("round-*")
-            if (m := _STATE.fullmatch(path.name))
-        }
-        return dict(sorted(states.items()))
+        files = ((_STATE.fullmatch(p.name), p) for p in self.folder.glob("round-*"))
+        return dict(sorted(((int(m[1]), int(m[2])), path) for m, path in files if m))
 
     def before(self, turn: Turn, expects: Turn | None) -> tuple[State, str]:
         """Return the newest complete state before a turn ({}: the client starts), and a note on it.

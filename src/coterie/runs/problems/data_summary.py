@@ -43,10 +43,7 @@ def summary_of(
     source = recipe.data.source()
     texts = _as_trained(source.read(), federation.everyone)
     chats = problem.content == "chats"
-    skipped = {
-        id: dict(Counter(path.suffix.lower() for path in paths))
-        for id, paths in source.skipped.items()
-    }
+    skipped = {i: dict(Counter(p.suffix.lower() for p in of)) for i, of in source.skipped.items()}
     plain, content_of = _spoken if chats else str, recipe.data.content_of
     summary = summarised(federation, texts, tokenizer.eos_token_id, content_of, plain, skipped)
     shown = [client] if client is not None else list(federation.everyone)

@@ -185,10 +185,6 @@ class Language(LearningProblem):
         self, clients: Sequence[ClientId], build: Callable[[ClientId], Client]
     ) -> Routing | None:
         shown = {i: build(i) for i in clients[:CLIENTS]}
-        if not any(
-            isinstance(c.model, LanguageModel) and c.model.layout.routed for c in shown.values()
-        ):
-            return None
 
         def model(id: ClientId) -> LanguageModel:
             client = shown[id]
@@ -196,6 +192,8 @@ class Language(LearningProblem):
             assert isinstance(client.model, LanguageModel)
             return client.model
 
+        if not any(model(i).layout.routed for i in shown):
+            return None
         splits = {i: client.test for i, client in shown.items()}
         return look(tuple(shown), model, splits, self.backbone.tokenizer)
 
@@ -220,10 +218,8 @@ def memory_step(
     section: LanguageSection, dtype: str, device: str, context: int | None = None
 ) -> Step:
     """Return a local step as far as its memory depends on it."""
-    on_cpu = torch.device(device).type == "cpu"
-    return Step(
-        section.base, context or section.context, section.layout(), dtype, section.quantise, on_cpu
-    )
+    on_cpu, tokens = torch.device(device).type == "cpu", context or section.context
+    return Step(section.base, tokens, section.layout(), dtype, section.quantise, on_cpu)
 
 
 def fitted_federation(federation: Federation, backbone: Backbone) -> Federation:
@@ -247,11 +243,8 @@ def fitted(data: ClientData, backbone: Backbone) -> ClientData:
     packed = any(isinstance(split, ChatSplit) and split.packing for split in data.splits)
     if not packed or backbone.packs:
         return data
-    apart = (
-        replace(split, packing=False) if isinstance(split, ChatSplit) else split
-        for split in data.splits
-    )
-    return ClientData(data.id, *apart)
+    chats = [replace(s, packing=False) if isinstance(s, ChatSplit) else s for s in data.splits]
+    return ClientData(data.id, *chats)
 
 
 def _check(backbone: Backbone, split: Split) -> None:

@@ -26,11 +26,8 @@ def check_member(recipe: Recipe, member: Member) -> None:
     exact = {"group": known.group, "cluster": known.cluster, "anchor": known.anchor}
     if known.position is not None:
         exact["position"] = known.position
-    wrong = [
-        f"{field} {getattr(member, field)!r}, expected {value!r}"
-        for field, value in exact.items()
-        if getattr(member, field) != value
-    ]
+    given = {field: getattr(member, field) for field in exact}
+    wrong = [f"{f} {given[f]!r}, expected {v!r}" for f, v in exact.items() if given[f] != v]
     if member.position >= _MOST_CLIENTS:
         wrong.append(f"position {member.position}, expected below {_MOST_CLIENTS:,}")
     wrong += [

@@ -199,7 +199,6 @@ def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) 
 
 
 def _beyond_sums(field: str, recipe: Recipe, method: Method) -> list[str]:
-    """Return the problem of a field, if the method's server needs more than the uniform mean."""
     if method.needs_only_mean:
         return []
     able = "fedavg, comigs-1g1s and ditto with aggregation rule mean, weighting uniform"

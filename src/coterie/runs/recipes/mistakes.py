@@ -63,10 +63,8 @@ def readable(error: ErrorDetails, recipe: type[BaseModel], prefix: tuple[str, ..
     if error["type"] == "union_tag_invalid":
         tag, others = error["ctx"]["tag"], error["ctx"]["expected_tags"]
         return f"{where}.kind: unknown kind {tag!r}; choose one of {others}"
-    if error["type"] == "union_tag_not_found":
-        return f"{where}.kind: missing"
-    if error["type"] == "missing":
-        return f"{where}: missing"
+    if error["type"] in ("union_tag_not_found", "missing"):
+        return f"{where}{'' if error['type'] == 'missing' else '.kind'}: missing"
     message = error["msg"].removeprefix("Value error, ")
     text = reprlib.repr(error["input"]) if len(given := repr(error["input"])) > SHOWN else given
     return f"{where}: {message[0].lower()}{message[1:]}, found {text}"

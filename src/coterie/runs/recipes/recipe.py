@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -198,10 +199,8 @@ class Recipe(BaseModel):
     @field_validator("compare_with")
     @classmethod
     def _check_compare_with(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if mistakes := [
-            f"compare_with: {unknown_method(name)}" for name in names if name not in METHODS
-        ]:
-            raise Mistakes("\n".join(mistakes))
+        if unknown := [unknown_method(name) for name in names if name not in METHODS]:
+            raise Mistakes("\n".join(f"compare_with: {problem}" for problem in unknown))
         return names
 
     @model_validator(mode="after")
@@ -221,9 +220,7 @@ class Recipe(BaseModel):
             (LabelledTexts, "labelled texts", "text-classifier"),
             (Section, "texts", "language"),
         )
-        held, needed = next(
-            (held, needed) for kind, held, needed in kinds if isinstance(self.data, kind)
-        )
+        held, needed = next(names for kind, *names in kinds if isinstance(self.data, kind))
         if self.model.kind != needed:
             raise Mistakes(
                 f"model.kind: data.kind {kind_of(self.data)} holds {held}, which need {needed}, "
@@ -233,12 +230,8 @@ class Recipe(BaseModel):
 
     def present(self, clients: Iterable[str], round: int) -> tuple[str, ...]:
         """Return the clients that are present in a round, counted from 0."""
-        spans = {i: self.presence.get(i, (0, None)) for i in clients}
-        return tuple(
-            i
-            for i, (first, end) in spans.items()
-            if first <= round and (end is None or round < end)
-        )
+        spans = ((i, *self.presence.get(i, (0, None))) for i in clients)
+        return tuple(i for i, first, end in spans if first <= round < (end or math.inf))
 
     def active(
         self, federation: Federation, round: int, secret: bytes | None = None
@@ -314,12 +307,8 @@ def changed(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 def _with(section: dict[str, Any], settings: Mapping[str, Any], source: str) -> Recipe:
     """Return the recipe of a section with new values by dotted keys. Raises RecipeError."""
-    mistakes = [
-        wrong
-        for key, value in settings.items()
-        if (wrong := dotted.assign(section, key, value, f"{key}={value!r}"))
-    ]
-    if mistakes:
+    tried = (dotted.assign(section, key, v, f"{key}={v!r}") for key, v in settings.items())
+    if mistakes := [wrong for wrong in tried if wrong]:
         raise RecipeError(f"recipe {source}", mistakes)
     return validate(section, source)
 

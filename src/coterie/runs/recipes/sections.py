@@ -74,13 +74,8 @@ class LanguageSection(BaseModel):
 
     def layout(self) -> Layout:
         """Return the adapter's layout before the method's requirements for MLPs."""
-        return Layout(
-            rank=self.rank,
-            alpha=self.alpha,
-            dropout=self.dropout,
-            use_rslora=self.use_rslora is not False,
-            target_modules=self.target_modules,
-        )
+        given = self.model_dump(include={"rank", "alpha", "dropout", "target_modules"})
+        return Layout(**given, use_rslora=self.use_rslora is not False)
 
 
 Network = Literal["mlp", "cnn", "resnet9", "resnet20", "resnet56", "resnet34"]

@@ -149,10 +149,8 @@ def checked(rows: Sequence[Recipe], given: Grid) -> dict[str, tuple[Any, ...]]:
             except RecipeError as error:
                 mistakes |= dict.fromkeys(error.mistakes)
                 continue
-            typed = [
-                new if isinstance(new, int | float | str) else value
-                for new, value in zip(read, values, strict=True)
-            ]
+            pairs = zip(read, values, strict=True)
+            typed = [new if isinstance(new, int | float | str) else value for new, value in pairs]
         if not typed and not mistakes:
             mistakes[f"{key}: no method has this field, or the method's name fixes it"] = None
         grid[key] = tuple(typed)
@@ -178,7 +176,7 @@ def execute_missing(
     are retried. Raises CheckpointError for a damaged result, and CoterieError.
     """
     if missing := missing_of(runs, again=True):
-        execute_all(missing, reporter, [titles[path] for _, path in missing], changed=changed)
+        execute_all(missing, reporter, titles, changed=changed)
 
 
 def missing_of(runs: Sequence[RunAt], again: bool = False) -> list[RunAt]:
@@ -270,8 +268,7 @@ class TrialRuns(Generic[K]):
     def evaluate(self, batch: Sequence[tuple[K, Trial]]) -> list[Score]:
         """Return the mean scores of trials over seeds; `LOST` if a run diverged or was refused."""
         titles: dict[Path, str] = {}
-        runs: list[RunAt] = []
-        owners: dict[Path, list[tuple[K, Trial]]] = {}
+        runs, owners = list[RunAt](), dict[Path, list[tuple[K, Trial]]]()
         for key, trial in batch:
             for recipe, path in self.runs_of(key, trial):
                 titles[path] = self._title(key, trial, recipe)
@@ -294,7 +291,7 @@ class TrialRuns(Generic[K]):
             execute_all(
                 missing,
                 self.reporter,
-                [titles[path] for _, path in missing],
+                titles,
                 changed=self.changed,
                 within=self.within,
                 unfit=unfit,

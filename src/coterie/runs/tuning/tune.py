@@ -135,9 +135,7 @@ def _claim(folder: Path, plan: Plan, resume: bool) -> None:
             remedy = "Check --out; or start from the beginning: the same command without --resume."
             raise Refused(f"there is no search to resume in {folder}", remedy)
         return
-    if not resume:
-        problem = f"{folder} already holds a search"
-        raise Refused(problem, "Resume it with --resume, or choose another --out.")
+    runs.check_new(folder, resume, SEARCH, "search")
     before, now = read_json(folder / SEARCH), plan.to_json()
     if other := [key for key in now if before.get(key) != now[key]]:
         problem = f"{folder} holds a different search: it has other {' and '.join(other)}"
