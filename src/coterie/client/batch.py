@@ -71,9 +71,7 @@ class ClientBatch:
         for i, state in states.items():
             if _X not in state:
                 site.client(i, state)  # gives it its initial values
-        kinds = {
-            (position(state, round, round_steps), *_optimiser(state)) for state in states.values()
-        }
+        kinds = {(position(s, round, round_steps), *_optimiser(s)) for s in states.values()}
         if len(kinds) > 1:
             return None
         return cls(site, states, first, round, round_steps, total_iterations)
@@ -207,9 +205,8 @@ class ClientBatch:
         first = next(iter(self.states.values()))
         memory = {key: self._matrix(key) for key in first if key.startswith(_OPTIMISER)}
         lr = self._lr(self._position - 1 if at is None else at)
-        self.site.training.experts.step(
-            self.x, gradients.to(self.model.device), lr, memory, _OPTIMISER
-        )
+        gradients = gradients.to(self.model.device)
+        self.site.training.experts.step(self.x, gradients, lr, memory, _OPTIMISER)
         for k, state in enumerate(self.states.values()):
             for key, moment in memory.items():
                 state[key] = moment[k] if moment.ndim == 2 else moment.clone()

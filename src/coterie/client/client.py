@@ -204,9 +204,8 @@ class Client(BoundClient):
         """
         settings = self.training.optimiser(role)
         lr = settings.lr_at(self.position - 1 if at is None else at, self.total_iterations)
-        settings.step(
-            self.state[f"parameters/{role}"], gradient, lr, self.state, f"optimiser/{role}"
-        )
+        values = self.state[f"parameters/{role}"]
+        settings.step(values, gradient, lr, self.state, f"optimiser/{role}")
 
     def gradient_at(self, values: Tensor, batch: Batch, role: Role = GENERALIST) -> Tensor:
         """Return the loss's gradient, (d,) fp32, at other values, (d,), of a role. The client does

@@ -169,7 +169,6 @@ def _module(device: torch.device) -> Any:
 
 @lru_cache
 def _computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a device supports a dtype, by trying."""
     try:
         one = torch.ones(2, 2, device=device, dtype=dtype)
         return float((one @ one).sum()) == 8.0

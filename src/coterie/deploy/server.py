@@ -256,7 +256,6 @@ def _nodes(home: Path) -> dict[str, tuple[str, str]]:
 
 
 def _superlink(tls: Sequence[Path | None], home: Path, port: int) -> list[str]:
-    """Return the command line of a SuperLink, with its certificate, key and authority."""
     options: dict[str, Any] = {"--host": "127.0.0.1", "--port": port, "--database": home / DATABASE}
     if None not in tls:
         options |= zip(("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile"), tls, strict=True)

@@ -348,7 +348,7 @@ class _Trial:
                 client.score(client.test, BATCHES)
                 devices.synchronise(client.model.device)
                 seconds = self._now() - begun
-        windows = sum(client.valid.windows + client.test.windows for client in scored)
+        windows = sum(data.valid.windows + data.test.windows for data in scored)
         models = len(self.prepared.site.layouts[id].models)
         return models * seconds * windows / max(rows, 1)
 

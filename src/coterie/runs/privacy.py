@@ -96,7 +96,6 @@ class PrivacySpending:
     def _examples(
         self, clients: Iterable[ClientId]
     ) -> tuple[dict[ClientId, int], dict[ClientId, int]]:
-        """Return each client's training examples and local iterations in a round."""
         state = self.state
         windows = {i: state.federation.clients[i].train.windows for i in clients}
         batch_size = state.recipe.training.batch_size

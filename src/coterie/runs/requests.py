@@ -32,9 +32,8 @@ class RunState:
         self.method: Method = prepared.method
         self.take_in(prepared)
         self.round = 0  # rounds done
-        self.server: Tensors = self.method.init(
-            prepared.blueprint, self.recipe.present(self.clients, 0)
-        )
+        present = self.recipe.present(self.clients, 0)
+        self.server: Tensors = self.method.init(prepared.blueprint, present)
         self.evaluations: list[Evaluation] = []
         self.points: list[Evaluation] = []
         # as JSON: bytes by client, lost replies, rounds taken part in, seconds, the privacy spent
@@ -47,9 +46,8 @@ class RunState:
         """Set participants and scored clients, at the start and when a client joins."""
         self.prepared, self.clients = prepared, prepared.clients
         self.federation = prepared.problem.federation
-        self.groups = {
-            i: group for group, members in self.federation.unseen.items() for i in members
-        }
+        unseen = self.federation.unseen.items()
+        self.groups = {i: group for group, members in unseen for i in members}
         self.evaluated = evaluated(self.federation, self.recipe.evaluate_clients, self.recipe.seed)
         self.scored = tuple(i for group in self.evaluated.values() for i in group)
 

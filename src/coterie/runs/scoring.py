@@ -227,7 +227,6 @@ class Scorer:
             return replace(scores, parts=self._parts(reply))
 
     def _spec(self, *names: str) -> ReplySpec:
-        """Return the form of the replies of a scoring task, restricted to these scores."""
         prepared = self.state.prepared
         layout = prepared.site.layouts[self.state.scored[0]]
         scores = prepared.method.score_spec(prepared.problem.scores(layout))

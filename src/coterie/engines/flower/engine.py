@@ -160,7 +160,6 @@ class Flower(Engine):
         return [i for i in ask.to if i in here]
 
     def _heard(self, client: ClientId, reply: Reply, round: int) -> None:
-        """Record the parts of a client's reply beside its tensors."""
         self.turns[client], self._state_bytes[client] = (round, self._number), reply.state_bytes
         if reply.note:
             self.listener.noted(client, printable(reply.note))

@@ -6,6 +6,7 @@ checked. See `secagg_device`.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -264,15 +265,13 @@ class Participants:
             ciphertext = {Key.CIPHERTEXT_LIST: self.ciphertexts[source][node]}
             configs = configs_of(common.OPEN_SHARE, **{common.COMPLAINER: node}, **ciphertext)
             contents[source] = content_with(configs)
-
-        def read(source: int, content: RecordDict) -> bytes:
-            return self._shown(source, pairs[source], content)
-
+        read = partial(self._shown, pairs)
         shown = self.exchange(common.OPEN_SHARE, contents, read) if contents else {}
         self._keep(self.proofs.keys() - pairs.keys() | shown.keys())
         return {pairs[source]: (source, plain) for source, plain in shown.items()}
 
-    def _shown(self, source: int, node: int, content: RecordDict) -> bytes:
+    def _shown(self, pairs: Mapping[int, int], source: int, content: RecordDict) -> bytes:
+        node = pairs[source]
         plain = cast(bytes, values_of(content, {common.SHARE_OPENED: bytes})[common.SHARE_OPENED])
         with common.binding(common.Bound(self.digest)):
             if not common.shares_hold(plain, source, node, self._checks(source, node)):

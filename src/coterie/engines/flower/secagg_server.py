@@ -8,6 +8,7 @@ reply is left out, and it alone is named.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any, cast
 
@@ -183,17 +184,14 @@ class _Exchange:
         """Return enough shares by client: of seeds if it sent an update, otherwise of keys."""
         lists = {Key.ACTIVE_NODE_ID_LIST: list(active), Key.DEAD_NODE_ID_LIST: list(dead)}
         contents = {node: content_with(configs_of(Stage.UNMASK, **lists)) for node in active}
-
-        def read(node: int, content: RecordDict) -> dict[int, Share]:
-            return self._given(node, content, active, dead)
-
+        read = partial(self._given, active, dead)
         given = self.cohort.exchange(Stage.UNMASK, contents, read)
         self.cohort.suffice(given)
         enough = list(given.values())[: self.cohort.threshold]
         return {owner: [shares[owner] for shares in enough] for owner in (*active, *dead)}
 
     def _given(
-        self, node: int, content: RecordDict, active: Collection[int], dead: Collection[int]
+        self, active: Collection[int], dead: Collection[int], node: int, content: RecordDict
     ) -> dict[int, Share]:
         """Return the shares that a client reveals, by owner, checked against the owners' proofs."""
         configs = values_of(content, {}, (Key.NODE_ID_LIST, Key.SHARE_LIST))

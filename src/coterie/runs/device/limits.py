@@ -141,7 +141,6 @@ def read(path: Path) -> Limits:
 
 
 def _readable(error: ErrorDetails) -> str:
-    """Return one mistake in the terms of the file."""
     message = error["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     if error["type"] == "extra_forbidden":

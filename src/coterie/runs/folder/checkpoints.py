@@ -62,7 +62,6 @@ class _Index(BaseModel):
         return cls(packs=[path.name for path in numbers], clients=clients)
 
     def entries(self, folder: Path) -> dict[ClientId, Entry]:
-        """Return the places of the states in a folder's packs."""
         paths = [folder / name for name in self.packs]
         return {i: Entry(paths[k], *place) for i, (k, *place) in self.clients.items()}
 

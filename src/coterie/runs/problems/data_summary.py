@@ -71,7 +71,6 @@ def _as_trained(texts: Texts, clients: Mapping[ClientId, Any]) -> Texts:
 
 
 def _spoken(document: str) -> str:
-    """Return the contents of a conversation's messages."""
     conversation = Conversation.of_document(document)
     if conversation.text is not None:
         return "\n".join(conversation.text)
@@ -80,15 +79,13 @@ def _spoken(document: str) -> str:
 
 def _files(parts: Sequence[Sequence[str]], chats: bool) -> dict[str, list[str]]:
     """Return the splits of each file or row."""
-    places: dict[str, list[str]] = {}
+    places: dict[str, dict[str, None]] = {}
     for split, documents in zip(SPLITS, parts, strict=True):
         for document in documents:
             where = Conversation.of_document(document).where if chats else where_of(document)
-            splits = places.setdefault(where, [])
-            if split not in splits:
-                splits.append(split)
+            places.setdefault(where, {})[split] = None
     in_order = sorted(places, key=lambda name: (name.rstrip("0123456789"), len(name), name))
-    return {name: places[name] for name in in_order}
+    return {name: list(places[name]) for name in in_order}
 
 
 def _examples(tokenizer: Any, split: Split, count: int) -> list[list[Token]]:

@@ -65,9 +65,8 @@ class Prepared:
         else:
             recall(client)
             round = best_round
-        origin = artifact.Origin(
-            self.recipe.method["name"], self.recipe.name, round, self.recipe.seed
-        )
+        recipe = self.recipe
+        origin = artifact.Origin(recipe.method["name"], recipe.name, round, recipe.seed)
         self.problem.keep(folder, client, self.site.layouts[client.id], origin)
         return None
 
@@ -93,9 +92,8 @@ class Prepared:
     def part(self, name: str) -> "Prepared":
         """Return the same with one part of the method alone."""
         recipe = self.recipe.model_copy(update={"method": {"name": name}})
-        return replace(
-            self, recipe=recipe, method=self.method.methods[name], site=self.site.part(name)
-        )
+        method, site = self.method.methods[name], self.site.part(name)
+        return replace(self, recipe=recipe, method=method, site=site)
 
 
 def prepare(recipe: Recipe, loaded: LearningProblem | None = None) -> Prepared:
@@ -192,9 +190,7 @@ def _layouts(
 
 def outbound(recipe: Recipe, clients: Sequence[ClientId], secret: bool = False) -> Outbound:
     """Return what happens to replies. Raises RecipeError for attackers that are no clients."""
-    attackers = frozenset[ClientId]()
-    if recipe.attack is not None:
-        attackers = recipe.attack.attackers(clients)
+    attackers = recipe.attack.attackers(clients) if recipe.attack else frozenset[ClientId]()
     return Outbound(recipe.seed, recipe.privacy, recipe.attack, attackers, secret)
 
 

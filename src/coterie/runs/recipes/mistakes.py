@@ -94,7 +94,6 @@ def _suggest(location: list[str], recipe: type[BaseModel]) -> str:
 
 
 def _keys(model: type[BaseModel]) -> set[str]:
-    """Return all keys of a section and its subsections."""
     keys = set(model.model_fields)
     for info in model.model_fields.values():
         for nested in _models(info.annotation):

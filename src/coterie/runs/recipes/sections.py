@@ -176,9 +176,8 @@ class ClassifierSection(_Classifying):
         common = self.common
         if common is None or common.network is None:
             return self.shape(inputs, classes)
-        return NetworkShape(
-            common.network, inputs, classes, common.hidden, common.norm, common.width
-        )
+        kind, hidden = common.network, common.hidden
+        return NetworkShape(kind, inputs, classes, hidden, common.norm, common.width)
 
 
 class TextClassifierSection(_Classifying):

@@ -216,14 +216,6 @@ def surely(ones: Sequence[Result], others: Sequence[Result]) -> bool:
 
 
 @dataclass
-class _Leading:
-    """The score of a search's best trials so far, and the folders of their runs."""
-
-    score: Score
-    paths: set[Path] = field(default_factory=set)
-
-
-@dataclass
 class TrialRuns(Generic[K]):
     """Scores trials by runs that are not repeated once done. Of the runs that it begins, only those
     keep checkpoints and models that may still be chosen: the best so far of all rounds, and of
@@ -239,7 +231,10 @@ class TrialRuns(Generic[K]):
     changed: bool = False  # see `execute_all`
     within: Path | None = None  # see `execute_all`
     deciding: int | None = None  # how many parts of a score the searches consider; None: all
-    _leading: dict[tuple[K, bool], "_Leading"] = field(default_factory=dict, init=False)
+    # the score of each search's best trials so far, and the folders of their runs
+    _leading: dict[tuple[K, bool], tuple[Score, set[Path]]] = field(
+        default_factory=dict, init=False
+    )
 
     def search(self, searches: Mapping[K, Search]) -> dict[K, SearchResult]:
         """Carry out searches, see `search.together`. Chosen runs keep their models."""
@@ -309,18 +304,18 @@ class TrialRuns(Generic[K]):
             if not all(map(has_ended, paths)):
                 continue
             score, group = self._score(key, trial)[: self.deciding], (key, trial.share == 1)
-            before = self._leading.get(group, _Leading(LOST))
-            if score == before.score < LOST:
-                before.paths.update(paths)
+            best, leading = self._leading.get(group, (LOST, set[Path]()))
+            if score == best < LOST:
+                leading.update(paths)
                 continue
-            if score < before.score:
-                self._leading[group] = _Leading(score, paths)
-                paths = before.paths
+            if score < best:
+                self._leading[group] = score, paths
+                paths = leading
             for path in paths - self._kept():
                 lighten(path)
 
     def _kept(self) -> set[Path]:
-        return {path for leading in self._leading.values() for path in leading.paths}
+        return {path for _, leading in self._leading.values() for path in leading}
 
     def _paths(self, key: K, trial: Trial) -> list[Path]:
         return [path for _, path in self.runs_of(key, trial)]
