@@ -224,6 +224,17 @@ def test_pfedme_is_its_algorithm_1(beta: float, federation: Federation) -> None:
     torch.testing.assert_close(run.state[GENERALIST], w, rtol=1e-4, atol=1e-6)
 
 
+def test_pfedme_learns_in_rounds_shorter_than_its_inner_steps(federation: Federation) -> None:
+    """Each round has a step of w_i, which would never move otherwise."""
+    short, long = (
+        Run(PFedMe(rounds=3, local_steps=2, inner_steps=k, prox=1.5), federation) for k in (2, 5)
+    )
+    before = start(long, long.ids[0])
+    short.rounds(3)
+    close(long.rounds(3), {i: model(short, i) for i in short.ids})
+    assert not torch.equal(long.state[GENERALIST], before)
+
+
 @pytest.mark.parametrize("variant", ["first-order", "hessian-free"])
 def test_per_fedavg_is_its_algorithm_1(variant: Any, federation: Federation) -> None:
     method = PerFedAvg(rounds=2, local_steps=2, inner_lr=0.05, variant=variant, adapt_steps=2)

@@ -29,7 +29,8 @@ class PFedMe(BesidePersonal):
     """
 
     prox: Annotated[float, Field(gt=0)] = 15.0  # lambda, strength of the pull of theta_i to w_i
-    inner_steps: Annotated[int, Field(ge=1)] = 5  # K, steps of theta_i for each step of w_i
+    # K, steps of theta_i for each step of w_i; at most a round's, or w_i would never move
+    inner_steps: Annotated[int, Field(ge=1)] = 5
     # eta, w_i's learning rate; null: the experts'
     local_lr: Annotated[float | None, Field(gt=0)] = None
     server_lr: Annotated[float, Field(gt=0)] = 1.0  # beta, the server's step
@@ -44,11 +45,11 @@ class PFedMe(BesidePersonal):
     def local_round(self, client: Client, w: Tensors) -> Tensors:
         client.load(w)
         w_i, near = client.flat(), client.read(GENERALIST)  # the same, flat and name by name
-        batch = client.draw(client.train)
-        for step in range(1, self.steps(client) + 1):
+        batch, steps = client.draw(client.train), self.steps(client)
+        for step in range(1, steps + 1):
             eta = client.lr if self.local_lr is None else self.local_lr
             client.step_on(batch, GENERALIST, extra=partial(pull, self.prox, client, near))
-            if step % self.inner_steps == 0:
+            if step % min(self.inner_steps, steps) == 0:
                 w_i += eta * self.prox * (client.flat() - w_i)
                 with client.borrowing({GENERALIST: w_i}):
                     near = client.read(GENERALIST)
