@@ -156,7 +156,7 @@ def test_every_method(case: str, base: Path) -> None:
     assert done
 
 
-@pytest.mark.parametrize("bits", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
 def test_a_base_in_few_bits(bits: str, base: Path) -> None:
     """Reduced on the device, it has the values of the CPU's, and a step's gradients."""
     batch, found = torch.randint(257, (3, 9)), []

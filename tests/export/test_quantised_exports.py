@@ -25,9 +25,9 @@ def test_the_values_of_the_codes_are_what_is_exported(tmp_path: Path) -> None:
     run = write_models(tmp_path / "run", base, {"ann": Layout(rank=2)})
     folder = run / "clients" / "ann"
     tensors, _ = load(folder / "adapter.safetensors")
-    personal.save(folder, replace(personal.load(run).about, quantise="int4"), tensors)
+    personal.save(folder, replace(personal.load(run).about, quantise="nf4"), tensors)
     (done,) = export(Source(run, "ann"), "mixtral", tmp_path / "mixtral")
     assert done.check.difference < 1e-4
-    with pytest.raises(Refused, match="was trained on a base in int4") as caught:
+    with pytest.raises(Refused, match="was trained on a base in nf4") as caught:
         export(Source(run, "ann"), "peft", tmp_path / "peft")
     assert "model.quantise" in caught.value.remedy

@@ -18,15 +18,15 @@ CHANGES = {
 
 def test_a_run_on_a_base_in_4_bits(tmp_path: Path) -> None:
     base, scores = str(write_tiny_base(tmp_path / "base")), {}
-    for bits in (None, "int4"):
+    for bits in (None, "nf4"):
         out = tmp_path / str(bits)
         model = {"base": base, "context": 16, "quantise": bits}
         coterie.run("synthetic", out=str(out), model=model, **CHANGES)
         scores[bits] = json.loads((out / "result.json").read_text())["mean"]
-    assert scores["int4"] != scores[None]
-    assert scores["int4"] == pytest.approx(scores[None], rel=0.05)
-    model = coterie.load(tmp_path / "int4", "client-0")
-    assert (model.about.quantise, model.backbone.quantised) == ("int4", "int4")
+    assert scores["nf4"] != scores[None]
+    assert scores["nf4"] == pytest.approx(scores[None], rel=0.05)
+    model = coterie.load(tmp_path / "nf4", "client-0")
+    assert (model.about.quantise, model.backbone.quantised) == ("nf4", "nf4")
     assert coterie.load(tmp_path / "None", "client-0").backbone.quantised is None
     assert model.next_words("the water", 1)
 

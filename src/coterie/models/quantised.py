@@ -17,8 +17,8 @@ from coterie.core.errors import ModelError
 from coterie.core.tensors import all_finite
 from coterie.models.families import Family, find, is_transposed
 
-Quantisation = Literal["int8", "int4", "nf4"]
-GROUPS = {"int4": 32, "nf4": 64}  # consecutive weights of a row that share a scale
+Quantisation = Literal["int8", "nf4"]
+GROUP = 64  # consecutive weights of a row that share a scale of nf4
 # Quantiles of the normal distribution, scaled to [-1, 1], 0 among them (QLoRA, Appendix E).
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -31,22 +31,20 @@ NF4 = (
 class QuantisedLinear(nn.Module):
     """A frozen linear layer whose weight, (out, in), is codes and scales; its bias stays unchanged.
 
-    int8: w = scale c, one scale for each output. int4: w = scale c + least with c in 0 ... 15, for
-    each group of 32 inputs. nf4: w = scale q_c with q the quantiles of a normal distribution, for
-    each group of 64.
+    int8: w = scale c, one scale for each output. nf4: w = scale q_c with q the quantiles of a
+    normal distribution, for each group of 64 inputs.
     """
 
     codes: Tensor
     scale: Tensor
-    least: Tensor | None
     levels: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None, kind: Quantisation) -> None:
         super().__init__()
         self.kind, (self.out_features, self.in_features) = kind, weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        codes, scale, least = _ENCODE[kind](weight.detach().float())
-        if not all_finite({"scale": scale} if least is None else {"scale": scale, "least": least}):
+        codes, scale = (_int8 if kind == "int8" else _nf4)(weight.detach().float())
+        if not all_finite({"scale": scale}):
             raise ModelError(
                 f"{kind}: the scales of a layer of {self.out_features} x {self.in_features} "
                 f"weights are not finite in half precision",
@@ -55,7 +53,6 @@ class QuantisedLinear(nn.Module):
             )
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
-        self.register_buffer("least", least)
         levels = torch.tensor(NF4, device=weight.device) if kind == "nf4" else None
         self.register_buffer("levels", levels, persistent=False)
 
@@ -64,14 +61,9 @@ class QuantisedLinear(nn.Module):
         if self.kind == "int8":
             return self.codes.to(dtype).mul_(self.scale.to(dtype))
         codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(1)
-        groups = codes.view(len(codes), -1, GROUPS[self.kind])
-        if self.least is None:
-            weight = cast(Tensor, self.levels).to(dtype)[groups.int()]
-            weight.mul_(self.scale.to(dtype)[..., None])
-        else:
-            weight = groups.to(dtype).mul_(self.scale.to(dtype)[..., None])
-            weight.add_(self.least.to(dtype)[..., None])
-        return weight.flatten(1)[:, : self.in_features]
+        groups = codes.view(len(codes), -1, GROUP)
+        weight = cast(Tensor, self.levels).to(dtype)[groups.int()]
+        return weight.mul_(self.scale.to(dtype)[..., None]).flatten(1)[:, : self.in_features]
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) -> (..., out)."""
@@ -108,45 +100,23 @@ class _Product(torch.autograd.Function):
         return grad @ ctx.layer.weight_as(grad.dtype), None
 
 
-def _int8(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes (out, in) and scales (out, 1) of (out, in)."""
     scale = (weight.abs().amax(dim=1, keepdim=True) / 127).clamp(min=1e-12)
-    return (weight / scale).round_().to(torch.int8), scale, None
+    return (weight / scale).round_().to(torch.int8), scale
 
 
-def _int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes (out, in / 2), two per byte, scales and minima (out, groups), of (out, in)."""
-    groups = _grouped(weight, GROUPS["int4"])
-    least, most = groups.aminmax(dim=-1)
-    least = least.to(torch.float16)
-    scale = ((most - least.float()) / 15).clamp(min=1e-7).to(torch.float16)
-    codes = (groups - least.float()[..., None]) / scale.float()[..., None]
-    return _packed(codes.round_().clamp_(0, 15)), scale, least
-
-
-def _nf4(weight: Tensor) -> tuple[Tensor, Tensor, None]:
+def _nf4(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes (out, in / 2), two per byte, and scales (out, groups), of (out, in)."""
-    groups = _grouped(weight, GROUPS["nf4"])
+    missing = -weight.shape[1] % GROUP
+    filled = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
+    groups = filled.view(len(weight), -1, GROUP)
     scale = groups.abs().amax(dim=-1).clamp(min=1e-7).to(torch.float16)
     levels = torch.tensor(NF4, device=weight.device)
     middles = (levels[1:] + levels[:-1]) / 2
-    return _packed(torch.bucketize(groups / scale.float()[..., None], middles)), scale, None
-
-
-_ENCODE = {"int8": _int8, "int4": _int4, "nf4": _nf4}
-
-
-def _grouped(weight: Tensor, size: int) -> Tensor:
-    """Return (out, groups, size) of (out, in), the last group padded with its last weight."""
-    missing = -weight.shape[1] % size
-    filled = torch.cat([weight, weight[:, -1:].expand(-1, missing)], dim=1)
-    return filled.view(len(weight), -1, size)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Return (out, groups size / 2) uint8 of (out, groups, size) codes in 0 ... 15."""
-    pairs = codes.to(torch.uint8).view(len(codes), -1, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    codes = torch.bucketize(groups / scale.float()[..., None], middles).to(torch.uint8)
+    pairs = codes.view(len(codes), -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4), scale
 
 
 def quantise(
@@ -181,4 +151,4 @@ def dequantise(model: nn.Module) -> None:
 
 def bytes_per_weight(kind: str) -> float:
     """Return the bytes per weight, including its share of scales."""
-    return {"int8": 1.0, "int4": 0.5 + 4 / GROUPS["int4"], "nf4": 0.5 + 2 / GROUPS["nf4"]}[kind]
+    return 1.0 if kind == "int8" else 0.5 + 2 / GROUP
