@@ -194,6 +194,14 @@ def test_runs_are_found_again_once_a_recipe_has_a_field_more() -> None:
     assert digest(later.model_copy(update={"extra": 1})) != digest(today)
 
 
+def test_parts_with_settings_of_their_own_have_a_digest() -> None:
+    plain, own = (
+        recipes.load("cobo-digits", ["method.name=interpolation", f"method.parts=[local, {part}]"])
+        for part in ("cobo", "{name: cobo, rho: 0.3}")
+    )
+    assert digest(plain) != digest(own)
+
+
 FIRST_DRAW = 22  # archives up to this one have Dirichlet anchors as they once were drawn
 KEPT = Path(__file__).parents[2] / "benchmarks/results/runs"
 

@@ -34,7 +34,7 @@ def digest(recipe: Recipe) -> str:
     Null fields are left out, so that runs are still found when recipes get a new field.
     """
     settings = asdict(recipe.build_method()).items()
-    later = {("choice", "server")}  # the kept runs have none
+    later = [("choice", "server")]  # the kept runs have none
     method = {key: v for key, v in settings if v is not None and (key, v) not in later}
     rest = recipe.model_dump(mode="json", exclude=_BESIDE, exclude_none=True)
     section = rest | {"method": method, "data": _as_before(rest["data"])}
