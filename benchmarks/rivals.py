@@ -22,6 +22,7 @@ from coterie.models.artifact import About, AboutMixture
 from coterie.models.interpolation import fit_weights, settled
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
+from coterie.models.network_tensors import training
 from coterie.models.windows import TextBatch, Windows, nll_of
 from coterie.personal import PersonalModel
 from coterie.personal.mixture import PersonalMixture
@@ -147,9 +148,10 @@ def joint_gradients(
     for values, weights in ((v, posterior), (w, 1 - posterior)):
         with client.at(values, GENERALIST):
             wrt = list(model.parameters_by_role()[GENERALIST].values())
-            with model._training(wrt):
+            with training(model.adapter.train(), wrt):
                 nll = losses(model, batch)
                 parts = torch.autograd.grad((weights * nll).sum() / len(nll), wrt)
+            model.adapter.eval()
         gradients.append(torch.cat([part.flatten() for part in parts]).float())
     return gradients[0], gradients[1]
 
