@@ -244,7 +244,7 @@ def layers(backbone: Backbone, tokens: int) -> Iterator[tuple[str, Work]]:
     )
     shape = backbone.architecture.blocks[0].mlp
     x, grad = (
-        torch.randn(tokens, shape.width, device=backbone.device, dtype=backbone.dtype)
+        torch.randn(tokens, shape[0].inputs, device=backbone.device, dtype=backbone.dtype)
         for _ in range(2)
     )
     x.requires_grad_()

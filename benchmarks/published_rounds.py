@@ -221,7 +221,7 @@ def _routed(layer: Any, factor: Any, weight: torch.Tensor) -> torch.Tensor:
     adapted = SimpleNamespace(base_layer=module, lora_A=A, lora_B=B, token_proj=token)
     adapted.r, adapted.active_adapter = dict.fromkeys(names, RANK), names
     adapted.scaling, adapted.lora_dropout = dict.fromkeys(names, 1.0), same
-    router = ProjectedRouter(IN, RANK, 1 + EXPERTS, 3)
+    router = ProjectedRouter(IN, RANK, 2)
     router.held, router.weight.data = EXPERTS, weight
     x = torch.randn(1, 50, IN)
     with torch.no_grad():
