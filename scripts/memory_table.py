@@ -62,7 +62,7 @@ from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 base, rows, context, bits, again, dtype = sys.argv[1:]
 backbone = Backbone.load(base, dtype=dtype, quantised=bits or None)
-backbone.checkpointing = bool(int(again))
+backbone.attached.checkpointing = bool(int(again))
 model = LanguageModel(backbone, Layout())
 moments = [torch.ones_like(p) for p in model.adapter.parameters() for _ in range(2)]
 ids = torch.randint(backbone.architecture.vocabulary, (int(rows), int(context) + 1))

@@ -455,9 +455,9 @@ def test_the_same_simulation_is_used_again_and_another_ends_it(
     made: list[tuple[Any, ...]] = []
     ended: list[tuple[Any, ...]] = []
 
-    def start(*about: Any) -> simulation._Simulation:
+    def start(*about: Any) -> tuple[Nodes, Any]:
         made.append(about)
-        return simulation._Simulation(about, Nodes(), lambda: ended.append(about))  # type: ignore[arg-type]
+        return Nodes(), lambda: ended.append(about)
 
     monkeypatch.setattr(simulation, "_simulation", start)
     monkeypatch.setattr(simulation, "_going_on", {})

@@ -16,6 +16,7 @@ ALL, FIRST = 6, 4  # up to 6 panels are all open; of more, the first 4
 MOST = 6  # ticks of a logarithmic axis; of more, only the powers of ten
 UNITS = 1000  # width of a panel in the paths of its lines
 RATIO = 20.0  # ends of a range that differ by a larger factor get a logarithmic scale
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 DASHES = ("", "6 3", "2 3", "8 3 2 3")  # a second cue beside the colour
 MARKED = 40  # a line of more points has no markers
 MARKERS = (
@@ -262,7 +263,9 @@ def _tick(value: float) -> str:
     unit, sign = next(
         ((unit, sign) for least, unit, sign in units if abs(value) >= least), (1.0, "")
     )
-    return f"{value / unit:.6g}{sign}"
+    text = f"{value / unit:.6g}{sign}"
+    factor, e, power = text.partition("e")
+    return "10" + str(int(power)).translate(RAISED) if e and factor == "1" else text
 
 
 def _marks(line: Line, places: Sequence[Point], x: str) -> str:
