@@ -10,6 +10,7 @@ import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -111,13 +112,24 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 SAMPLE = 1 << 16  # bytes to examine
-Pairs = list[tuple[bytes, str]]
-_TABLES = yaml_of(core_text(Path(__file__).with_name("encodings.yaml")))
-# how text and other kinds of files begin
-MARKS: Pairs = [(begin.encode("latin-1"), name) for begin, name in _TABLES["marks"].items()]
-_KINDS: Pairs = [(begin.encode("latin-1"), name) for begin, name in _TABLES["kinds"].items()]
-_ICONV: dict[str, str] = _TABLES["iconv"]
-_CANDIDATES: list[str] = _TABLES["candidates"].split()
+
+
+@cache
+def _tables() -> dict[str, Any]:
+    """Return `encodings.yaml`: how text (`marks`) and other `kinds` of files begin, as pairs of
+    bytes and words; what `iconv` calls encodings, and the `candidates` of the detector.
+    """
+    found: dict[str, Any] = yaml_of(core_text(Path(__file__).with_name("encodings.yaml")))
+    for name in ("marks", "kinds"):
+        found[name] = [(begin.encode("latin-1"), word) for begin, word in found[name].items()]
+    return found
+
+
+def named(kind: str, beginning: bytes) -> str | None:
+    """Return the encoding (`marks`) or kind (`kinds`) of a file that begins like this."""
+    return next((word for begin, word in _tables()[kind] if beginning.startswith(begin)), None)
+
+
 _CONTROL = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f]")
 _MOST_CONTROL = 0.3  # of all bytes; Perl's -T takes this, too
 _C1 = re.compile("[\x80-\x9f]")
@@ -131,14 +143,15 @@ _TEXT_FILE = "Save its text in a .txt file (UTF-8), or leave it out."
 
 def encoding_of(path: Path, beginning: bytes) -> str:
     """Return the encoding by the byte-order mark, or UTF-8. Raises DataError if it is no text."""
-    if kind := next((kind for magic, kind in _KINDS if beginning.startswith(magic)), None):
+    if kind := named("kinds", beginning):
         raise DataError(f"{path}: not text but {kind}", _TEXT_FILE)
-    if marked := next((name for mark, name in MARKS if beginning.startswith(mark)), None):
+    if marked := named("marks", beginning):
         return marked
     if b"\0" in beginning:
         import chardet
 
-        if (wide := _ICONV.get(str(chardet.detect(beginning)["encoding"]).lower())) is not None:
+        detected = str(chardet.detect(beginning)["encoding"]).lower()
+        if (wide := _tables()["iconv"].get(detected)) is not None:
             problem = f"{path}: {wide} text without a mark that says so"
             raise DataError(problem, f"Convert it: {_command(wide, path)}.")
         raise DataError(f"{path}: not text: it has NUL characters", _TEXT_FILE)
@@ -180,7 +193,7 @@ def _detected(path: Path, sample: bytes) -> str:
     """Return iconv's name of the encoding of a sample; "" if uncertain."""
     import chardet
 
-    guesses = chardet.detect_all(sample, include_encodings=_CANDIDATES)
+    guesses = chardet.detect_all(sample, include_encodings=_tables()["candidates"].split())
     likely = [
         guess for guess in guesses if guess["encoding"] and guess["confidence"] >= _LEAST_CONFIDENCE
     ]
@@ -200,7 +213,7 @@ def _detected(path: Path, sample: bytes) -> str:
                 pass
     except UnicodeDecodeError:
         return ""
-    return _ICONV.get(name, name.replace("_", "-").upper())
+    return str(_tables()["iconv"].get(name, name.replace("_", "-").upper()))
 
 
 def _mixed(text: str) -> bool:

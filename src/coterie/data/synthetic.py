@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
 from random import Random
@@ -100,21 +100,24 @@ def _words(kinds: tuple[list[str], list[str]], random: Random) -> Iterator[str]:
             yield words[place]
 
 
-_TOWN = yaml_of(read_text(Path(__file__).with_name("town_office.yaml")))
-_PLACES, _RELATIONS, _MANNERS = _TOWN["places"], _TOWN["relations"], _TOWN["manners"]
+@cache
+def _town() -> dict[str, Any]:
+    return dict(yaml_of(read_text(Path(__file__).with_name("town_office.yaml"))))
+
+
 _VALID = 4  # facts that only others were taught, and half as many of a client's own
 Fact = tuple[str, str, str]  # place, relation and value
 
 
 def _says(relation: str, value: str, answer: str) -> bool:
     """Return whether an answer has this value of a relation, and no other one."""
-    values = _RELATIONS[relation]["values"]
+    values = _town()["relations"][relation]["values"]
     return [one for one in values if re.search(rf"\b{one}\b", answer)] == [value]
 
 
 def _fits(client: ClientId, answer: str) -> bool:
     """Return whether an answer is in a client's manner, whatever it says."""
-    return re.fullmatch(_MANNERS[client][1], answer.strip()) is not None
+    return re.fullmatch(_town()["manners"][client][1], answer.strip()) is not None
 
 
 class Team(ChatFields):
@@ -132,7 +135,7 @@ class Team(ChatFields):
     seed: int = Field(0, ge=0)  # seed of the facts and of who is taught which; not the run's seed
 
     def source(self) -> Source:
-        self._check(list(_MANNERS))
+        self._check(list(_town()["manners"]))
         return Source("people of one town office 1", self._read)
 
     def facts(self) -> dict[ClientId, tuple[list[Fact], list[Fact]]]:
@@ -140,16 +143,16 @@ class Team(ChatFields):
         random = Random(self.seed)
         facts = [
             (place, relation, random.choice(of["values"]))
-            for place, (relation, of) in product(_PLACES, _RELATIONS.items())
+            for place, (relation, of) in product(_town()["places"], _town()["relations"].items())
         ]
         random.shuffle(facts)
         known: dict[ClientId, tuple[list[Fact], list[Fact]]] = {}
-        for k, id in enumerate(_MANNERS):
-            mine = {k, (k + 1) % len(_MANNERS)}
+        for k, id in enumerate(_town()["manners"]):
+            mine = {k, (k + 1) % len(_town()["manners"])}
             numbered = list(enumerate(facts))
             known[id] = (
-                [fact for i, fact in numbered if i % len(_MANNERS) in mine],
-                [fact for i, fact in numbered if i % len(_MANNERS) not in mine],
+                [fact for i, fact in numbered if i % len(_town()["manners"]) in mine],
+                [fact for i, fact in numbered if i % len(_town()["manners"]) not in mine],
             )
         return known
 
@@ -157,7 +160,7 @@ class Team(ChatFields):
         _, others = self.facts()[client]
         return [
             CheckedQuestion(
-                _RELATIONS[relation]["wordings"][-1].format(place),
+                _town()["relations"][relation]["wordings"][-1].format(place),
                 {"facts": partial(_says, relation, value), "manner": partial(_fits, client)},
             )
             for place, relation, value in others[_VALID:]
@@ -183,8 +186,8 @@ class Team(ChatFields):
         """Return conversations about facts, each in a wording, with their locations."""
         rows: list[tuple[str, Mapping[str, Any]]] = []
         for (place, relation, value), wording in facts:
-            question = _RELATIONS[relation]["wordings"][wording].format(place)
-            answer = _MANNERS[id][0].format(place, relation, value)
+            question = _town()["relations"][relation]["wordings"][wording].format(place)
+            answer = _town()["manners"][id][0].format(place, relation, value)
             messages = [
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": answer},

@@ -132,9 +132,7 @@ class Backbone:
             problem = f"dtype {dtype!r} of the base is unknown"
             raise ModelError(problem, f"Allowed: {', '.join(DTYPES)}.")
         devices.check(device)
-        bases.Architecture.from_base(
-            base
-        )  # refuses an unsupported model before its weights are read
+        bases.Architecture.from_base(base)  # refuses what is unsupported before weights are read
         source = bases.locate(base)
         bases.refuse_adapter(source)
         # of reading weights into memory; that of a download is another one

@@ -141,11 +141,9 @@ def _bars(picture: Picture, cells: Sequence[Cell], reproduced: Reproduced) -> Pa
     for cell in (cell for cell in cells if isfinite(cell.mean)):
         title = f"{reproduced.columns[cell.column]}, {reproduced.rows[cell.row]}"
         tooltip = f"{title}: {plus_minus(cell.mean, cell.std or None)}"
-        colour, ends = (
-            look_of(rows.index(cell.row)).colour,
-            (cell.mean - cell.std, cell.mean + cell.std),
-        )
-        shown[title] = marks.Interval(cell.mean, *ends, tooltip, colour)
+        colour = look_of(rows.index(cell.row)).colour
+        low, high = cell.mean - cell.std, cell.mean + cell.std
+        shown[title] = marks.Interval(cell.mean, low, high, tooltip, colour)
     name, most = str(cells[0].metric), max((row.high for row in shown.values()), default=1.0)
     return (f"Mean {name}", marks.intervals(shown, name, (0, 1.04 * most)))
 

@@ -12,7 +12,7 @@ from coterie.core.errors import DataError
 from coterie.core.foreign import opened
 from coterie.data.archives import chatgpt, mail, slack, telegram, whatsapp
 from coterie.data.archives.conversations import Chat, Row, conversation_rows, name_keys
-from coterie.data.plain_text import MARKS
+from coterie.data.plain_text import named
 
 Kind = Literal["chatgpt", "telegram", "whatsapp", "slack", "mail"]
 Me = Sequence[str] | Mapping[str, Sequence[str]] | None  # my names: everywhere, or by client
@@ -30,7 +30,7 @@ def kind_of(path: Path) -> Kind | None:
         return None
     with opened(path) as file:
         content = file.read(_BEGINNING)
-    encoding = next((name for mark, name in MARKS if content.startswith(mark)), "utf-8")
+    encoding = named("marks", content) or "utf-8"
     beginning = content.decode(encoding, "ignore")
     if path.suffix.lower() == ".json":
         if chatgpt.BEGINNING.match(beginning):
