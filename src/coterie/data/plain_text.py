@@ -119,10 +119,10 @@ def _tables() -> dict[str, Any]:
     """Return `encodings.yaml`: how text (`marks`) and other `kinds` of files begin, as pairs of
     bytes and words; what `iconv` calls encodings, and the `candidates` of the detector.
     """
-    found: dict[str, Any] = yaml_of(core_text(Path(__file__).with_name("encodings.yaml")))
+    words: dict[str, Any] = yaml_of(core_text(Path(__file__).with_name("encodings.yaml")))
     for name in ("marks", "kinds"):
-        found[name] = [(begin.encode("latin-1"), word) for begin, word in found[name].items()]
-    return found
+        words[name] = [(begin.encode("latin-1"), word) for begin, word in words[name].items()]
+    return words
 
 
 def named(kind: str, beginning: bytes) -> str | None:

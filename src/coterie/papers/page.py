@@ -203,7 +203,8 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         metric = reproduced.metrics[c]
         best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
         columns = {name: texts for name, texts in _figures(reproduced, c).items() if any(texts)} | {
-            name: bars(*costs) for name, costs in _costs(cells, prediction(metric)).items()
+            name.replace("/", " per "): bars(*costs)  # which may wrap
+            for name, costs in _costs(cells, prediction(metric)).items()
         }
         about = f"<p>{escape(_lead(reproduced, c))}</p>"
         order = ""
