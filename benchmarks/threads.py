@@ -1,14 +1,13 @@
 """Local steps on a quiet and on a loaded machine: two threads that spin while they wait, two that
-sleep soon, one, and the choice.
+sleep soon, and one.
 
     python benchmarks/threads.py [--busy 4] [--seconds 4] [--repeats 2] [--quiet] [--json FILE]
 
 Every measurement is a process of its own, as threads wait in the way that the environment says when
 PyTorch is loaded; they take turns. Beside them so many processes compute without end (`--busy`).
 With `--quiet` also rows without: the measured process then has real-time priority for those seconds
-(needs root), so that a machine that is shared counts as quiet; with it the choice cannot be
-measured, as others are there to be seen. A step is never cut: under load one of two threads that
-spin may take many times `--seconds`.
+(needs root), so that a machine that is shared counts as quiet. A step is never cut: under load one
+of two threads that spin may take many times `--seconds`.
 """
 
 import argparse
@@ -27,38 +26,34 @@ from common import RESULTS, report
 
 from coterie.core.threads import _BRIEFLY, _WAITING
 
-VARIANTS: dict[
-    str, tuple[dict[str, str], int | None]
-] = {  # the environment, and how many threads; None: as chosen
+VARIANTS: dict[str, tuple[dict[str, str], int]] = {  # the environment, and how many threads
     "two threads that spin (before)": ({}, 2),
     "two threads that sleep soon": (_BRIEFLY, 2),
     "one thread": (_BRIEFLY, 1),
-    "as chosen at the start": (_BRIEFLY, None),
 }
 
 
-def child(threads: int | None, seconds: float, priority: bool) -> dict[str, float]:
+def child(threads: int, seconds: float, priority: bool) -> dict[str, float]:
     """Train one client of the quickstart in this process for some seconds."""
     import torch
 
     from coterie.core.roles import GENERALIST, SPECIALIST
-    from coterie.runs.backends import LocalBackend, choose_threads
+    from coterie.runs.backends import LocalBackend
     from coterie.runs.recipes import recipe as recipes
 
     prepared = LocalBackend().prepare(recipes.load("quickstart", ["compare_with=[]"]))
-    number = choose_threads(prepared) if threads is None else threads
     client = prepared.site.client(prepared.clients[0], {})
     client.total_iterations = 50
     if priority:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    torch.set_num_threads(number)
+    torch.set_num_threads(threads)
     client.step(GENERALIST, SPECIALIST, on=client.train)
     begun, own, before = time.monotonic(), time.process_time(), client.tokens
     while time.monotonic() - begun < seconds:
         client.step(GENERALIST, SPECIALIST, on=client.train)
     wall = time.monotonic() - begun
     return {
-        "threads": number,
+        "threads": threads,
         "tokens_per_s": (client.tokens - before) / wall,
         "cores": (time.process_time() - own) / wall,
     }
@@ -84,7 +79,7 @@ def measure(variant: str, seconds: float, priority: bool) -> dict[str, float]:
         sys.executable,
         __file__,
         "--child",
-        str(threads or 0),
+        str(threads),
         "--seconds",
         str(seconds),
         *["--priority"] * priority,
@@ -108,15 +103,14 @@ def main() -> None:
     parser.add_argument("--priority", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        print(json.dumps(child(args.child or None, args.seconds, args.priority)))
+        print(json.dumps(child(args.child, args.seconds, args.priority)))
         return
     rows: list[dict[str, Any]] = []
     for quiet in [True] * args.quiet + [False]:
-        names = [name for name in VARIANTS if not (quiet and VARIANTS[name][1] is None)]
-        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
         with busy(0 if quiet else args.busy):
             for _ in range(args.repeats):
-                for name in names:
+                for name in VARIANTS:
                     found[name].append(measure(name, args.seconds, quiet))
         rows += [
             {

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from coterie.core.devices import free_memory, peak_memory
 from coterie.core.errors import CheckpointError, CoterieError
 from coterie.core.files import read_json
 from coterie.core.protocol import ClientId, batched
-from coterie.core.threads import THREAD_VARIABLES, choose
+from coterie.core.threads import THREAD_VARIABLES
 from coterie.engines.engine import Engine, Listener
 from coterie.engines.inprocess import ENGINES
 from coterie.engines.messages import Member
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 # the file of a run in which exchanges under masks are written down before they begin
 JOURNAL = "begun.json"
-PASS_S = 0.05  # seconds of one thread, about, for a pass of the trial of numbers of threads
 SHORT = 16  # tokens of the first gradients, which decide where they already take long
 # seconds of a gradient from which on threads are faster: benchmarks/results/at_once.json
 STEP_S = 0.01
@@ -134,25 +133,13 @@ def computing_threads(prepared: Prepared) -> int:
 
 
 def choose_threads(prepared: Prepared) -> int:
-    """Return the best number of threads for a run on this machine, see `threads.choose`. It is
-    measured only if it is open: not for models so small that one thread is best, nor if
-    OMP_NUM_THREADS is set. Clients that compute at once share the cores.
+    """Return the number of threads of each client on this machine: OMP_NUM_THREADS if that is set,
+    one for models so small that one is best, otherwise all, which clients at once share.
     """
-    problem, most = prepared.problem, torch.get_num_threads()
-    if (
-        problem.threads
-        or most == 1
-        or problem.device.type != "cpu"
-        or any(name in os.environ for name in THREAD_VARIABLES)
-    ):
-        return problem.threads or most
-    if (at_once := clients_at_once(prepared)) > 1:
-        return most // at_once
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return choose(_passes(prepared), most)
-    finally:
-        torch.set_num_threads(most)
+    most = torch.get_num_threads()
+    if prepared.problem.threads or any(name in os.environ for name in THREAD_VARIABLES):
+        return prepared.problem.threads or most
+    return most // clients_at_once(prepared)
 
 
 def clients_at_once(prepared: Prepared) -> int:
@@ -272,30 +259,6 @@ def _measured_long(prepared: Prepared) -> bool:
             if number and seconds >= 4 * STEP_S:
                 break
     return seconds >= STEP_S
-
-
-def _passes(prepared: Prepared) -> Callable[[int], object]:
-    """Return a function that measures a short forward pass with that many threads, in seconds."""
-    client = prepared.site.client(prepared.clients[0], {})
-    split, embed = client.data.train, client.model.embed
-
-    def forward(rows: int) -> float:
-        begun, batch = time.monotonic(), split.batch(0, rows)
-        with torch.no_grad():
-            client.model.score(iter([batch])) if embed is None else embed(batch)
-        return time.monotonic() - begun
-
-    torch.set_num_threads(1)
-    forward(1)
-    training = prepared.recipe.training
-    most = training.micro_batch or training.batch_size
-    rows = max(1, min(int(PASS_S / forward(1)), most))
-
-    def work(threads: int) -> float:
-        torch.set_num_threads(threads)
-        return forward(rows)
-
-    return work
 
 
 def simulated_device(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:

@@ -112,9 +112,8 @@ class Recipe(BaseModel):
     memory: float | None = Field(None, ge=0)
     # number of CPU threads of each client; with engine inprocess several clients compute at once if
     # there are cores left; results are bit-identical only with the same number; null:
-    # OMP_NUM_THREADS if set, otherwise one for each of as many clients as there are cores, or where
-    # clients compute one by one, one or all cores, by a short trial at the start; a resumed run
-    # keeps its number
+    # OMP_NUM_THREADS if set, otherwise one for each of as many clients as there are cores, or all
+    # of them where clients compute one by one; a resumed run keeps its number
     threads: int | None = Field(None, ge=1)
     # methods that `coterie run` runs beside this one, for the table
     compare_with: tuple[str, ...] = ()
