@@ -84,9 +84,15 @@ class TrimmedMean(_Trimming):
         return min(math.ceil(self.trim * n - 1e-9), (n - 1) // 2)
 
 
-class _Selecting(Combining, ABC):
-    """The mean of the clients whose models are closest to their nearest neighbours."""
+class Krum(Combining):
+    """The model of one client, whose n - f - 2 nearest others are nearest, by the sum of squared
+    distances (Blanchard et al. 2017).
 
+    It withstands f attackers among n >= 2f + 3 clients, and breaks at n/2 if they all send the
+    same. What fewer send in a round is left out. Of equal scores, the first by id is chosen.
+    """
+
+    rule: Literal["krum"] = "krum"  # the one client with the nearest neighbours
     # f, attackers among the clients; there must be at least 2f + 3 of them
     attackers: Annotated[int, Field(ge=0)] = 1
 
@@ -103,9 +109,9 @@ class _Selecting(Combining, ABC):
             most = f"at most {_most_attackers(clients)}" if clients >= 3 else "another rule"
             raise RecipeError("method", [f"{mistake}, where {self.fewest} are needed; use {most}"])
 
-    @abstractmethod
     def count(self, n: int, f: int) -> int:
-        """How many of n clients, f of them attackers, are averaged."""
+        """Return how many of n clients, f of them attackers, are averaged."""
+        return 1
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
@@ -119,21 +125,7 @@ class _Selecting(Combining, ABC):
         return uniform_mean({i: model for k, (i, model) in enumerate(models.items()) if k in best})
 
 
-class Krum(_Selecting):
-    """The model of one client, whose n - f - 2 nearest others are nearest, by the sum of squared
-    distances (Blanchard et al. 2017).
-
-    It withstands f attackers among n >= 2f + 3 clients, and breaks at n/2 if they all send the
-    same. What fewer send in a round is left out. Of equal scores, the first by id is chosen.
-    """
-
-    rule: Literal["krum"] = "krum"  # the one client with the nearest neighbours
-
-    def count(self, n: int, f: int) -> int:
-        return 1
-
-
-class MultiKrum(_Selecting):
+class MultiKrum(Krum):
     """The mean of the m clients that Krum scores best (Blanchard et al. 2017).
 
     It withstands f attackers among n >= 2f + 3 clients, and breaks at f + 1 if m is n - f. What
@@ -141,7 +133,7 @@ class MultiKrum(_Selecting):
     """
 
     # the mean of the clients with the nearest neighbours
-    rule: Literal["multi-krum"] = "multi-krum"
+    rule: Literal["multi-krum"] = "multi-krum"  # type: ignore[assignment]
     # m, number of clients that are averaged; null: n - f
     keep: Annotated[int | None, Field(ge=1)] = None
 

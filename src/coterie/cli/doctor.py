@@ -62,7 +62,6 @@ def examined() -> Iterator[Check]:
         yield _guarded(look)
     yield _disk("this folder", Path.cwd(), "Go to another folder, or give --out.")
     yield _disk("temporary files", Path(tempfile.gettempdir()), "Set TMPDIR to another folder.")
-    yield _hub()
     for name, (what, _) in EXTRAS.items():
         absent = missing(name)
         title = f"extra {name}"
@@ -129,10 +128,7 @@ def _threads() -> Check:
     """Check the number of threads and cores, and the load of the machine."""
     import torch
 
-    cores, busy = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0, 0.0
-    cores = cores or os.cpu_count() or 1
-    if hasattr(os, "getloadavg"):
-        busy = os.getloadavg()[0]
+    cores, busy = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     setting = os.environ.get("OMP_NUM_THREADS")
     summary = f"{torch.get_num_threads()} of torch, {cores} cores, load {busy:.1f}"
     summary += f", OMP_NUM_THREADS={setting}" if setting else ""
@@ -163,13 +159,3 @@ def _disk(name: str, folder: Path, remedy: str) -> Check:
         return Check(f"disk, {name}", f"{folder}: {error.strerror}", False, remedy)
     fine = free >= LEAST_DISK
     return Check(f"disk, {name}", f"{free:.1f} GiB free in {folder}", fine, "" if fine else remedy)
-
-
-def _hub() -> Check:
-    """Check whether there is a token for the Hub, without a request to it."""
-    from huggingface_hub import constants, get_token
-
-    if get_token():
-        return Check("Hub", f"a token is kept for {constants.ENDPOINT}", needed=False)
-    remedy = "Only for private models and `coterie push`: hf auth login."
-    return Check("Hub", "nobody is logged in", remedy=remedy, needed=False)
