@@ -444,7 +444,7 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
             "method.ranks: 2 values for 4",
         ),
         (["reproduce", "comigs/table9"], "no such table, figure or theorem"),
-        (["reproduce", "comigs/table2", "--scale", "huge"], "small, paper"),
+        (["reproduce", "comigs/table2", "--scale", "huge"], "small, smollm2, paper"),
         (["reproduce", "comigs/theorem-2.1", "--seeds", "2"], "is a theorem"),
     ],
 )

@@ -123,7 +123,8 @@ def reproduce(
     scale: Annotated[
         str,
         typer.Option(
-            help="small: the embedded base, on two cores. paper: the paper's base models and sizes."
+            help="small: the embedded base, on two cores. smollm2: SmolLM2-135M in place of it. "
+            "paper: the paper's base models and sizes."
         ),
     ] = "small",
     seeds: Annotated[

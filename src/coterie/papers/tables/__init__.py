@@ -13,8 +13,8 @@ from coterie.core.errors import RecipeError, Refused
 from coterie.runs.recipes import read
 
 FOLDER = Path(__file__).parent
-Scale = Literal["small", "paper"]
-SCALES: tuple[Scale, ...] = ("small", "paper")
+Scale = Literal["small", "smollm2", "paper"]
+SCALES: tuple[Scale, ...] = ("small", "smollm2", "paper")
 Settings = Mapping[str, Any]  # dotted keys of a recipe
 Grids = Mapping[Scale, Mapping[str, tuple[Any, ...]]]  # keys of a recipe, and values to choose from
 Shown = Literal["mean", "best", "best_of_last_ten", "gate_error"]
@@ -46,7 +46,7 @@ class Row(_Strict):
 
 
 class Column(_Strict):
-    """One data set and base at a scale or two."""
+    """One data set and base at each of its scales."""
 
     title: str
     recipes: Mapping[Scale, str]
