@@ -15,6 +15,7 @@ from coterie.papers.tables import Reproduction
 
 PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
 NOT_RUN = "not run"
+LARGER = "SmolLM2-135M"
 ONLY = {"fixed": "one fixed learning rate for all rows", "tuned": "every row tuned"}
 HEADER = """# What the papers say, and what holds
 
@@ -27,8 +28,8 @@ between runs of the same seed. `undecided`: the interval reaches across the boun
 row still improves, and the verdict would be another if all went on at this pace for as long again.
 Behind each verdict stands which rows still improved in the last fifth of their runs, and by how
 much in that fifth (by more than 0.5 points of accuracy or 1 % of perplexity, and by more than it
-varies over seeds). All is at the small scale: orders and signs can be compared with the papers,
-values cannot. Hours are those of the runs on a machine that was also busy with other work; what
+varies over seeds). The verdict is that of the small scale: orders and signs can be compared with the
+papers, values cannot. Where a table was run on SmolLM2-135M too, a column says what came of it there. Hours are those of the runs on a machine that was also busy with other work; what
 tables share is counted in each.
 Why some of it does not hold is told in
 [docs/tables.md](../../docs/tables.md#what-does-not-hold-and-why).
@@ -46,12 +47,14 @@ class Table:
         reproduction: Its file.
         fixed: Its results with fixed settings; None where it was not run.
         tuned: Those with every row tuned.
+        smollm2: Those on SmolLM2-135M, with fixed settings.
     """
 
     name: str
     reproduction: Reproduction
     fixed: Found | None
     tuned: Found | None
+    smollm2: Found | None
 
     @property
     def columns(self) -> dict[str, str]:
@@ -118,6 +121,7 @@ def _table(name: str, results: Path) -> Table | None:
         reproduction,
         _found(results / f"{stem}-small.json"),
         _found(results / f"{stem}-small-tuned.json"),
+        _found(results / f"{stem}-smollm2.json"),
     )
 
 
@@ -154,11 +158,13 @@ def _summary(known: Sequence[Table]) -> list[str]:
 def _section(table: Table) -> list[str]:
     """Return the lines of a table: its commands, and its statements."""
     lines = [f"### {table.reproduction.title}", ""]
-    for kind, found in (("Fixed", table.fixed), ("Tuned", table.tuned)):
+    runs = {"Fixed": table.fixed, "Tuned": table.tuned, LARGER: table.smollm2}
+    for kind, found in runs.items():
         if found is not None:
+            scale = f" --scale {found['scale']}" if found["scale"] != "small" else ""
             command = " ".join(
                 [
-                    f"coterie reproduce {table.name} --seeds {len(found['seeds'])}",
+                    f"coterie reproduce {table.name}{scale} --seeds {len(found['seeds'])}",
                     *found["part"],
                     *(f"--set {text}" for text in found["overrides"]),
                 ]
@@ -168,14 +174,17 @@ def _section(table: Table) -> list[str]:
         return [*lines, f"`coterie reproduce {table.name} --seeds 3`: not run yet.", ""]
     if missing := table.not_run:
         lines += [f"Rows not run yet: {'; '.join(missing)}.  "]
-    lines += ["", "| verdict | statement | on | fixed | tuned |", "| --- | --- | --- | --- | --- |"]
+    larger = f" {LARGER} |" if table.smollm2 else ""
+    lines += ["", f"| verdict | statement | on | fixed | tuned |{larger}"]
+    lines += ["| --- | --- | --- | --- | --- |" + " --- |" * bool(larger)]
     lines += [_line(table, key, source) for key, source in table.statements]
     return [*lines, ""]
 
 
 def _line(table: Table, key: Key, source: str) -> str:
     says, column = key
-    told = [_told(found, key) for found in (table.fixed, table.tuned)]
+    found = (table.fixed, table.tuned, *([table.smollm2] if table.smollm2 else []))
+    told = [_told(of, key) for of in found]
     cells = [_overall(table, key), f"{says} ({source})", table.columns[column], *told]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
