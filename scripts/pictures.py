@@ -2,29 +2,46 @@
 
     coterie run quickstart --out RUN
     coterie run topics --set method=interpolation --set compare_with=[] --out TOPICS
-    python scripts/pictures.py RUN TOPICS CHATS
+    coterie run team --out TEAM
+    python scripts/pictures.py RUN TOPICS CHATS TEAM
 
 Writes `docs/report.png`, the top of a run's report; `docs/keyboard.png`, the keyboard of
-`coterie serve`, after a text that its clients continue in words of their own; and `docs/serve.png`,
-a chat with the clients of CHATS, the run of the tutorial "Your own
-chats". Needs Chromium or Chrome.
+`coterie serve`, after a text that its clients continue in words of their own; `docs/serve.png`, a
+chat with the clients of CHATS, the run of the tutorial "Your own chats"; and `docs/team.png`, one
+question to the assistants of TEAM, before training, alone and together. `-` in place of a run
+leaves its picture as it is. Needs Chromium or Chrome.
 """
 
 import argparse
 import io
 import shutil
+from html import escape
 from pathlib import Path
 
+import yaml
 from PIL import Image
 from playwright.sync_api import Browser, sync_playwright
 
 import coterie
+from coterie.data.synthetic import Team
+from coterie.personal.model import PersonalModel
 from coterie.personal.ui import page as local_page
+from coterie.personal.ui.keyboard import BASE, with_base
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = "The state of the "
 QUESTIONS = ("Could I have a cake on Friday?", "Could I have a novel on Monday?")
 DRAFT = "Could I have two pies on Thursday?"
+# of the picture of the team: its place, relation and wording
+ASKED = ("bell tower", "is run by", "Who runs the bell tower?")
+STYLE = """
+body { margin: 0; padding: 22px 26px; width: 968px; font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 20px; margin: 0 0 4px; } p { margin: 0 0 12px; color: #555; }
+table { border-collapse: collapse; width: 100%; } td, th { text-align: left; vertical-align: top;
+padding: 8px 12px 8px 0; border-top: 1px solid #ddd; } th { color: #555; font-weight: 600; }
+td.name { white-space: nowrap; } small { color: #777; display: block; }
+.right { color: #00664b; } .wrong { color: #a63c00; }
+"""
 SCHEMES = (("light", 780), ("dark", 780), ("light", 390))
 
 
@@ -71,6 +88,42 @@ def chat(browser: Browser, run: Path) -> Image.Image:
     return side_by_side(shots)
 
 
+def team(browser: Browser, run: Path) -> Image.Image:
+    """Return a question and the answers of the base, and of each one's model alone and together."""
+    alone, together = (
+        {i: m for i, m in coterie.load_all(folder).items() if isinstance(m, PersonalModel)}
+        for folder in (run / "baselines/local", run / "baselines/interpolation")
+    )
+    place, relation, question = ASKED
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    facts = Team(seed=recipe["data"]["seed"]).facts()
+    told = {i: (place, relation) in {fact[:2] for fact in mine} for i, (mine, _) in facts.items()}
+    value = next(v for mine, _ in facts.values() for p, r, v in mine if (p, r) == (place, relation))
+
+    def answered(model: PersonalModel) -> str:
+        answer = model.answer(question, do_sample=False).strip()
+        kind = "right" if value in answer else "wrong"
+        text = escape(answer).replace("\n", "<br>")
+        return f"<td class={kind}>{text}</td>"
+
+    base = with_base(alone)[BASE]
+    before = base.answer(question, do_sample=False, max_new_tokens=40).strip()
+    rows = "".join(
+        f"<tr><td class=name>{i}<small>{'was told' if told[i] else 'was never told'}</small></td>"
+        f"{answered(alone[i])}{answered(together[i])}</tr>"
+        for i in alone
+    )
+    heading = "<th></th><th>trained alone</th><th>trained together, with the manner kept</th>"
+    page = browser.new_page(viewport={"width": 1020, "height": 400})
+    page.set_content(
+        f"<style>{STYLE}</style><h1>{question}</h1><p>Before training: {escape(before)} ...</p>"
+        f"<table><tr>{heading}</tr>{rows}</table>"
+    )
+    shot = Image.open(io.BytesIO(page.screenshot(full_page=True)))
+    page.close()
+    return shot
+
+
 def side_by_side(shots: list[Image.Image]) -> Image.Image:
     """Return pictures of equal height in a row."""
     whole = Image.new("RGB", (sum(shot.width for shot in shots), shots[0].height))
@@ -85,21 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a run with a report")
-    parser.add_argument("keyboard", type=Path, help="folder of a run on texts")
-    parser.add_argument("chats", type=Path, help="folder of a run on conversations")
+    draw = {"report": report, "keyboard": keyboard, "serve": chat, "team": team}
+    for name in draw:
+        parser.add_argument(name, type=Path, metavar="RUN")
     args = parser.parse_args()
     with sync_playwright() as playwright:
         program = shutil.which("chromium") or shutil.which("google-chrome")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        pictures = {
-            "report": report(browser, args.run),
-            "keyboard": keyboard(browser, args.keyboard),
-            "serve": chat(browser, args.chats),
-        }
+        for name, of in draw.items():
+            if (run := getattr(args, name)) != Path("-"):
+                of(browser, run).convert("RGB").save(DOCS / f"{name}.png", optimize=True)
         browser.close()
-    for name, shot in pictures.items():
-        shot.convert("RGB").save(DOCS / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":
