@@ -92,7 +92,7 @@ def team(browser: Browser, run: Path) -> Image.Image:
     """Return a question and the answers of the base, and of each one's model alone and together."""
     alone, together = (
         {i: m for i, m in coterie.load_all(folder).items() if isinstance(m, PersonalModel)}
-        for folder in (run / "baselines/local", run / "baselines/interpolation")
+        for folder in (run / "baselines/local", run / "baselines/fedavg")
     )
     place, relation, question = ASKED
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
@@ -113,7 +113,9 @@ def team(browser: Browser, run: Path) -> Image.Image:
         f"{answered(alone[i])}{answered(together[i])}</tr>"
         for i in alone
     )
-    heading = "<th></th><th>trained alone</th><th>trained together, with the manner kept</th>"
+    heading = (
+        "<th></th><th>trained alone</th><th>trained together (FedAvg after its local steps)</th>"
+    )
     page = browser.new_page(viewport={"width": 1020, "height": 400})
     page.set_content(
         f"<style>{STYLE}</style><h1>{question}</h1><p>Before training: {escape(before)} ...</p>"
