@@ -28,9 +28,10 @@ between runs of the same seed. `undecided`: the interval reaches across the boun
 row still improves, and the verdict would be another if all went on at this pace for as long again.
 Behind each verdict stands which rows still improved in the last fifth of their runs, and by how
 much in that fifth (by more than 0.5 points of accuracy or 1 % of perplexity, and by more than it
-varies over seeds). The verdict is that of the small scale: orders and signs can be compared with the
-papers, values cannot. Where a table was run on SmolLM2-135M too, a column says what came of it there. Hours are those of the runs on a machine that was also busy with other work; what
-tables share is counted in each.
+varies over seeds). The verdict is that of the small scale: orders and signs can be compared with
+the papers, values cannot. Where a table was run on SmolLM2-135M too, a column says what came of it
+there. Hours are those of the runs on a machine that was also busy with other work; what tables
+share is counted in each.
 Why some of it does not hold is told in
 [docs/tables.md](../../docs/tables.md#what-does-not-hold-and-why).
 """
