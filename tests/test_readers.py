@@ -25,7 +25,6 @@ ALLOWED = {
     "core/devices.py": OWN,
     "core/errors.py": OWN,
     "core/files.py": STRICT,
-    "core/threads.py": OWN,
     "data/archives/mail.py": STRICT,
     "data/chats/encoding.py": OWN,
     "data/chats/jinja_process.py": "its own process, which holds a bounded line",

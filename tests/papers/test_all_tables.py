@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -82,7 +83,12 @@ def test_the_page_has_every_statement_of_the_three_papers(driver: ModuleType) ->
             assert f"### {tables.load(name).title}" in text
 
 
-def found_of(name: str, verdicts: dict[tuple[str, str], str], rows: list[str] | None = None) -> str:
+def found_of(
+    name: str,
+    verdicts: dict[tuple[str, str], str],
+    rows: list[str] | None = None,
+    scale: str = "small",
+) -> str:
     """A table's JSON file with some verdicts."""
     statements = [
         {
@@ -96,7 +102,13 @@ def found_of(name: str, verdicts: dict[tuple[str, str], str], rows: list[str] | 
         for (says, column), word in verdicts.items()
     ]
     columns = dict.fromkeys((column for _, column in verdicts), "")
-    about = {"hours": 1.26, "seeds": [0, 1, 2], "part": [], "overrides": ["a.b=1"]}
+    about: dict[str, Any] = {
+        "hours": 1.26,
+        "scale": scale,
+        "seeds": [0, 1, 2],
+        "part": [],
+        "overrides": ["a.b=1"],
+    }
     about["columns"] = columns
     about["rows"] = dict.fromkeys(tables.load(name).rows if rows is None else rows, "")
     return json.dumps({"name": name, "statements": statements, **about})
@@ -133,6 +145,21 @@ def test_a_verdict_is_that_of_fixed_and_tuned_rows(
     for word in (fixed, tuned):
         told = f"{word}: by 1 ({word}); no row still improves"
         assert word is None or told in section
+
+
+def test_what_came_of_a_larger_base_has_a_column_of_its_own(
+    driver: ModuleType, tmp_path: Path
+) -> None:
+    says = next(iter(tables.load("comigs/table2").statements)).says
+    for scale, word in (("small", "undecided"), ("smollm2", "holds")):
+        text = found_of("comigs/table2", {(says, "multilingual"): word}, scale=scale)
+        (tmp_path / f"comigs-table2-{scale}.json").write_text(text)
+    section = driver.verdicts.page(tmp_path).split("### CoMiGS, Table 2")[1].split("###")[0]
+    assert "| fixed | tuned | SmolLM2-135M |\n" in section
+    assert "SmolLM2-135M: `coterie reproduce comigs/table2 --scale smollm2 --seeds 3" in section
+    (line,) = (line for line in section.splitlines() if says in line)
+    assert line.startswith("| undecided |")  # which is that of the small scale
+    assert line.endswith("|  | holds: by 1 (holds); no row still improves |")
 
 
 def test_rows_that_were_not_run_are_named(driver: ModuleType, tmp_path: Path) -> None:
