@@ -94,13 +94,6 @@ def test_each_class_has_the_share_of_its_samples_that_an_expert_was_given() -> N
     assert stages[1] == [2, stages[2][1]]
 
 
-def test_confusion_adds_the_classes_of_an_anchor_and_leaves_out_nobody() -> None:
-    heat = choices().confusion("aligned")
-    assert list(heat.rows) == ["a0", "a1", "a2", "no anchor"]
-    assert heat.stages[-1][1] == [[100, 0, 0], [0, 75, 25], [0, 0, 100], [0, 0, 100]]
-    assert framed(heat_map(heat)) == {(0, 0), (1, 1), (2, 2)}
-
-
 def test_classes_of_several_anchors_are_outlined_for_each_and_named_once() -> None:
     found = choices(labels={"a0": [0, 5], "a1": [0, 1], "a2": [1, 5]})
     svg = heat_map(found.shares("aligned"))
@@ -404,8 +397,6 @@ def test_pointer_keys_and_slider_tell_of_maps_that_are_not_square(tmp_path: Path
             ):  # and not beyond the edge
                 page.keyboard.press(key)
             assert tip.inner_text() == "class 3: 100 % to expert 0"
-            page.keyboard.press("Tab")
-            assert tip.inner_text() == "classes of a0: 100 % to expert 0"
 
 
 def test_a_run_counts_the_labels_that_its_clients_have(tmp_path: Path) -> None:

@@ -140,8 +140,7 @@ class Choices:
     """The experts that a method's gate chose for test samples, at its evaluations."""
 
     title: str
-    anchors: Sequence[str]  # of each expert; () if experts have none
-    anchored: Sequence[Sequence[int]]  # the classes of each anchor
+    anchored: Sequence[Sequence[int]]  # the classes of each expert's anchor; () without anchors
     # rounds, and the choices after them by group of clients, the headline first
     stages: Sequence[tuple[int, Mapping[str, GateChoices]]]
 
@@ -153,9 +152,8 @@ class Choices:
             return None
         given = next(iter(evaluations[0][1].values())).given
         stages = thinned(evaluations, room(len(given) * len(given[0])))
-        anchors = result.anchors or ()
-        tied = len(anchors) == len(given[0])
-        return cls(title, anchors if tied else (), anchored_classes(result) if tied else (), stages)
+        anchored = anchored_classes(result)
+        return cls(title, anchored if len(anchored) == len(given[0]) else (), stages)
 
     @property
     def groups(self) -> list[str]:
@@ -180,35 +178,20 @@ class Choices:
 
     def shares(self, group: str) -> Heat:
         """Return the percentage of each class that each expert was given, (classes, M)."""
-        rows = {str(c): [c] for c in self.order}
+        stages = [
+            (at, [percentages(choices[group].given[c]) for c in self.order])
+            for at, choices in self.stages
+        ]
         owned = [[c in classes for c in self.order] for classes in self.anchored]
         frames = "".join(
             f"M{m} {i}h1v{k}h-1z" for m, column in enumerate(owned) for i, k in runs(column)
         )
-        tooltip = "class {row}: {value} % to expert {column}"
-        return self._heat(group, rows, "each class", tooltip, frames)
-
-    def confusion(self, group: str) -> Heat:
-        """Return how much of each anchor's classes, and of nobody's, experts got, percent."""
-        orphans = [c for c in self.order if not any(c in classes for classes in self.anchored)]
-        rows = dict(zip(self.anchors, self.anchored, strict=True)) | (
-            {"no anchor": orphans} if orphans else {}
+        rows, experts = list(map(str, self.order)), list(map(str, range(self.size[1])))
+        texts = (
+            f"{self.title}: share of each class by expert",
+            "class {row}: {value} % to expert {column}",
         )
-        frames = "".join(f"M{m} {m}h1v1h-1z" for m in range(len(self.anchors)))
-        tooltip = "classes of {row}: {value} % to expert {column}"
-        return self._heat(group, rows, "each anchor's classes", tooltip, frames)
-
-    def _heat(
-        self, group: str, rows: Mapping[str, Sequence[int]], what: str, tooltip: str, frames: str
-    ) -> Heat:
-        """Return the percentage of the samples of each row's classes that each expert was given."""
-        stages = [
-            (at, [_share(choices[group].given, classes) for classes in rows.values()])
-            for at, choices in self.stages
-        ]
-        experts = [str(m) for m in range(self.size[1])]
-        label = f"{self.title}: share of {what} by expert"
-        return Heat(list(rows), experts, stages, 100, label, tooltip, digits=0, frames=frames)
+        return Heat(rows, experts, stages, 100, *texts, digits=0, frames=frames)
 
     def expert_accuracy(self, group: str) -> list[Line]:
         """Return a line for each expert: its accuracy on the samples that it was given, percent."""
@@ -225,11 +208,6 @@ class Choices:
         """Return the line of the percentage of samples of a class of their expert's anchor."""
         points = [(at, known(choices[group].gate_accuracy)) for at, choices in self.stages]
         return Line(points, self.title, style)
-
-
-def _share(given: Sequence[Sequence[int]], classes: Sequence[int]) -> list[float]:
-    """Return the percentage of the samples of some classes that each expert was given."""
-    return percentages(map(sum, zip(*(given[c] for c in classes), strict=True)))
 
 
 def _rate(choices: GateChoices, expert: int) -> float:
@@ -257,9 +235,9 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
 
 
 def choice_maps(all_choices: Sequence[Choices]) -> str:
-    """Return heat maps by class and by anchor, one slider for all; other groups are folded."""
+    """Return heat maps by class, one slider for all; other groups are folded away."""
     first, *others = all_choices[0].groups
-    anchored = any(choices.anchors for choices in all_choices)
+    anchored = any(choices.anchored for choices in all_choices)
     outlined = " The classes of the expert's own anchor are outlined." * anchored
     about = ABOUT_CHOICES.format(whose=escape(unseen(first)), outlined=outlined)
     more = (folded(f"The same of {unseen(g)}", _staged_maps(all_choices, g)) for g in others)
@@ -268,12 +246,7 @@ def choice_maps(all_choices: Sequence[Choices]) -> str:
 
 def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
     """Return the heat maps of a group of clients, with their slider."""
-    figures = []
-    for choices in all_choices:
-        figures.append(captioned(choices.title, "by class", heat_map(choices.shares(group))))
-        if choices.anchors:
-            detail, heat = "by anchor, its classes together", choices.confusion(group)
-            figures.append(captioned(choices.title, detail, heat_map(heat)))
+    figures = [captioned(of.title, "by class", heat_map(of.shares(group))) for of in all_choices]
     moments = sorted({at for choices in all_choices for at, _ in choices.stages})
     legend = slider(moments, "rounds") + scale("0 % of the row", "100 %")
     return f'<div class="staged">{legend}<div class="maps owned">{"".join(figures)}</div></div>'
@@ -281,7 +254,7 @@ def _staged_maps(all_choices: Sequence[Choices], group: str) -> str:
 
 def gate_curves(all_choices: Sequence[Choices]) -> str:
     """Return a panel of gate accuracy by method for each group of clients; "" without anchors."""
-    tied = {k: choices for k, choices in enumerate(all_choices) if choices.anchors}
+    tied = {k: choices for k, choices in enumerate(all_choices) if choices.anchored}
     if not tied:
         return ""
     charts = {
