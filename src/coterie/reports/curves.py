@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -21,7 +20,6 @@ Value = Callable[[Evaluation], float]  # the value of a curve at an evaluation
 FAINT = 0.4  # opacity of the first of several blocks; that of the last is 1
 PANELS = 24  # clients with curves of their own, at most
 POINTS = 60  # of a client's curve, at most
-FAR = 3  # a base so many times worse than all later scores is left out of panels
 ROUTERS = (
     "<p>The mean routing weight of each kind of expert over the tokens of the training "
     "batches, by round. One line per block; stronger colours are deeper blocks.</p>"
@@ -36,11 +34,11 @@ def _curves(results: Sequence[Result]) -> str:
     """Return a panel of the mean over clients, and one for each client: the test metric against
     local iterations, one line per method.
 
-    A method without training is a level line. If the base is so much worse that the curves of
-    trained models look alike, the mean is shown a second time without it, and clients' panels omit
-    it, each with its own range.
+    A method without training is a level line, but for the base, beside which the curves of trained
+    models often look alike: it is in the tables.
     """
     own_result, metric = results[-1], results[-1].metric
+    results = [*(r for r in results[:-1] if r.method != "pretrained"), own_result]
     looks = [*range(1, len(results)), 0]  # the run's own method has the first colour
     groups = own_result.groups or {}
     at, count = counted(bool(groups))
@@ -50,31 +48,21 @@ def _curves(results: Sequence[Result]) -> str:
         look_of(k, r.rounds > 0 and len(points) <= chart.MARKED)
         for k, r, points in zip(looks, results, series, strict=True)
     ]
-    # Every method starts from the base, so that all curves begin where it stands.
-    base = next((r for r in results if r.method == "pretrained"), None)
 
     def line(result: Result, evaluations: Sequence[Evaluation], style: Style, value: Value) -> Line:
         points = [(at(e), value(e)) for e in thinned(evaluations, POINTS)]
-        start = [(0, value(base.evaluations[0]))] if base and not windows else []
         level = [(0, points[0][1]), (last, points[0][1])]
-        shown = level if result.rounds == 0 else start + points
-        return Line(shown, METHODS[result.method].title, style)
+        return Line(points if result.rounds else level, METHODS[result.method].title, style)
 
     def lines(value: Value) -> list[Line]:
         return [line(r, p, s, value) for r, p, s in zip(results, series, styles, strict=True)]
 
     axes, ratios = (count, str(metric)), metric.lower_is_better
-    mean_title = f"Mean over {len(own_result.clients)} clients"
     means = {f"Mean of {unseen(g)}": lines(group_test(g)) for g in groups}
-    means = means or {mean_title: lines(group_test(""))}
-    far = ratios and not groups and _far(means[mean_title])
-    if far:
-        means["The same without the base"] = _trained(means[mean_title])
+    means = means or {f"Mean over {len(own_result.clients)} clients": lines(group_test(""))}
     drawn_methods = zip(results, styles, strict=True)
     samples = legend((style.sample, METHODS[r.method].title) for r, style in drawn_methods)
-    # each has a range of its own
-    kinds = {t: t for t in (*means, *own_result.clients)} if far else None
-    whole = chart.panels(means, *axes, broad=True, ratios=ratios, kinds=kinds)
+    whole = chart.panels(means, *axes, broad=True, ratios=ratios)
     members = {
         g: [i for i, client in own_result.clients.items() if (client.group or "") == g]
         for g in groups or [""]
@@ -90,26 +78,12 @@ def _curves(results: Sequence[Result]) -> str:
         known = len(members[g])
         some = f"<p class=note>The first {len(drawn)} of {known} clients.</p>"
         parts += some if len(drawn) < known else ""
-        shown = {i: _trained(of_client) for i, of_client in drawn.items()} if far else drawn
-        panels = chart.panels(shown, *axes, limits if g else None, ratios=ratios, kinds=kinds)
+        panels = chart.panels(drawn, *axes, limits if g else None, ratios=ratios)
         parts += folded(f"{known} client{'s' * (known > 1)}, {unseen(g)}", panels) if g else panels
-    alone = ", without the base" if far else ""
     what = "windows" if prediction(metric) == "token" else "examples"
     why = "to show progress; the tables use the whole test sets"
     part = f"<p class=note>On {windows} {what} of each client's test set, {why}.</p>"
-    return f"{samples}{part if windows else ''}{whole}<h3>Client by client{alone}</h3>{parts}"
-
-
-def _far(lines: Sequence[Line]) -> bool:
-    """Return whether the base is so much worse than trained models that their curves look alike."""
-    trained = list(chart.finite_heights([_trained(lines)]))
-    return bool(trained) and max(chart.finite_heights([lines])) > FAR * max(trained)
-
-
-def _trained(lines: Sequence[Line]) -> list[Line]:
-    """Return the lines without their points before training, and without level lines."""
-    moving = [line for line in lines if len({y for _, y in line.points}) > 1]
-    return [replace(line, points=[p for p in line.points if p[0] > 0]) for line in moving]
+    return f"{samples}{part if windows else ''}{whole}<h3>Client by client</h3>{parts}"
 
 
 def counted(rounds: bool) -> tuple[Callable[[Evaluation], int], str]:

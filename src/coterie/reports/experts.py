@@ -122,13 +122,9 @@ ABOUT_CHOICES = (
     "training. Hover over a field, tap it, or reach it with Tab and the arrow keys, to see its "
     "share.</p>"
 )
-ABOUT_GATE = (
-    "<p>Gate accuracy: the share of samples sent to an expert whose anchor has their class.</p>"
-)
+ABOUT_GATE = "<p>The share of samples sent to an expert whose anchor has their class.</p>"
 
-ABOUT_ACCURACY = (
-    "<p>Of the test samples that the gate sent to an expert, the share classified correctly.</p>"
-)
+ABOUT_ACCURACY = "<p>The share of the samples sent to an expert that it classified correctly.</p>"
 ABOUT_DECISIONS = (
     "<p>Test samples that the gate sent to an expert whose anchor does not have, or has, their "
     "class.</p>"
