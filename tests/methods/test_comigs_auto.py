@@ -52,13 +52,14 @@ def test_each_size_is_comigs_alone_bit_for_bit() -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_base: Path) -> Path:
     folder = tmp_path_factory.mktemp("run") / "run"
     coterie.run(
         "synthetic",
         out=folder,
         data={"clients": 3, "train_tokens": 1500, "valid_tokens": 600, "test_tokens": 600},
         method={"name": "comigs-auto", **SMALL, "local_steps": 6, "specialists": [0, 1]},
+        model={"base": str(tiny_base)},
         training={"batch_size": 4},
         compare_with=["comigs-1g1s"],
         evaluate_every=1,
