@@ -58,6 +58,11 @@ class Table:
     smollm2: Found | None
 
     @property
+    def judged_on_smollm2(self) -> bool:
+        """Whether a statement could be judged there: all rows that it is about were run."""
+        return bool(self.smollm2 and self.smollm2["statements"])
+
+    @property
     def columns(self) -> dict[str, str]:
         """Titles of the columns that were run, or else of all at the small scale, by id."""
         run = {c for found in (self.fixed, self.tuned) if found for c in found["columns"]}
@@ -175,7 +180,7 @@ def _section(table: Table) -> list[str]:
         return [*lines, f"`coterie reproduce {table.name} --seeds 3`: not run yet.", ""]
     if missing := table.not_run:
         lines += [f"Rows not run yet: {'; '.join(missing)}.  "]
-    larger = f" {LARGER} |" if table.smollm2 else ""
+    larger = f" {LARGER} |" if table.judged_on_smollm2 else ""
     lines += ["", f"| verdict | statement | on | fixed | tuned |{larger}"]
     lines += ["| --- | --- | --- | --- | --- |" + " --- |" * bool(larger)]
     lines += [_line(table, key, source) for key, source in table.statements]
@@ -184,7 +189,7 @@ def _section(table: Table) -> list[str]:
 
 def _line(table: Table, key: Key, source: str) -> str:
     says, column = key
-    found = (table.fixed, table.tuned, *([table.smollm2] if table.smollm2 else []))
+    found = (table.fixed, table.tuned, *([table.smollm2] if table.judged_on_smollm2 else []))
     told = [_told(of, key) for of in found]
     cells = [_overall(table, key), f"{says} ({source})", table.columns[column], *told]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
