@@ -128,7 +128,9 @@ def _threads() -> Check:
     """Check the number of threads and cores, and the load of the machine."""
     import torch
 
-    cores, busy = os.cpu_count() or 1, os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux's: what this process may use
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     setting = os.environ.get("OMP_NUM_THREADS")
     summary = f"{torch.get_num_threads()} of torch, {cores} cores, load {busy:.1f}"
     summary += f", OMP_NUM_THREADS={setting}" if setting else ""

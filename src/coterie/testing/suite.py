@@ -200,6 +200,7 @@ CHECKS: tuple[Check, ...] = (
     training.engines_are_alike,
     training.absent_client_keeps_everything,
     training.failing_clients_are_left_out,
+    training.resumed_run_ends_the_same,
     training.some_clients_a_round,
     training.clients_come_and_go,
     training.devices_are_alike,

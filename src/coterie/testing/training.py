@@ -202,6 +202,13 @@ def resumed(method: Method, world: World, draw: Draw = everybody, there: Draw = 
         return second.rounds(method.rounds - loaded.round, draw=draw, there=there)
 
 
+@clause("a run can be resumed from a checkpoint of its states alone")
+def resumed_run_ends_the_same(method: Method, world: World) -> None:
+    """Check that a run that was resumed after its first round ends the same, to the bit."""
+    whole = Run(method, world).rounds(method.rounds)
+    require_same_run(whole, resumed(method, world), "a run and the same one resumed after a round")
+
+
 @clause("a client that is not drawn keeps its state, and its part of the server's state")
 def absent_client_keeps_everything(method: Method, world: World) -> None:
     """Compare a client's tensors before and after a round in which it takes no part."""
@@ -223,10 +230,7 @@ def absent_client_keeps_everything(method: Method, world: World) -> None:
         require(absent in before or round == 0, f"client {absent!r} has no state after a round")
 
 
-@clause(
-    "any subset of the clients may be drawn for a round, on every engine, and a run can be resumed "
-    "from a checkpoint of its states alone"
-)
+@clause("any subset of the clients may be drawn for a round, on every engine and after resuming")
 def some_clients_a_round(method: Method, world: World) -> None:
     """Check a run in which not all clients take part, on all engines, and resumed."""
     method, world = longer(method), world.one_by_one
