@@ -26,15 +26,30 @@ ASKED = {"model": "ann", "prompt": "a", "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
-def port(bases, tmp_path_factory):
-    folder = write_models(
-        tmp_path_factory.mktemp("attacked"), bases["few"], {"ann": Layout(rank=2)}
-    )
+def folder(bases, tmp_path_factory):
+    where = tmp_path_factory.mktemp("attacked")
+    return write_models(where, bases["few"], {"ann": Layout(rank=2)})
+
+
+@contextmanager
+def served(folder, limits: Limits):
     problems: list[str] = []
-    settings = Settings(0, token=TOKEN, limits=LIMITS)
+    settings = Settings(0, token=TOKEN, limits=limits)
     with server.served(coterie.load_all(folder), settings, problems.append) as address:
         yield int(address.split(":")[2].partition("/")[0])
     assert problems == []
+
+
+@pytest.fixture(scope="module")
+def port(folder):
+    with served(folder, LIMITS) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def usual_port(folder):
+    with served(folder, Limits()) as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)
@@ -268,13 +283,17 @@ def test_what_is_no_http(port):
 
 @pytest.mark.parametrize("count", [512, 1100])
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /v1/models HTTP/1.1\r\n\r\n"])
-def test_the_owner_is_answered_at_every_try_while_a_stranger_holds_connections(port, count, sent):
-    """From the owner's own address, and each is opened again that is closed."""
-    with flood(port, count, sent):
+def test_the_owner_is_answered_at_every_try_while_a_stranger_holds_connections(
+    usual_port, count, sent
+):
+    """From the owner's own address, and each is opened again that is closed. The usual limits: on
+    a busy machine 8 strangers may come before the owner has asked.
+    """
+    with flood(usual_port, count, sent):
         for _ in range(5):
             begun = time.monotonic()
             with openai.OpenAI(
-                base_url=f"http://127.0.0.1:{port}/v1", api_key=TOKEN, max_retries=0, timeout=10
+                base_url=f"http://127.0.0.1:{usual_port}/v1", api_key=TOKEN, max_retries=0, timeout=10
             ) as client:  # a new connection
                 assert client.completions.create(**ASKED).choices
             assert time.monotonic() - begun < 5
