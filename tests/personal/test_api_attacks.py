@@ -293,7 +293,10 @@ def test_the_owner_is_answered_at_every_try_while_a_stranger_holds_connections(
         for _ in range(5):
             begun = time.monotonic()
             with openai.OpenAI(
-                base_url=f"http://127.0.0.1:{usual_port}/v1", api_key=TOKEN, max_retries=0, timeout=10
+                base_url=f"http://127.0.0.1:{usual_port}/v1",
+                api_key=TOKEN,
+                max_retries=0,
+                timeout=10,
             ) as client:  # a new connection
                 assert client.completions.create(**ASKED).choices
             assert time.monotonic() - begun < 5
