@@ -10,15 +10,15 @@ import math
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 from torch import Tensor
 
 from coterie.aggregation.collaboration import CHUNK
 from coterie.aggregation.means import Combining, Mean, ordered, uniform_mean, weighted_mean
-from coterie.core import devices
+from coterie.core import devices, unions
 from coterie.core.errors import RecipeError
 from coterie.core.names import normal
 from coterie.core.protocol import ClientId, Replies
@@ -242,12 +242,6 @@ def _products(models: Sequence[Named], around: Named) -> Tensor:
     return products
 
 
-def _rule(settings: Any) -> str:
-    if isinstance(settings, dict):
-        return str(settings.get("rule", "mean"))
-    return str(getattr(settings, "rule", None))
-
-
 Rule = Annotated[
     Annotated[Mean, Tag("mean")]
     | Annotated[Median, Tag("median")]
@@ -256,12 +250,7 @@ Rule = Annotated[
     | Annotated[MultiKrum, Tag("multi-krum")]
     | Annotated[GeometricMedian, Tag("geometric-median")]
     | Annotated[ClippedMean, Tag("clipped-mean")],
-    Discriminator(
-        _rule,
-        custom_error_type="rule",
-        custom_error_message="rule should be mean, median, trimmed-mean, krum, multi-krum, "
-        "geometric-median or clipped-mean",
-    ),
+    unions.by("rule", Mean, Median, TrimmedMean, Krum, MultiKrum, GeometricMedian, ClippedMean),
 ]
 
 

@@ -2,12 +2,13 @@
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, Tag
 from torch import Tensor
 
+from coterie.core import unions
 from coterie.core.protocol import State
 from coterie.core.roles import GATE, ROUTER, Role
 
@@ -119,19 +120,9 @@ def _started(memory: State, key: str, like: Tensor) -> Tensor:
     return memory[key]
 
 
-def _kind(settings: Any) -> str:
-    return str(
-        settings.get("optimiser", "adamw") if isinstance(settings, dict) else settings.optimiser
-    )
-
-
 Optimiser = Annotated[
     Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")],
-    Discriminator(
-        _kind,
-        custom_error_type="optimiser",
-        custom_error_message="optimiser should be 'adamw' or 'sgd'",
-    ),
+    unions.by("optimiser", AdamW, SGD),
 ]
 
 

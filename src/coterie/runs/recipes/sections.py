@@ -4,18 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Tag, model_validator
 
 from coterie.aggregation.noise import Source
-from coterie.core import devices
+from coterie.core import devices, unions
 from coterie.core.protocol import ClientId, derive_seed
 from coterie.data.federation import Federation
 from coterie.models.common import Pretraining
@@ -227,11 +219,7 @@ ModelSection = Annotated[
     Annotated[LanguageSection, Tag("language")]
     | Annotated[ClassifierSection, Tag("classifier")]
     | Annotated[TextClassifierSection, Tag("text-classifier")],
-    Discriminator(
-        lambda s: s.get("kind", "language") if isinstance(s, dict) else getattr(s, "kind", None),
-        custom_error_type="kind",
-        custom_error_message="kind should be 'language', 'classifier' or 'text-classifier'",
-    ),
+    unions.by("kind", LanguageSection, ClassifierSection, TextClassifierSection),
 ]
 
 
