@@ -3,6 +3,7 @@ where the data sets are.
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from coterie.core.threads import wait_briefly
@@ -24,6 +25,14 @@ REPOSITORY = Path(__file__).parents[1]
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Tests neither use nor fill the cache of the person who runs them."""
     os.environ["COTERIE_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks() -> Iterator[None]:
+    """Files outlive a test's process, but need not outlive a machine that loses its power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 @pytest.fixture(scope="session")
