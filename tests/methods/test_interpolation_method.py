@@ -109,12 +109,13 @@ def naive(models: dict[str, Any], weights: Tensor, ids: Tensor) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three parts on made-up text, each part's best round kept."""
     folder = tmp_path_factory.mktemp("run") / "run"
     coterie.run(
         "synthetic",
         out=folder,
+        model={"base": str(tiny_base), "context": 32},
         data={"clients": 3, "train_tokens": 1500, "valid_tokens": 600, "test_tokens": 600},
         method={
             "name": "interpolation",
