@@ -6,6 +6,7 @@ python scripts/recipe_reference.py [--check]
 
 import ast
 import dataclasses
+import functools
 import inspect
 import io
 import json
@@ -134,6 +135,7 @@ def _all_comments(section: type) -> dict[str, str]:
     return comments
 
 
+@functools.cache
 def _comments(part: type) -> dict[str, str]:
     """Return the comments of the fields of which a class itself has the annotation."""
     source = textwrap.dedent(inspect.getsource(part))
