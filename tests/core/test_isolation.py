@@ -65,10 +65,12 @@ IDS = torch.tensor([[1, 2, 3]])
 TEXT = {"clients": 2, "train_tokens": 600, "valid_tokens": 200, "test_tokens": 200}
 
 
-def _figures(folder: Path) -> list[Any]:
+def _figures(folder: Path, base: Path, *callbacks: coterie.Callback) -> list[Any]:
     """Return the figures of a run, its training loss, and the use of one of its models."""
     method = {"name": "fedavg", "rounds": 1, "local_steps": 2}
-    run = coterie.run("synthetic", out=folder, method=method, compare_with=[], data=TEXT)
+    model = {"base": str(base), "context": 32}
+    short = {"method": method, "model": model, "data": TEXT, "compare_with": []}
+    run = coterie.run("synthetic", out=folder, callbacks=callbacks, **short)
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     losses = [
         {name: value for name, value in line.items() if "loss" in name}
@@ -104,26 +106,26 @@ def _observed() -> tuple[Any, ...]:
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return _figures(tmp_path_factory.mktemp("usual") / "run")
+def usual(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    return _figures(tmp_path_factory.mktemp("usual") / "run", tiny_base)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_caller_s_settings_change_no_figure(
-    setting: str, usual: list[Any], tmp_path: Path
+    setting: str, usual: list[Any], tiny_base: Path, tmp_path: Path
 ) -> None:
     with SETTINGS[setting]():
         before = _observed()
-        figures = _figures(tmp_path / "run")
+        figures = _figures(tmp_path / "run", tiny_base)
         assert _observed() == before
     assert figures == usual
 
 
-def test_the_generators_of_torch_go_on_where_they_were(tmp_path: Path) -> None:
+def test_the_generators_of_torch_go_on_where_they_were(tiny_base: Path, tmp_path: Path) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    _figures(tmp_path / "run")
+    _figures(tmp_path / "run", tiny_base)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -165,7 +167,9 @@ def test_two_threads_share_the_settings_of_the_process_until_both_have_ended() -
         torch.set_default_dtype(torch.float32)
 
 
-def test_a_callback_cannot_change_the_settings_of_its_run(usual: list[Any], tmp_path: Path) -> None:
+def test_a_callback_cannot_change_the_settings_of_its_run(
+    usual: list[Any], tiny_base: Path, tmp_path: Path
+) -> None:
     class Careless(coterie.Callback):
         def opened(self, *_: Any) -> None:
             torch.set_default_dtype(torch.float64)
@@ -173,16 +177,7 @@ def test_a_callback_cannot_change_the_settings_of_its_run(usual: list[Any], tmp_
             torch.set_grad_enabled(False)
             np.seterr(all="raise")
 
-    method = {"name": "fedavg", "rounds": 1, "local_steps": 2}
-    run = coterie.run(
-        "synthetic",
-        out=tmp_path / "run",
-        method=method,
-        compare_with=[],
-        data=TEXT,
-        callbacks=[Careless()],
-    )
-    assert run.result.mean == usual[0]
+    assert _figures(tmp_path / "run", tiny_base, Careless()) == usual
     assert torch.get_default_dtype() == torch.float32
     assert torch.get_default_device().type == "cpu"
 

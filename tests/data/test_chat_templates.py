@@ -106,7 +106,7 @@ def long_conversations(draw: Any, style: str) -> tuple[list[dict[str, Any]], lis
 
 
 @pytest.mark.parametrize("style", STYLES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_answers_of_long_conversations_are_found_as_by_writing_all_before_each(
     style: str, data: Any

@@ -58,7 +58,9 @@ def ratio(base: str, rows: int, context: int, bits: str, again: bool, dtype: str
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
-@pytest.mark.parametrize(("bits", "again"), [("", False), ("nf4", True)])
+@pytest.mark.parametrize(
+    ("bits", "again"), [("", False), pytest.param("nf4", True, marks=pytest.mark.slow)]
+)
 def test_a_step_takes_what_is_foreseen(bits: str, again: bool, tmp_path: Path) -> None:
     base = memory_table.random_base(tmp_path / "base", SMALL)
     # of a quantised base, pages of the file that are mapped while it is read may count

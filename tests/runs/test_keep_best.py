@@ -311,7 +311,7 @@ def test_a_run_ends_when_no_validation_score_gets_better(
     rounds until then, and what follows the last round is done.
     """
     recipe = of_texts(texts, tiny_base, "keep=best").with_method(method)
-    section = {**recipe.method, "rounds": 40}
+    section = {**recipe.method, "rounds": 25}
     whole = recipe.model_copy(update={"method": section})
     patient = whole.model_copy(update={"patience": 2})
     result = reported.run(patient, tmp_path / "patient")[-1]
@@ -330,7 +330,7 @@ def test_a_run_ends_when_no_validation_score_gets_better(
     rounds = [e for e in every.evaluations if e.round <= result.rounds]
     turned = [min(v[:-2]) <= min(v[-2:]) for v in series(rounds)]
     before = [min(v[:-2]) <= min(v[-2:]) for v in series(rounds[:-1])]
-    assert result.rounds < 40
+    assert result.rounds < 25
     assert all(turned)
     assert not all(before)
     assert [e.test for e in result.evaluations[: len(rounds)]] == [e.test for e in rounds]

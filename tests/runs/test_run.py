@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
 from typer.testing import CliRunner
 
 from coterie import personal
@@ -71,6 +72,16 @@ def coterie(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         timeout=300,
         check=False,
     )
+
+
+def here(*words: str, cwd: Path) -> Result:
+    """The same in this process, which has everything imported."""
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        return CliRunner(env={"COLUMNS": "160"}).invoke(app, list(words))
+    finally:
+        os.chdir(before)
 
 
 def numbers(result: dict) -> dict:
@@ -286,21 +297,9 @@ def test_terminated_it_says_how_to_go_on(options: list[str], tmp_path: Path) -> 
 
 def test_the_engine_changes_no_number(finished: Path, options: list[str], tmp_path: Path) -> None:
     out = tmp_path / "loopback"
-    done = coterie(
-        "run",
-        "folders",
-        *options,
-        "--set",
-        "engine=loopback",
-        "--set",
-        "compare_with=[]",
-        "--seed",
-        "3",
-        "--out",
-        str(out),
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    sets = ("--set", "engine=loopback", "--set", "compare_with=[]")
+    done = here("run", "folders", *options, *sets, "--seed", "3", "--out", str(out), cwd=tmp_path)
+    assert done.exit_code == 0, done.output
     a, b = (json.loads((folder / "result.json").read_text()) for folder in (finished, out))
     assert numbers(a) == numbers(b)
 
@@ -321,8 +320,8 @@ def test_compare_writes_one_table(options: list[str], tmp_path: Path, finished: 
         "--seeds",
         "2",
     ]
-    done = coterie(*words, "--out", str(out), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = here(*words, "--out", str(out), cwd=tmp_path)
+    assert done.exit_code == 0, done.output
     comparison = json.loads((out / "comparison.json").read_text())
     rows = {row["method"]: row for row in comparison["rows"]}
     assert list(rows) == ["pretrained", "local", "centralized", "comigs-1g1s"]
@@ -345,34 +344,17 @@ def test_compare_writes_one_table(options: list[str], tmp_path: Path, finished: 
     assert lines == [(str(k + 1), title) for k, title in enumerate(titles)]
 
 
-def test_progress_is_plain_lines_without_a_terminal(
-    finished: Path, options: list[str], tmp_path: Path
-) -> None:
-    done = coterie(
-        "run",
-        "folders",
-        *options,
-        "--set",
-        "compare_with=[]",
-        "--out",
-        str(tmp_path / "o"),
-        cwd=tmp_path,
-    )
+def test_progress_is_plain_lines_without_a_terminal(options: list[str], tmp_path: Path) -> None:
+    sets = ("--set", "compare_with=[]")
+    done = here("run", "folders", *options, *sets, "--out", str(tmp_path / "o"), cwd=tmp_path)
     assert "round 4/4" in done.stdout
     assert "tokens/s" in done.stdout
     assert "\x1b[" not in done.stdout
 
 
 def refused(words: list[str], cwd: Path) -> str:
-    """What a command that must be refused says on stderr; in this process, which has everything
-    imported.
-    """
-    before = Path.cwd()
-    os.chdir(cwd)
-    try:
-        done = CliRunner().invoke(app, words)
-    finally:
-        os.chdir(before)
+    """What a command that must be refused says on stderr."""
+    done = here(*words, cwd=cwd)
     assert done.exit_code == 2, done.output
     return done.stderr
 
@@ -503,7 +485,7 @@ def test_a_truncated_checkpoint_is_refused(
     words = ["run", "folders", *options, "--seed", "3", "--out", str(out), "--resume"]
     assert "Delete" in refused(words, tmp_path)
     shutil.rmtree(out / "checkpoints/round-00004")  # what the message says
-    assert coterie(*words, cwd=tmp_path).returncode == 0
+    assert here(*words, cwd=tmp_path).exit_code == 0
     a, b = (json.loads((folder / "result.json").read_text()) for folder in (finished, out))
     assert numbers(a) == numbers(b)
 
