@@ -5,7 +5,7 @@ example of a batch by one backward pass, of its low-rank updates and routers.
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -57,6 +57,10 @@ class Adapter(nn.Module):
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """Return the parameters by role, each in the order of `named_parameters`."""
+        return self._by_role
+
+    @cached_property
+    def _by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         return by_role(self)
 
     def loras(self, all: bool = False) -> dict[str, LoRA]:
@@ -112,7 +116,7 @@ class Adapter(nn.Module):
             Role.SPECIALIST: lambda expert: expert.expand(others + 1, -1, -1),
             Role.ROUTER: router.rows,
         }
-        roles = {name: role for role, named in by_role(self).items() for name in named}
+        roles = {name: role for role, named in self._by_role.items() for name in named}
         kept = dict(Adapter(self.architecture, layout).named_parameters())
         return layout, {
             name: (part[roles[name]](t) if roles[name] in part else t).clone()
