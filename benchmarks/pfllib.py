@@ -11,8 +11,9 @@ FOLDER/dataset, and its servers train in a process of their own. Ours trains the
 the same files. What is done is in `results/pfllib.json`, and is not done again.
 
 Accuracy is of all test images, after the last round: of the model that a client has at the start of
-a round, as PFLlib scores it. Its Ditto, APFL and pFedMe are scored by the model that stays with the
-client, FedALA's before the last local training, ours after it.
+a round, as PFLlib scores it. Its Ditto and APFL are scored by the model that stays with the client,
+FedALA's before the last local training, ours after it. Its pFedMe means to score the personal
+models, but these are the tensors that the global one has just been written to: so we score that.
 """
 
 import argparse
@@ -49,10 +50,11 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
         "serverpFedMe.pFedMe",
         {"lamda": 15, "beta": 1.0, "K": 5, "p_learning_rate": 0.01},
         {"local_epochs": 5, "inner_steps": 5, "prox": 15, "local_lr": LR},
-        "test",
+        "test_synced",
     ),
     "fedala": ("serverala.FedALA", {}, {"layers": 1, "share": 0.8}, "test"),
 }
+RATES = {"pfedme": 0.01}  # where the experts' is another one than LR
 SPLIT = ("local", "fedavg", "fedper", "fedrep")  # of PFLlib's, whose models come in two parts
 
 
@@ -223,7 +225,7 @@ def ours(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[str
         ]
         clients[id] = ClientData(id, *splits)
     method = {"name": row, "rounds": rounds, "local_epochs": 1} | dict(ROWS[row][2])
-    if row != "local":
+    if row not in ("local", "scaffold"):  # theirs too means without weights
         method["aggregation"] = {"weighting": "samples"}
     recipe = load(
         "cobo-digits",
@@ -231,7 +233,7 @@ def ours(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[str
             f"method={json.dumps(method)}",
             f"seed={seed}",
             f"training.batch_size={BATCH}",
-            f'training.experts={{"optimiser": "sgd", "lr": {LR}}}',
+            f'training.experts={{"optimiser": "sgd", "lr": {RATES.get(row, LR)}}}',
             "evaluate_every=1",
             "keep=last",
             "compare_with=[]",
