@@ -134,7 +134,7 @@ def close(found: Any, wanted: Any, atol: float) -> None:
             torch.testing.assert_close(found[name].cpu(), value, rtol=2e-3, atol=atol)
 
 
-QUICK = ("comigs-1gxs", "cobo", "ddome")
+QUICK = ("comigs-1gxs", "cobo", "ddome", "flora", "fedlease")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,8 @@ def layer_distances(clients: Sequence[Sequence[Tensor]]) -> Tensor:
     matrix of zeros has the cosine 0 with all.
     """
     layers = [
-        torch.stack([m.flatten().double() for m in layer]) for layer in zip(*clients, strict=True)
+        torch.stack([m.flatten().cpu().double() for m in layer])
+        for layer in zip(*clients, strict=True)
     ]
     units = [torch.nn.functional.normalize(layer, dim=1) for layer in layers]
     return 1 - torch.stack([u @ u.T for u in units]).mean(dim=0)

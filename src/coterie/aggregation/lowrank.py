@@ -137,7 +137,7 @@ def added(replies: Replies, state: Named, shares: Mapping[ClientId, float]) -> T
     for module in modules(sums):
         for i, share in shares.items():
             A, B = factors(module, replies[i])
-            sums[f"{module}/W"] = sums[f"{module}/W"] + share * (B[0] @ A[0])
+            sums[f"{module}/W"] = sums[f"{module}/W"].to(B.device) + share * (B[0] @ A[0])
     return sums
 
 

@@ -119,4 +119,4 @@ class FedAMoLE(Routed, Aggregating):
     def embed(self, client: Client, empty: Tensors) -> Tensors:
         assert isinstance(client.model, LanguageModel)
         batches = client.batches(client.train, self.embedded)
-        return {EMBEDDINGS: client.model.embeddings(batches).cpu()}
+        return {EMBEDDINGS: client.model.embeddings(batches)}

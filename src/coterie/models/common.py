@@ -43,7 +43,7 @@ class Normalisation(NamedTuple):
     @classmethod
     def of(cls, values: Tensor) -> "Normalisation":
         """Return what standardises columns of (N, e); one that hardly varies keeps its scale."""
-        std, mean = torch.std_mean(values.double(), dim=0, correction=0)
+        std, mean = torch.std_mean(values.cpu().double(), dim=0, correction=0)
         return cls(tuple(mean.tolist()), tuple(std.where(std > _LEAST_STD, 1).tolist()))
 
 

@@ -96,7 +96,7 @@ class LanguageModel:
     @torch.no_grad()
     def embeddings(self, batches: Iterable[TextBatch]) -> Tensor:
         """Return what `ProjectedRouter` compares, the means over all tokens, (blocks, 1 + S, r)
-        float64: first of P x, then of A_j x.
+        float64 on the CPU: first of P x, then of A_j x.
         """
         total, tokens, routers = torch.zeros((), dtype=torch.float64), 0, self.adapter.routers()
         for batch in batches:
@@ -107,8 +107,8 @@ class LanguageModel:
                     stack.callback(setattr, router, "comparing", False)
                 self.backbone.hidden(windows.inputs, windows.positions)
             each = [cast(Tensor, decision.embeddings) for decision in windows.of_tokens(record)]
-            sums = torch.stack([x.sum(dim=0, dtype=torch.float64) for x in each])
-            total, tokens = total.to(sums.device) + sums, tokens + windows.routed
+            sums = torch.stack([x.cpu().sum(dim=0, dtype=torch.float64) for x in each])
+            total, tokens = total + sums, tokens + windows.routed
         return total / tokens
 
     def _using(
