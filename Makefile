@@ -7,7 +7,7 @@ SEED ?= 1
 BUDGET ?= 900
 TARGET ?= wire recipes limits accounts personal-models packs gguf bases tables chats api
 MINUTES ?= 10
-GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
+GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-local_step_smollm2_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
 
 .PHONY: release quickstart team test test-all chaos fuzz lint format docs benchmarks gpu gpu-tests $(GPU_BENCHMARKS) clean
 

@@ -98,6 +98,12 @@ BENCHMARKS = (
         "--repeats 1",
         gpu=True,
     ),
+    Benchmark(
+        "local_step_smollm2_gpu_1",
+        f"local_step.py --shape smollm2 --blocks 30 {GPU} --repeats 5",
+        "--repeats 1 --rows 1 --blocks 1",
+        gpu=True,
+    ),
     Benchmark("head", "head.py", "--repeats 1 --tokens 64 --words 4096"),
     Benchmark("clients", "clients.py memory --base gpt2", "--base embedded --few 2 --many 4"),
     Benchmark(
@@ -285,6 +291,12 @@ AIMS = (
         "local_step_smollm2_cpu_2",
         against_peft,
         least=1.8,
+    ),
+    Aim(
+        "SmolLM2-135M, GPU, bf16: step of 1G1S / of PEFT (rank 16)",
+        "local_step_smollm2_gpu_1",
+        over("seconds", "step", "1G1S, bf16", "PEFT, rank 16, bf16"),
+        most=1.1,
     ),
     Aim(
         "output head of GPT-2, 1,024 tokens: loss and gradient / their matrix products alone",

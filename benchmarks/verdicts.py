@@ -15,7 +15,10 @@ from coterie.papers.tables import Reproduction
 
 PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
 NOT_RUN = "not run"
-LARGER = "SmolLM2-135M"
+LARGER = {  # by the suffix of its results
+    "smollm2": "SmolLM2-135M",
+    "smollm2-long": "SmolLM2-135M, ten times the text",
+}
 ONLY = {"fixed": "one fixed learning rate for all rows", "tuned": "every row tuned"}
 HEADER = """# What the papers say, and what holds
 
@@ -29,7 +32,7 @@ row still improves, and the verdict would be another if all went on at this pace
 Behind each verdict stands which rows still improved in the last fifth of their runs, and by how
 much in that fifth (by more than 0.5 points of accuracy or 1 % of perplexity, and by more than it
 varies over seeds). The verdict is that of the small scale: orders and signs can be compared with
-the papers, values cannot. Where a table was run on SmolLM2-135M too, a column says what came of it
+the papers, values cannot. Where a table was run on SmolLM2-135M too, columns say what came of it
 there. Hours are those of the runs on a machine that was also busy with other work; what tables
 share is counted in each.
 Why some of it does not hold is told in
@@ -48,19 +51,19 @@ class Table:
         reproduction: Its file.
         fixed: Its results with fixed settings; None where it was not run.
         tuned: Those with every row tuned.
-        smollm2: Those on SmolLM2-135M, with fixed settings.
+        larger: Those on larger bases, with fixed settings, by title.
     """
 
     name: str
     reproduction: Reproduction
     fixed: Found | None
     tuned: Found | None
-    smollm2: Found | None
+    larger: Mapping[str, Found]
 
     @property
-    def judged_on_smollm2(self) -> bool:
-        """Whether a statement could be judged there: all rows that it is about were run."""
-        return bool(self.smollm2 and self.smollm2["statements"])
+    def judged(self) -> dict[str, Found]:
+        """Those on larger bases of which a statement could be judged: all its rows were run."""
+        return {title: found for title, found in self.larger.items() if found["statements"]}
 
     @property
     def columns(self) -> dict[str, str]:
@@ -127,7 +130,11 @@ def _table(name: str, results: Path) -> Table | None:
         reproduction,
         _found(results / f"{stem}-small.json"),
         _found(results / f"{stem}-small-tuned.json"),
-        _found(results / f"{stem}-smollm2.json"),
+        {
+            title: found
+            for suffix, title in LARGER.items()
+            if (found := _found(results / f"{stem}-{suffix}.json"))
+        },
     )
 
 
@@ -164,7 +171,7 @@ def _summary(known: Sequence[Table]) -> list[str]:
 def _section(table: Table) -> list[str]:
     """Return the lines of a table: its commands, and its statements."""
     lines = [f"### {table.reproduction.title}", ""]
-    runs = {"Fixed": table.fixed, "Tuned": table.tuned, LARGER: table.smollm2}
+    runs = {"Fixed": table.fixed, "Tuned": table.tuned, **table.larger}
     for kind, found in runs.items():
         if found is not None:
             scale = f" --scale {found['scale']}" if found["scale"] != "small" else ""
@@ -180,16 +187,16 @@ def _section(table: Table) -> list[str]:
         return [*lines, f"`coterie reproduce {table.name} --seeds 3`: not run yet.", ""]
     if missing := table.not_run:
         lines += [f"Rows not run yet: {'; '.join(missing)}.  "]
-    larger = f" {LARGER} |" if table.judged_on_smollm2 else ""
+    larger = "".join(f" {title} |" for title in table.judged)
     lines += ["", f"| verdict | statement | on | fixed | tuned |{larger}"]
-    lines += ["| --- | --- | --- | --- | --- |" + " --- |" * bool(larger)]
+    lines += ["| --- | --- | --- | --- | --- |" + " --- |" * len(table.judged)]
     lines += [_line(table, key, source) for key, source in table.statements]
     return [*lines, ""]
 
 
 def _line(table: Table, key: Key, source: str) -> str:
     says, column = key
-    found = (table.fixed, table.tuned, *([table.smollm2] if table.judged_on_smollm2 else []))
+    found = (table.fixed, table.tuned, *table.judged.values())
     told = [_told(of, key) for of in found]
     cells = [_overall(table, key), f"{says} ({source})", table.columns[column], *told]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -270,6 +270,14 @@ def test_what_was_run_is_not_run_again(toy: tuple[Job, dict]) -> None:
     assert again == found
 
 
+def test_versions_are_those_of_the_runs_which_another_machine_may_have_made(
+    toy: tuple[Job, dict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, found = toy
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    assert as_json(reproduce(job)) == found
+
+
 def test_one_process_at_a_time_writes_a_table(
     toy: tuple[Job, dict], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
     cells = _cells(job, choices, runs)
     statements = [verdict for s in reproduction.statements for verdict in _verdicts(s, cells)]
     tried = effort(job, searched) if job.effort is None else tuned(job, job.effort, searched)
+    first = Result.read(folder / cells[0].folders[0])  # runs may have been made elsewhere
     reproduced = Reproduced(
         name=job.name,
         title=reproduction.title,
@@ -82,8 +83,9 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         notes=[*reproduction.notes, reproduction.split, *tried, *unlike(cells)],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
         hours=_hours(trial_runs, searched, runs),
-        versions=Versions(__version__, torch.__version__, platform.python_version()),
-        machine=Result.read(folder / cells[0].folders[0]).machine,
+        versions=first.versions
+        or Versions(__version__, torch.__version__, platform.python_version()),
+        machine=first.machine,
     )
     # columns of one table may run at the same time, in processes of their own
     with FileLock(folder / ".lock"):
