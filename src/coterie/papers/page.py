@@ -173,10 +173,12 @@ def markdown(reproduced: Reproduced) -> str:
 
 def _about(reproduced: Reproduced) -> str:
     machine, versions = reproduced.machine, reproduced.versions
-    where = ""
+    where = []
     if machine is not None:
         threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
-        where = f"{machine.device}, {machine.dtype}, {threads}, "
+        where += [machine.device, machine.dtype, threads]
+    if versions is not None:
+        where += [f"coterie {versions.coterie}", f"torch {versions.torch}"]
     changed = f", with {', '.join(reproduced.overrides)}" if reproduced.overrides else ""
     options = f"--scale {reproduced.scale} --seeds {len(reproduced.seeds)}"
     command = " ".join([f"coterie reproduce {reproduced.name} {options}", *reproduced.part])
@@ -187,8 +189,7 @@ def _about(reproduced: Reproduced) -> str:
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
         f"over clients, mean ± deviation over seeds {reproduced.seeds}; {reproduced.scored}. Bytes "
         f"are per client and round, "
-        f"seconds those of a run with all clients. {where}"
-        f"coterie {versions.coterie}, torch {versions.torch}."
+        f"seconds those of a run with all clients. {', '.join(where)}."
     )
 
 

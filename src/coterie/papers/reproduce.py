@@ -1,13 +1,11 @@
 """A run of a paper's table or figure: measured beside published, and which statements hold."""
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock
 
 from coterie.core import metrics
@@ -15,9 +13,8 @@ from coterie.core.callback import Callback
 from coterie.core.errors import CheckpointError
 from coterie.core.files import write_atomically, write_json
 from coterie.core.isolation import isolated
-from coterie.core.result import Evaluation, MetricInfo, Result, Versions
+from coterie.core.result import Evaluation, MetricInfo, Result
 from coterie.core.result import rows as comparison
-from coterie.core.version import __version__
 from coterie.papers.checks import _verdicts
 from coterie.papers.figures import seed_figures
 from coterie.papers.job import Job, effort, orders, tuned, unlike
@@ -83,8 +80,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         notes=[*reproduction.notes, reproduction.split, *tried, *unlike(cells)],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
         hours=_hours(trial_runs, searched, runs),
-        versions=first.versions
-        or Versions(__version__, torch.__version__, platform.python_version()),
+        versions=first.versions,
         machine=first.machine,
     )
     # columns of one table may run at the same time, in processes of their own

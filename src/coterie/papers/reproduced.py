@@ -110,7 +110,7 @@ class Reproduced(Record):
     notes: Sequence[str]  # for a fair comparison
     unjudged: int  # the number of statements of which not all rows were run
     hours: float  # of all runs in the table, those that other tables share too
-    versions: Versions
+    versions: Versions | None  # of the first run; older results do not say
     machine: Machine | None
 
     def of(self, column: str) -> list[Cell]:
