@@ -36,7 +36,8 @@ FEW = 2  # clients that are measured
 STEPS = 2  # local iterations of each
 LONG_S = 2.0  # where a round of one client takes longer, it is not measured with more
 STEP_S = 0.5  # a step that takes no longer is measured whole, and for each method
-PART_S = 3.0  # of a longer step, a part is measured that takes about as long
+PART_S = 3.0  # of a longer step, parts are measured, at last one that takes about as long:
+PARTS = 4  # the first is slow as it is the first, and the shorter the slower for each token
 WHOLE_S = 0.5  # a round of all clients that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
@@ -234,13 +235,13 @@ def _pace(prepared: Prepared) -> tuple[float, float] | None:
         devices.synchronise(problem.device)
         return (time.monotonic() - begun) / tokens_in(part)
 
-    def step(part: Any) -> object:
-        return model.gradient(part, wrt)
-
     whole, part = tokens_in(batch), shortened(batch, SHORT)
-    seconds(step, part)
-    part = shortened(batch, max(int(PART_S / seconds(step, part)), SHORT))
-    if (of_step := seconds(step, part)) * whole < STEP_S:
+    for k in range(PARTS):
+        tokens, of_step = tokens_in(part), seconds(lambda rows: model.gradient(rows, wrt), part)
+        part = shortened(batch, max(int(PART_S / of_step), SHORT))
+        if k and tokens_in(part) <= tokens:
+            break
+    if of_step * whole < STEP_S:
         return None
     per_row = whole / len(batch) / problem.flops(problem.base, True)
     return of_step * per_row, seconds(lambda rows: model.score(iter([rows])), part) * per_row
