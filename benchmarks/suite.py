@@ -77,7 +77,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "local_step_smollm2_cpu_2",
-        "local_step.py --shape smollm2 --threads 2 --repeats 3",
+        "local_step.py --shape smollm2 --blocks 30 --threads 2 --repeats 3",
         "--repeats 1 --rows 1 --blocks 1",
     ),
     Benchmark(
@@ -287,7 +287,7 @@ AIMS = (
     *_local_step("cpu_2", "two threads"),
     *_local_step("gpu_1", "GPU, bf16"),
     Aim(
-        "10 blocks of SmolLM2-135M, two threads: step of PEFT (rank 16, fp32) / of 1G1S in bf16",
+        "SmolLM2-135M, two threads: step of PEFT (rank 16, fp32) / of 1G1S in bf16",
         "local_step_smollm2_cpu_2",
         against_peft,
         least=1.8,
