@@ -4,6 +4,7 @@ nothing.
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 import coterie
 from coterie.cli import app
 from coterie.models.language import LanguageModel
+from coterie.models.windows import tokens_in
 from coterie.runs import estimate as estimating
 from coterie.runs.estimate import estimate
 from coterie.runs.problems.prepare import prepare
@@ -94,3 +96,31 @@ def test_a_dry_run_says_what_all_methods_take_together() -> None:
         .stdout
     )
     assert "All 3 methods: about 0:0" in said
+
+
+def test_the_pace_of_a_long_step_is_that_of_long_parts(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of few tokens costs more for each, and the first of all twice as much."""
+    _write_texts(tmp_path)
+    settings = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=64", *SHORT]
+    prepared = prepare(
+        load(
+            "folders",
+            [*settings, "training.batch_size=1", "method.name=local", "keep=last", "patience=null"],
+        )
+    )
+    clock, steps = [0.0], list[int]()
+
+    def step(model: LanguageModel, batch: Any, wrt: object) -> None:
+        steps.append(tokens_in(batch))
+        clock[0] += (1.5 + 0.02 * steps[-1]) * (2 if len(steps) == 1 else 1)
+
+    monkeypatch.setattr(LanguageModel, "gradient", step)
+    monkeypatch.setattr(estimating.time, "monotonic", lambda: clock[0])
+    found = estimating._pace(prepared)
+    assert found is not None
+    batch = prepared.problem.federation.clients["ann"].train.batch(0, 1)
+    rows, flops = len(batch), prepared.problem.flops(prepared.problem.base, True)
+    assert found[0] * rows * flops < 1.5 * (1.5 + 0.02 * tokens_in(batch))
+    assert sum(steps) < 3 * tokens_in(batch)
