@@ -9,6 +9,7 @@ it", for each row of `results/*-with-rivals-small.json` that has a page of its o
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +31,31 @@ def value(cell: Mapping[str, Any] | None) -> str | None:
     return None if cell is None else f"{cell['mean']:.1f} ± {cell['std']:.1f}"
 
 
-def section(method: str, results: Path = RESULTS) -> str | None:
+@cache
+def rivals(paper: str) -> Any:
+    """A table with rivals."""
+    return json.loads((RESULTS / f"{paper}-with-rivals-small.json").read_text())
+
+
+def section(method: str) -> str | None:
     """A method's figures beside others'; None for one in no table with rivals."""
-    lines, sources = [], []
+    tables, sources = [], []
     for paper, effort in TABLES.items():
-        found = json.loads((results / f"{paper}-with-rivals-small.json").read_text())
-        shown = [m for m in (method, ALSO.get(method), *KNOWN) if m in found["rows"]]
-        if method not in shown:
+        found = rivals(paper)
+        if method not in found["rows"]:
             continue
+        shown = [m for m in (method, ALSO.get(method), *KNOWN) if m in found["rows"]]
+        lines = []
         for column, title in found["columns"].items():
             cells = {cell["row"]: cell for cell in found["cells"] if cell["column"] == column}
-            metric = found["metrics"][column]["name"]
             values = {found["rows"][m]: value(cells.get(m)) for m in shown}
-            lines.append({"test data": f"{title}: {metric}", **values})
+            lines.append({"test data": f"{title}: {found['metrics'][column]['name']}", **values})
+        tables.append(table(lines))
         link = f"[{len(found['rows'])} rows](../../benchmarks/results/{paper}-with-rivals-small.md)"
         sources.append(f"`coterie reproduce {paper}/with-rivals` ({link}; {effort})")
-    if not lines:
+    if not tables:
         return None
-    tables = [[row for row in lines if list(row) == names] for names in unique(lines)]
-    parts = [TITLE, *map(table, tables), f"Three seeds: {', '.join(sources)}."]
-    return "\n\n".join(parts) + "\n\n"
-
-
-def unique(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The headers of rows, each once, in order."""
-    return [list(names) for names in dict.fromkeys(tuple(row) for row in rows)]
+    return "\n\n".join([TITLE, *tables, f"Three seeds: {', '.join(sources)}."]) + "\n\n"
 
 
 def page(path: Path) -> str:
