@@ -2,8 +2,8 @@
 
     python benchmarks/methods_pages.py
 
-Writes the section "Measured beside others" of `docs/methods/METHOD.md` anew, before "When to use
-it", for each row of `results/*-with-rivals-small.json` that has a page of its own.
+Writes two sections of `docs/methods/METHOD.md` anew, before "When to use it": "Published", from
+`published.yaml`, and "Measured beside others", from `results/*-with-rivals-small.json`.
 """
 
 import json
@@ -13,10 +13,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import yaml
 from common import RESULTS, table
 
 PAGES = Path(__file__).parents[1] / "docs/methods"
 TITLE, NEXT = "## Measured beside others", "## When to use it"
+PUBLISHED = "## Published"
 KNOWN = ("local", "fedavg", "comigs-1g1s", "cobo", "ddome", "interpolation")  # have other pages
 ALSO = {"feddpa-f": "feddpa-t"}  # methods that share a page
 TABLES = {
@@ -35,6 +37,28 @@ def value(cell: Mapping[str, Any] | None) -> str | None:
 def rivals(paper: str) -> Any:
     """A table with rivals."""
     return json.loads((RESULTS / f"{paper}-with-rivals-small.json").read_text())
+
+
+def published(method: str) -> str | None:
+    """What others, or its own paper, measured of a method; None where nothing is at hand."""
+    found = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text("utf-8"))
+    if said := found["papers"].get(method):
+        text = f"Its paper measured it {said}. The figures are of other bases, texts and metrics."
+    elif method in (rows := found["pfllib"]["rows"]):
+        titles = {"fedavg": "FedAvg", method: (PAGES / f"{method}.md").read_text("utf-8")}
+        titles[method] = titles[method].splitlines()[0].removeprefix("# ")
+        lines = [
+            {"test data": column} | {title: rows[m][at] for m, title in reversed(titles.items())}
+            for at, column in enumerate(found["pfllib"]["columns"])
+        ]
+        text = (
+            "Test accuracy in % of [PFLlib's benchmark](http://pfllib.com/benchmark.html), of its "
+            "code, on 20 clients of few classes each (pathological) or of Dirichlet's shares "
+            f"(practical):\n\n{table(lines)}"
+        )
+    else:
+        return None
+    return f"{PUBLISHED}\n\n{text}\n\n"
 
 
 def section(method: str) -> str | None:
@@ -59,11 +83,13 @@ def section(method: str) -> str | None:
 
 
 def page(path: Path) -> str:
-    """A page with its section as it should be."""
+    """A page with its sections as they should be."""
     text, name = path.read_text(encoding="utf-8"), path.stem
-    text = re.sub(rf"{TITLE}\n.*?(?={NEXT})", "", text, flags=re.DOTALL)
-    found = None if name in KNOWN else section(name)
-    return text if found is None else text.replace(NEXT, found + NEXT)
+    text = re.sub(rf"({PUBLISHED}|{TITLE})\n.*?(?={NEXT})", "", text, flags=re.DOTALL)
+    if name in KNOWN:
+        return text
+    found = [part for part in (published(name), section(name)) if part is not None]
+    return text.replace(NEXT, "".join([*found, NEXT]))
 
 
 def main() -> None:
