@@ -17,7 +17,7 @@ from coterie.data.examples import Examples
 from coterie.models import network_tensors
 from coterie.models.layout import LocalPart
 from coterie.models.mixture import LoRA
-from coterie.models.networks import Network, Shape
+from coterie.models.networks import Network, Shape, channels_last
 from coterie.models.predictions import Prediction, flops_of, score_of
 
 
@@ -46,8 +46,11 @@ class Classifier:
             network_tensors.check(shape, start, "the values to start from")
             # PyTorch misses counts that nothing reads
             self.network.load_state_dict(start, strict=False)
-        modules = self.network.modules()
+        modules = [*self.network.modules()]
         self._batch_norms = [module for module in modules if isinstance(module, nn.BatchNorm2d)]
+        kinds, on_cpu = {type(module) for module in modules}, self.device.type == "cpu"
+        # group normalisation is slower so
+        self._channels_last = on_cpu and nn.Conv2d in kinds and nn.GroupNorm not in kinds
 
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
         """Return the parameters by role, in the order of `named_parameters`."""
@@ -197,7 +200,7 @@ class Classifier:
         inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
         with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
             return self._stacked.gradients(
-                points, inputs.view(x.shape), labels.view(y.shape), running
+                points, inputs.reshape(x.shape), labels.view(y.shape), running
             )
 
     def predictions(self, batches: Iterable[Examples]) -> Iterator[Prediction]:
@@ -252,7 +255,8 @@ class Classifier:
                 f"Labels are 0 to {self.shape.classes - 1}: build the network for more classes, "
                 f"or relabel the data.",
             )
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return channels_last(x) if self._channels_last else x, y
 
     def check_whole(self, micro_batch: int, examples: int) -> None:
         """Refuse micro-batches if batch statistics normalise the batch. Raises ModelError."""
