@@ -32,21 +32,6 @@ COLUMNS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     ),
     "domains-68": ("CLINC150 by domain, common expert 68 %", "ddome-clinc150-head", []),
     "intents": ("CLINC150 by intent", "ddome-clinc150-intents", []),
-    "cifar10": (
-        "CIFAR-10, CNN of width 16, common expert a CNN",
-        "ddome-cifar10",
-        [
-            "model.network=cnn",
-            "model.width=16",
-            "model.common={pretraining: {epochs: 12, lr: 0.02, batch_size: 32}}",
-            "data.public=3000",
-            "training.batch_size=32",
-            "training.experts.lr=0.02",
-            "training.experts.schedule=constant",
-            "training.routers={optimiser: sgd, lr: 0.01, momentum: 0.9, dampening: 0}",
-            "method.rounds=300",
-        ],
-    ),
 }
 SAMPLES = {"method.aggregation.weighting": "samples"}
 WARM, STANDARD = {"method.warmup": 12}, {"model.common.standardise": True}

@@ -109,7 +109,7 @@ PLAN = (
     Entry("ddome/table8", columns=("digits",)),
     Entry("comigs/table1", columns=UNEQUAL),
     # Images: minutes each.
-    Entry("ddome/table1", columns=DIGITS),
+    Entry("ddome/table1", columns=(*DIGITS, "cifar10-cnn")),
     Entry("ddome/table4", columns=("digits",)),
     Entry("ddome/figure3", columns=("digits",)),
     Entry("cobo/table1"),
@@ -117,7 +117,7 @@ PLAN = (
     *(Entry(f"ddome/figure{k}") for k in (4, 7, 8, 5, 6, 9, 10)),
     *(Entry(f"ddome/table{k}", columns=("digits",)) for k in (5, 6)),
     Entry("ddome/table7"),
-    Entry("ddome/table3", columns=("emnist-73", "emnist-80")),
+    Entry("ddome/table3"),
     Entry("ddome/table1", trials=6, columns=DIGITS),
     Entry("ddome/table4", trials=6, columns=("digits",)),
     # Language: an hour of two cores each, or more.
@@ -131,7 +131,7 @@ PLAN = (
     Entry("comigs/table6"),
     *(Entry(f"comigs/figure{k}") for k in (6, 11, 10, 9, 5)),
     Entry("comigs/table5"),
-    Entry("ddome/table2", columns=("clinc150",)),
+    Entry("ddome/table2", columns=("clinc150", "clinc150-head-61", "clinc150-head-68")),
     # Beyond the papers.
     Entry("comigs/with-auto"),
     Entry("ddome/with-rivals"),
