@@ -31,7 +31,6 @@ COLUMNS: Mapping[str, tuple[str, str, Sequence[str]]] = {
         ["model.common.pretraining.stop_at=0.65"],
     ),
     "domains-68": ("CLINC150 by domain, common expert 68 %", "ddome-clinc150-head", []),
-    "intents": ("CLINC150 by intent", "ddome-clinc150-intents", []),
 }
 SAMPLES = {"method.aggregation.weighting": "samples"}
 WARM, STANDARD = {"method.warmup": 12}, {"model.common.standardise": True}

@@ -45,10 +45,10 @@ def published(method: str) -> str | None:
     if said := found["papers"].get(method):
         text = f"Its paper measured it {said}. The figures are of other bases, texts and metrics."
     elif method in (rows := found["pfllib"]["rows"]):
-        titles = {"fedavg": "FedAvg", method: (PAGES / f"{method}.md").read_text("utf-8")}
-        titles[method] = titles[method].splitlines()[0].removeprefix("# ")
+        heading = (PAGES / f"{method}.md").read_text("utf-8").splitlines()[0]
+        titles = {method: heading.removeprefix("# "), "fedavg": "FedAvg"}
         lines = [
-            {"test data": column} | {title: rows[m][at] for m, title in reversed(titles.items())}
+            {"test data": column} | {title: rows[m][at] for m, title in titles.items()}
             for at, column in enumerate(found["pfllib"]["columns"])
         ]
         text = (

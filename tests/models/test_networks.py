@@ -16,7 +16,7 @@ from coterie.data.images import Cifar10
 from coterie.data.store import default_cache
 from coterie.models import network_tensors
 from coterie.models.classifier import Classifier
-from coterie.models.networks import NetworkShape
+from coterie.models.networks import NetworkShape, channels_last
 
 REPOSITORY = Path(__file__).parents[2]
 DIGITS, MNIST, CIFAR = (1, 8, 8), (1, 28, 28), (3, 32, 32)
@@ -25,6 +25,14 @@ SMALL = {"mlp": 4, "cnn": 2, "resnet9": 2, "resnet20": 2, "resnet56": 2, "resnet
 
 def images(inputs: tuple[int, ...], count: int = 3) -> Tensor:
     return torch.randn(count, *inputs, generator=torch.Generator().manual_seed(0))
+
+
+def test_images_of_one_channel_are_convolved_channels_last_too() -> None:
+    x = torch.rand(2, 1, 3, 4)
+    y = channels_last(x)
+    assert torch.equal(x, y)
+    assert y.stride() == (12, 1, 4, 1)
+    assert conv2d(y, torch.rand(5, 1, 1, 1)).is_contiguous(memory_format=torch.channels_last)
 
 
 def learned(network: nn.Module) -> nn.Module:
