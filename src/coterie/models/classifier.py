@@ -123,7 +123,7 @@ class Classifier:
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, classes) logits of (B, C, H, W) images or (B, T) texts."""
-        return cast(Tensor, self.network(x))
+        return cast(Tensor, self.network(channels_last(x) if self._channels_last else x))
 
     __call__ = forward
 
@@ -200,7 +200,7 @@ class Classifier:
         inputs, labels = self.checked(Examples(x.flatten(0, 1), y.flatten()))
         with nullcontext() if running is not None else self._untracked(), self.batch_statistics():
             return self._stacked.gradients(
-                points, inputs.reshape(x.shape), labels.view(y.shape), running
+                points, inputs.view(x.shape), labels.view(y.shape), running
             )
 
     def predictions(self, batches: Iterable[Examples]) -> Iterator[Prediction]:
@@ -208,7 +208,7 @@ class Classifier:
         for batch in batches:
             x, y = self.checked(batch)
             with torch.no_grad():
-                yield self.network(x).log_softmax(dim=1), y
+                yield self(x).log_softmax(dim=1), y
 
     def score(self, batches: Iterable[Examples]) -> Tensor:
         """Return (3,) float64 on the CPU: the summed negative log-likelihood of labels in nats, the
@@ -228,7 +228,7 @@ class Classifier:
         losses = correct = torch.zeros((), device=self.device)
         count = sum(map(len, ys))
         for x, y in zip(xs, ys, strict=True):
-            logits = self.network(x)
+            logits = self(x)
             loss = cross_entropy(logits, y, reduction="sum")
             terms = torch.autograd.grad(loss / count, wrt, materialize_grads=True)
             pairs = zip(gradients, terms, strict=True)
@@ -255,8 +255,7 @@ class Classifier:
                 f"Labels are 0 to {self.shape.classes - 1}: build the network for more classes, "
                 f"or relabel the data.",
             )
-        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        return channels_last(x) if self._channels_last else x, y
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
     def check_whole(self, micro_batch: int, examples: int) -> None:
         """Refuse micro-batches if batch statistics normalise the batch. Raises ModelError."""

@@ -27,7 +27,7 @@ class Convolution(nn.Sequential):
 
     def __init__(self, inputs: int, outputs: int, norm: Norm, pool: bool = False) -> None:
         convolution = nn.Conv2d(inputs, outputs, 3, padding=1, bias=norm == "none")
-        pooling = [nn.MaxPool2d(2)] * pool
+        pooling = [nn.MaxPool2d(2)] * pool  # before ReLU: the same, of a quarter of the values
         super().__init__(convolution, _norm(norm, outputs), *pooling, nn.ReLU())
 
 

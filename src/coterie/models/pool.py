@@ -226,7 +226,7 @@ class PoolClassifier:
             outputs = torch.empty(len(batch), self.shape.classes, device=self.device)
             for place, expert in enumerate(self.present()):
                 if (rows := places == place).any():
-                    outputs[rows] = expert.network(x[rows]).log_softmax(dim=1)
+                    outputs[rows] = expert(x[rows]).log_softmax(dim=1)
         return outputs, self.numbers.to(self.device)[places]
 
     def present(self) -> list[Classifier]:
@@ -261,7 +261,7 @@ class PoolClassifier:
         weights = self._weights(batch)
         x, target = self.experts[0].checked(batch)
         # (B, k, classes)
-        outputs = torch.stack([expert.network(x) for expert in self.present()], dim=1)
+        outputs = torch.stack([expert(x) for expert in self.present()], dim=1)
         if self.layout.mixture in ("probabilities", "mean"):
             return (outputs.log_softmax(dim=2) + weights.unsqueeze(2)).logsumexp(dim=1), target
         return (weights.exp().unsqueeze(2) * outputs).sum(dim=1).log_softmax(dim=1), target
