@@ -65,6 +65,31 @@ def test_where_steps_are_long_rows_are_counted_and_nothing_is_computed(
     assert found.down > 0
 
 
+def test_what_follows_the_last_round_is_counted_once(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FDLoRA's fusion scores validation windows dozens of times, however many rounds there are."""
+    _write_texts(tmp_path)
+    settings = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
+    settings += ["keep=last", "patience=null", "words=null", "method.name=fdlora"]
+    monkeypatch.setattr(estimating, "_pace", lambda prepared: (3e-6, 1e-6))
+    prepared = prepare(load("folders", settings))
+    found, longer = (
+        estimate(prepare(load("folders", [*settings, f"method.rounds={rounds}"])))
+        for rounds in (2, 4)
+    )
+    (layout,) = set(prepared.site.layouts.values())
+    row = 1e-6 * prepared.problem.flops(layout, True)
+    data = prepared.site.data.values()
+    scored = row * sum(of.valid.windows + of.test.windows for of in data) / 2
+    evaluations = (found.once - scored) / row / (len(data) * 32)  # validation windows
+    assert 20 < evaluations < 41
+    assert longer.once == found.once
+    assert longer.up == found.up  # of a round
+    rows = 2 * 2 * prepared.recipe.training.batch_size * len(data)  # rounds, steps
+    assert longer.seconds - found.seconds == pytest.approx(3 * row * rows, rel=0.02)
+
+
 def test_a_run_of_pools_goes_to_its_end_from_the_command_line(tmp_path: Path) -> None:
     settings = [word for setting in SHORT for word in ("--set", setting)]
     done = CliRunner().invoke(app, ["run", "ddome-digits", *settings, "--out", str(tmp_path / "r")])

@@ -59,14 +59,14 @@ class Estimate:
     Args:
         seconds: Of all rounds and evaluations; of a part that another row trains only the last
             evaluation.
-        once: Seconds of what the number of rounds does not change: scores on everything.
+        once: Seconds that the number of rounds does not change: final scores, a method's `finish`.
         up: Bytes that a client sends in a round.
         down: Bytes that a client receives in a round.
         memory: Bytes: the peak of the process so far, and the states of all clients.
     """
 
     seconds: float
-    once: float  # of these, seconds that do not depend on the number of rounds and iterations
+    once: float  # of these
     up: float
     down: float
     memory: float | None
@@ -79,7 +79,6 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     """
     method, recipe = prepared.method, prepared.recipe
     steps = min(method.local_steps, STEPS)
-    seconds = 0.0
     with (speed or Speed()).counting(prepared) as counted:
         trial = _Trial(prepared, steps, counted)
         if method.rounds and counted:
@@ -91,9 +90,8 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
             if took * whole / steps * clients / FEW < WHOLE_S:
                 trial.repeated(whole, clients)
         scoring = trial.scoring()
-    if method.rounds:
-        per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
-        seconds = method.rounds * _iterations(prepared) * per_step
+    per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
+    seconds = method.rounds * _iterations(prepared) * per_step
     every, share = recipe.evaluate_every, _share(prepared, recipe.evaluate_rows)
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
@@ -102,10 +100,9 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     seconds += (evaluations * share + curve) * scoring
     # of the kept models; or once more, synchronised, of the test sets alone
     end = _share(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
-    once = scoring * end / prepared.at_once + (recipe.words or 0) * word(prepared)
+    once = (scoring * end + trial.last) / prepared.at_once + (recipe.words or 0) * word(prepared)
     peak = devices.peak_memory()
-    states = trial.state_bytes * len(prepared.site.data)
-    memory = None if peak is None else peak + states
+    memory = None if peak is None else peak + trial.state_bytes * len(prepared.site.data)
     seconds = seconds / prepared.at_once + once
     return Estimate(seconds, once if method.rounds else seconds, trial.up, trial.down, memory)
 
@@ -292,7 +289,7 @@ class _Trial:
     def __init__(self, prepared: Prepared, steps: int, counted: Counted | None) -> None:
         self.prepared, self.steps, self.counted = prepared, max(steps, 1), counted
         self.seconds = self.up = self.down = self.state_bytes = 0.0
-        self.few = FEW
+        self.last, self.few = 0.0, FEW  # seconds of what follows the last round
 
     def repeated(self, steps: int, few: int) -> float:
         """Measure a round twice, as the first loads libraries; return the second's seconds."""
@@ -326,7 +323,12 @@ class _Trial:
         rng = torch.Generator().manual_seed(derive_seed(recipe.seed, "round", 0))
         # a method that needs the other clients fails: what was measured before still counts
         with suppress(CoterieError, KeyError, IndexError):
-            drive(method.round(server, clients, rng), answer)
+            server = drive(method.round(server, clients, rng), answer)
+            of_round = self.seconds, self.up, self.down
+            if not self.last:  # once, as it may be long
+                drive(method.finish(server, clients), answer)
+                self.last = self.seconds - of_round[0]
+            self.seconds, self.up, self.down = of_round
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def _now(self) -> float:
