@@ -10,6 +10,8 @@ from coterie.core.threads import wait_briefly
 
 # where two threads are asked for, as the command line does, and before PyTorch is there
 wait_briefly()
+# a hundred tests start a program, which would compile the whole package anew each time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -22,6 +22,7 @@ def test_two_rounds_already_help_every_client(tmp_path: Path) -> None:
             "training.batch_size=4",
             "data.test_tokens=1000",
             "data.valid_tokens=500",
+            "words=2",
         ],
     )
     results = as_json(run(recipe, tmp_path))

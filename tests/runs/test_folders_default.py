@@ -28,6 +28,7 @@ QUICK = {
     "method.local_steps": 20,
     "method.rounds": LIMIT,
     "samples": False,
+    "words": 4,
     "threads": 1,
 }
 
@@ -87,7 +88,7 @@ def test_it_is_never_worse_ends_by_itself_and_says_so(
     for i, client in run.result.clients.items():
         assert client.valid is not None
         assert client.words is not None
-        assert 0 < client.words.words <= 20
+        assert 0 < client.words.words <= 4
         for row in run.baselines.values():
             assert client.valid <= row.clients[i].valid * 1.005, (i, row.method)
     assert {row.method: bool(row.kept_rounds) for row in run.rows} == dict.fromkeys(

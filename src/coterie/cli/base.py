@@ -302,8 +302,7 @@ def _stopping(note: str = RESUMABLE) -> Iterator[None]:
         raise typer.Exit(error.exit_code) from None
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        problem = printable(f"{where}{error.strerror or error}", lines=True)
-        _error(problem)
+        _error(printable(f"{where}{error.strerror or error}", lines=True))
         raise typer.Exit(1) from None
     except KeyboardInterrupt as stop:
         # nothing is left to stop, and another signal would interrupt Python's exit

@@ -213,8 +213,7 @@ def resident(configuration: str) -> None:
         from coterie.deploy import apps
         from coterie.deploy import resident as resident_process
 
-        node = json.loads(configuration)
-        device = apps.device(node)
+        device = apps.device(json.loads(configuration))
         resident_process.serve(device.home, device.answer, lambda: print("ready", flush=True))
 
 

@@ -146,10 +146,6 @@ def _report(line: str) -> None:
 FORMATS = ("peft", "mixtral", "gguf", "onnx", "web")
 
 
-def _formats(incomplete: str) -> list[str]:
-    return [name for name in FORMATS if name.startswith(incomplete)]
-
-
 @common.app.command()
 def export(
     run: common.Run,
@@ -161,7 +157,7 @@ def export(
         bool, typer.Option("--all", help="All clients of the run, over one base.")
     ] = False,
     format: Annotated[
-        str, typer.Option(metavar="FORMAT", autocompletion=_formats, help=f"{', '.join(FORMATS)}.")
+        str, typer.Option(metavar="FORMAT", autocompletion=lambda: FORMATS, help=", ".join(FORMATS))
     ] = "peft",
     part: Annotated[
         str | None,

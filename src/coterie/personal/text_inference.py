@@ -72,7 +72,8 @@ class Words:
         self.names = ["" if i in special or not name else str(name) for i, name in enumerate(names)]
         device = backbone.device
         self.starts = torch.tensor([_starts(name) for name in self.names], device=device)
-        self.inside = torch.tensor([_continues(name) for name in self.names], device=device)
+        no_word = {"", *SPACES, *NO_LETTERS}
+        self.inside = torch.tensor([n[:1] not in no_word for n in self.names], device=device)
         self._sorted = sorted((name, i) for i, name in enumerate(self.names) if name)
         self.vocabulary = Vocabulary(self.tokenizer)
         self.anchor = self.vocabulary.anchor
@@ -259,10 +260,6 @@ def _starts(name: str) -> bool:
     """Return whether a token begins a new word, with the space before it."""
     bare = name.lstrip(SPACES)
     return bare != name and bare[:1] not in NO_LETTERS
-
-
-def _continues(name: str) -> bool:
-    return name != "" and name[0] not in SPACES and name[0] not in NO_LETTERS
 
 
 def left_padded(prompts: Sequence[Sequence[int]], filling: int) -> tuple[Tensor, Tensor]:

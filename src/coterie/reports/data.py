@@ -87,14 +87,11 @@ def _remarks(summary: DataSummary) -> list[str]:
     scripts: dict[str, list[str]] = {}
     for id, client in summary.clients.items():
         shares = ", ".join(
-            f"{script.capitalize()} {_percent(share)}" for script, share in client.scripts.items()
+            f"{script.capitalize()} " + (f"{share:.0%}" if share >= 0.01 else "under 1%")
+            for script, share in client.scripts.items()
         )
         scripts.setdefault(shares or "no letters", []).append(id)
     return remarks + [f"letters of {_few(ids)}: {shares}" for shares, ids in scripts.items()]
-
-
-def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.01 else "under 1%"
 
 
 def _few(ids: Sequence[str]) -> str:

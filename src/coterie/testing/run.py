@@ -4,10 +4,10 @@ checks: functions of a method and a world, with the clause of the contract that 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial, wraps
+from functools import cache, cached_property, partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from coterie.runs.problems.language import Language
 from coterie.runs.recipes.sections import ClassifierSection, LanguageSection
 
 BASE = Layout(rank=2)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class World:
         id, data = next(iter(self.federation.clients.items()))
         return self.among({id: data})
 
-    @property
+    @cached_property
     def one_by_one(self) -> "World":
         """The same world without batches of clients, which change the rounding."""
         return self if self.separate is None else replace(self, build=self.separate, separate=None)
@@ -290,6 +291,14 @@ class Run:
             return {i: {} for i in self.clients}
         adaptation = self.method.adapt(self.server, self.clients)
         return drive(adaptation, lambda ask, phase: self.engine.answer(ask, self.round, phase))
+
+
+def once(compute: Callable[[Method, World], T], method: Method, world: World) -> T:
+    """Return what several checks look at, computed once for each method and world."""
+    key = (compute, type(method), repr(method))
+    if key not in world.memo:
+        world.memo[key] = compute(method, world)
+    return cast(T, world.memo[key])
 
 
 class NotApplicable(Exception):

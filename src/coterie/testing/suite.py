@@ -2,10 +2,10 @@
 reply and of what leaves a device that protects its owner.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -19,11 +19,10 @@ from coterie.engines.inprocess import ENGINES
 from coterie.methods import METHODS, Method
 from coterie.methods.section import build_method
 from coterie.testing import run, training
-from coterie.testing.run import Check, NotApplicable, Run, World, clause, require
+from coterie.testing.run import Check, NotApplicable, Run, World, clause, once, require
 
 # With what was sent, as it was before a client may have used its memory.
 Exchanges = list[tuple[protocol.Ask, protocol.Replies, dict[protocol.ClientId, Tensors]]]
-T = TypeVar("T")
 # Task, client, what was sent, what a device that protects nothing sends back.
 Spoken = tuple[str, protocol.ClientId, Tensors, Tensors]
 NOISY = Outbound(0, Privacy(where="local", clip=1.0, noise=1.0), secret=True, key=bytes(range(32)))
@@ -50,17 +49,9 @@ def _copied(ask: protocol.Ask) -> dict[protocol.ClientId, Tensors]:
     return {i: {name: t.clone() for name, t in sent.items()} for i, sent in ask.to.items()}
 
 
-def _once(compute: Callable[[Method, World], T], method: Method, world: World) -> T:
-    """Return what several checks look at, computed once for each method and world."""
-    key = (compute, type(method), repr(method))
-    if key not in world.memo:
-        world.memo[key] = compute(method, world)
-    return cast(T, world.memo[key])
-
-
 def spoken(method: Method, world: World) -> list[Spoken]:
     """Return clients' replies: in a run, in an adaptation, when scored, and when keeping models."""
-    seen = _once(exchanges, method, world)
+    seen = once(exchanges, method, world)
     spoken = [(a.name, i, sent[i], dict(replies[i])) for a, replies, sent in seen for i in replies]
     run = Run(method, world).rounds(method.rounds)
     tasks = method.score_and_keep, method.recall, method.score, method.score_test, method.keep
@@ -77,7 +68,7 @@ def spoken(method: Method, world: World) -> list[Spoken]:
 @clause("`Ask.reply_spec` says which tensors a client sends back, and it sends those")
 def replies_have_the_form_asked_for(method: Method, world: World) -> None:
     """Check names, shapes, dtypes and values of all replies of honest clients."""
-    for ask, replies, _ in _once(exchanges, method, world):
+    for ask, replies, _ in once(exchanges, method, world):
         for i, reply in replies.items():
             ask.check(i, reply)
 
@@ -90,7 +81,7 @@ def training_tasks_say_so(method: Method, world: World) -> None:
     changes of a state beside the model (`change/...`), and tensors named after clients, which
     compare these.
     """
-    for ask, replies, before in _once(exchanges, method, world):
+    for ask, replies, before in once(exchanges, method, world):
         if protocol.PARTS not in ask.name:
             for i, reply in replies.items():
                 _require_declared(ask.task, ask.smaller, before[i], reply, world)
@@ -143,7 +134,7 @@ def leaves(door: Outbound, method: Method, message: Spoken) -> Tensors | None:
 @clause("a device with local privacy sends only values with noise, and a few scores")
 def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
     """Check what a device that adds noise sends of each reply."""
-    for message in _once(spoken, method, world):
+    for message in once(spoken, method, world):
         name, _, sent, reply = message
         out = leaves(NOISY, method, message)
         if out is None:
@@ -165,7 +156,7 @@ def local_privacy_leaves_only_noise(method: Method, world: World) -> None:
 @clause("a device with secure aggregation sends nothing in the clear except a few scores")
 def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
     """Check what a device with secure aggregation sends unmasked of each reply."""
-    for message in _once(spoken, method, world):
+    for message in once(spoken, method, world):
         out = leaves(SECURE, method, message)
         if out is None:
             continue
@@ -179,7 +170,7 @@ def secure_aggregation_leaves_only_scores(method: Method, world: World) -> None:
 @clause("masked replies are updates: tensors of the shapes that were sent")
 def masked_replies_are_updates(method: Method, world: World) -> None:
     """Check the shapes of a device's tensors under the masks of secure aggregation."""
-    for message in _once(spoken, method, world):
+    for message in once(spoken, method, world):
         name, _, sent, _ = message
         out = leaves(replace(SECURE, masked=True), method, message)
         if out is not None and not few(out):

@@ -37,6 +37,7 @@ from coterie.testing.run import (
     clause,
     coming_and_going,
     everybody,
+    once,
     require,
     require_same,
     require_same_run,
@@ -53,12 +54,22 @@ def longer(method: Method) -> Method:
     return replace(method, rounds=3) if method.rounds else method
 
 
+def whole(method: Method, world: World) -> Run:
+    """Return a run of all rounds, which checks look at and leave as it is."""
+    return Run(method, world).rounds(method.rounds)
+
+
+def of_some(method: Method, world: World) -> Run:
+    """Return likewise a run in which not all clients take part in each round."""
+    return Run(method, world).rounds(method.rounds, draw=some)
+
+
 @clause(
     "`round` returns a state of the form that `init` gave it; nothing in a state is NaN or infinite"
 )
 def state_keeps_its_form(method: Method, world: World) -> None:
     """Check names, shapes and dtypes of the server's state after a run."""
-    run = Run(method, world).rounds(method.rounds)
+    run = once(whole, method, world)
     before, after = (
         {name: (t.shape, t.dtype) for name, t in state.items()}
         for state in (run.initial, run.server)
@@ -74,7 +85,7 @@ def state_keeps_its_form(method: Method, world: World) -> None:
 @clause("all random numbers come from `rng` at the server and the seeded global one in a task")
 def two_runs_are_alike(method: Method, world: World) -> None:
     """Check that the same seed gives the same run, to the bit."""
-    a, b = (Run(method, world).rounds(method.rounds) for _ in range(2))
+    a, b = once(whole, method, world), whole(method, world)
     require_same_run(a, b, "two runs with the same seed")
 
 
@@ -110,7 +121,7 @@ def training_changes_the_clients(method: Method, world: World) -> None:
     """Check that iterations are counted, and that clients (or the server, for them) changed."""
     if not method.rounds:
         raise NotApplicable("a method without rounds trains nothing")
-    run = Run(method, world).rounds(method.rounds)
+    run = once(whole, method, world)
     for i in [CENTRALIZED] if method.centralized else run.clients:
         client = run.client(i)
         due = method.rounds * method.steps(client)
@@ -205,8 +216,8 @@ def resumed(method: Method, world: World, draw: Draw = everybody, there: Draw = 
 @clause("a run can be resumed from a checkpoint of its states alone")
 def resumed_run_ends_the_same(method: Method, world: World) -> None:
     """Check that a run that was resumed after its first round ends the same, to the bit."""
-    whole = Run(method, world).rounds(method.rounds)
-    require_same_run(whole, resumed(method, world), "a run and the same one resumed after a round")
+    run = once(whole, method, world)
+    require_same_run(run, resumed(method, world), "a run and the same one resumed after a round")
 
 
 @clause("a client that is not drawn keeps its state, and its part of the server's state")
@@ -234,7 +245,8 @@ def absent_client_keeps_everything(method: Method, world: World) -> None:
 def some_clients_a_round(method: Method, world: World) -> None:
     """Check a run in which not all clients take part, on all engines, and resumed."""
     method, world = longer(method), world.one_by_one
-    one, other = (Run(method, world, e).rounds(method.rounds, draw=some) for e in ENGINES)
+    one = once(of_some, method, world)
+    other = Run(method, world, "loopback").rounds(method.rounds, draw=some)
     _require_same_when_resumed(one, other, world, "some clients a round", draw=some)
 
 
@@ -287,7 +299,7 @@ def schedules_run_over_the_rounds(method: Method, world: World) -> None:
     method = longer(method)
     if not method.rounds or method.centralized or method.methods:
         raise NotApplicable("nobody trains, or everybody, or several methods do")
-    run = Run(method, world.one_by_one).rounds(method.rounds, draw=some)
+    run = once(of_some, method, world.one_by_one)
     for i in run.clients:
         client = run.client(i)
         took_part = sum(i in some(run.clients, round) for round in range(method.rounds))
@@ -306,7 +318,7 @@ def schedules_run_over_the_rounds(method: Method, world: World) -> None:
 def order_changes_nothing(method: Method, world: World) -> None:
     """Check a run whose clients are in the reverse order."""
     world = world.one_by_one
-    a = Run(method, world).rounds(method.rounds)
+    a = once(whole, method, world)
     reverse = world.among(dict(reversed(list(world.federation.clients.items()))))
     b = Run(method, reverse).rounds(method.rounds, order=tuple(reversed(a.clients)))
     if method.centralized:
@@ -366,8 +378,7 @@ def devices_are_alike(method: Method, world: World) -> None:
     from coterie.engines.flower.engine import Flower
 
     method, world = longer(method), world.one_by_one
-    one = Run(method, world).rounds(method.rounds, draw=some)
-    other = Run(method, world)
+    one, other = once(of_some, method, world), Run(method, world)
     recipe: Any = SimpleNamespace(secure=False)
     problem: Any = SimpleNamespace(threads=1, base=BASE, federation=world.federation)
     prepared = Prepared(recipe, method, problem, replace(other.site, models={}), other.clients)
