@@ -32,8 +32,7 @@ def project_simplex(rows: Tensor) -> Tensor:
 
 def ascend_box(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:
     """W <- clip(W + gamma scores, 0, 1) with a zero diagonal (CoBo, eq. 4); keeps symmetry."""
-    ascended = (weights + gamma * scores).clamp(0, 1)
-    return ascended.fill_diagonal_(0)
+    return (weights + gamma * scores).clamp(0, 1).fill_diagonal_(0)
 
 
 def ascend_simplex(weights: Tensor, scores: Tensor, gamma: float) -> Tensor:

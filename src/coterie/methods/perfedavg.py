@@ -61,8 +61,7 @@ class PerFedAvg(Averaged, OneAdapter):
         rows, adapted = client.training.batch_size, download
         for step in range(self.adapt_steps if download else 0):
             with client.borrowing(adapted):
-                batch = client.train.batch(step * rows, rows)
-                gradients = client.gradients(batch, GENERALIST)
+                gradients = client.gradients(client.train.batch(step * rows, rows), GENERALIST)
             adapted = adapted | axpy(
                 -self.alpha(client), gradients, {name: adapted[name] for name in gradients}
             )

@@ -301,6 +301,16 @@ def once(compute: Callable[[Method, World], T], method: Method, world: World) ->
     return cast(T, world.memo[key])
 
 
+def whole(method: Method, world: World) -> Run:
+    """Return a run of all rounds, which checks look at and leave as it is."""
+    return Run(method, world).rounds(method.rounds)
+
+
+def of_some(method: Method, world: World) -> Run:
+    """Return likewise a run in which not all clients take part in each round."""
+    return Run(method, world).rounds(method.rounds, draw=some)
+
+
 class NotApplicable(Exception):
     """Raised by a check that does not apply to a method, with the reason."""
 

@@ -37,12 +37,14 @@ from coterie.testing.run import (
     clause,
     coming_and_going,
     everybody,
+    of_some,
     once,
     require,
     require_same,
     require_same_run,
     require_same_states,
     some,
+    whole,
 )
 
 _COUNTERS = {"cursor/train", "cursor/train-expert/0", "cursor/train-expert/1", "iteration", "began"}
@@ -52,16 +54,6 @@ _STATELESS = _COUNTERS | {f"embeddings/{split}" for split in SPLITS}
 def longer(method: Method) -> Method:
     """Return the same method with enough rounds that every client misses one."""
     return replace(method, rounds=3) if method.rounds else method
-
-
-def whole(method: Method, world: World) -> Run:
-    """Return a run of all rounds, which checks look at and leave as it is."""
-    return Run(method, world).rounds(method.rounds)
-
-
-def of_some(method: Method, world: World) -> Run:
-    """Return likewise a run in which not all clients take part in each round."""
-    return Run(method, world).rounds(method.rounds, draw=some)
 
 
 @clause(
