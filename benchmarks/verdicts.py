@@ -17,6 +17,7 @@ PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
 NOT_RUN = "not run"
 LARGER = {  # by the suffix of its results
     "smollm2": "SmolLM2-135M",
+    "smollm2-languages": "SmolLM2-135M, languages, all rows",
     "smollm2-long": "SmolLM2-135M, ten times the text",
 }
 ONLY = {"fixed": "one fixed learning rate for all rows", "tuned": "every row tuned"}
