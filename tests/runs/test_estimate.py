@@ -30,7 +30,9 @@ def _write_texts(folder: Path) -> None:
 SHORT = ["method.rounds=2", "method.local_steps=2", "compare_with=[]", "evaluate_every=0"]
 
 
-@pytest.mark.parametrize("name", ["ddome", "fedmix", "ensemble", "fedavg", "scaffold"])
+@pytest.mark.parametrize(
+    "name", ["ddome", "ddome-shared", "fedmix", "ensemble", "fedavg", "scaffold"]
+)
 def test_a_federation_with_clients_never_seen_is_estimated(name: str) -> None:
     found = estimate(prepare(load("ddome-digits", [f"method.name={name}", *SHORT])))
     assert 0 < found.seconds < 600

@@ -325,10 +325,12 @@ class _Trial:
         with suppress(CoterieError, KeyError, IndexError):
             server = drive(method.round(server, clients, rng), answer)
             of_round = self.seconds, self.up, self.down
-            if not self.last:  # once, as it may be long
-                drive(method.finish(server, clients), answer)
-                self.last = self.seconds - of_round[0]
-            self.seconds, self.up, self.down = of_round
+            try:
+                if not self.last:  # once, as it may be long
+                    drive(method.finish(server, clients), answer)
+            finally:
+                self.last = self.last or self.seconds - of_round[0]
+                self.seconds, self.up, self.down = of_round
         self.state_bytes = max(engine.state_bytes().values(), default=0)
 
     def _now(self) -> float:
@@ -352,8 +354,7 @@ class _Trial:
                 devices.synchronise(client.model.device)
                 seconds = self._now() - begun
         windows = sum(data.valid.windows + data.test.windows for data in scored)
-        models = len(self.prepared.site.layouts[id].models)
-        return models * seconds * windows / max(rows, 1)
+        return len(self.prepared.site.layouts[id].models) * seconds * windows / max(rows, 1)
 
     def _download(self, client: ClientId) -> Tensors:
         """Return what a client receives before it is scored."""
