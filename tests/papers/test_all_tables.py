@@ -162,6 +162,16 @@ def test_what_came_of_a_larger_base_has_a_column_of_its_own(
     assert line.endswith("|  | holds: by 1 (holds); no row still improves |")
 
 
+@pytest.mark.parametrize("name", tables.names())
+def test_what_a_table_sets_itself_holds_at_every_scale(name: str) -> None:
+    """Whatever its regime, which many tables share, sets."""
+    table = tables.load(name)
+    for scale in {scale for column in table.columns.values() for scale in column.recipes}:
+        own = {**table.set, **table.scales.get(scale, {})}
+        common = table.common(scale, tuned=False)
+        assert {key: common[key] for key in own} == own
+
+
 def test_rows_that_were_not_run_are_named(driver: ModuleType, tmp_path: Path) -> None:
     says = next(iter(tables.load("comigs/figure9").statements)).says
     verdicts = {(says, "slimpajama"): "does not hold"}

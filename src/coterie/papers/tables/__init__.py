@@ -183,7 +183,7 @@ class Reproduction(_Strict):
         """Return what is set in every recipe of a scale, where rows are tuned or not."""
         regimes = _regimes()[self.regime] if self.regime else {}
         shared = regimes.get(scale, Regime())
-        settings = {**self.set, **shared.every, **self.scales.get(scale, {})}
+        settings = {**shared.every, **self.set, **self.scales.get(scale, {})}
         return {**settings, **shared.tuned} if tuned else settings
 
     @model_validator(mode="after")
