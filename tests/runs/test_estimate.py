@@ -30,6 +30,12 @@ def _write_texts(folder: Path) -> None:
 SHORT = ["method.rounds=2", "method.local_steps=2", "compare_with=[]", "evaluate_every=0"]
 
 
+def _settings(folder: Path, base: Path, *more: str) -> list[str]:
+    _write_texts(folder)
+    place = [f"data.path={folder}", f"model.base={base}", "model.context=16"]
+    return [*place, *SHORT, "keep=last", "patience=null", *more]
+
+
 @pytest.mark.parametrize(
     "name", ["ddome", "ddome-shared", "fedmix", "ensemble", "fedavg", "scaffold"]
 )
@@ -42,9 +48,7 @@ def test_a_federation_with_clients_never_seen_is_estimated(name: str) -> None:
 def test_where_steps_are_long_rows_are_counted_and_nothing_is_computed(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _write_texts(tmp_path)
-    settings = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
-    settings += ["keep=last", "patience=null", "training.batch_size=4", "method.name=interpolation"]
+    settings = _settings(tmp_path, tiny_base, "training.batch_size=4", "method.name=interpolation")
     prepared = prepare(load("folders", settings))
 
     def never(*_: object) -> None:
@@ -71,9 +75,7 @@ def test_what_follows_the_last_round_is_counted_once(
     tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FDLoRA's fusion scores validation windows dozens of times, however many rounds there are."""
-    _write_texts(tmp_path)
-    settings = [f"data.path={tmp_path}", f"model.base={tiny_base}", "model.context=16", *SHORT]
-    settings += ["keep=last", "patience=null", "words=null", "method.name=fdlora"]
+    settings = _settings(tmp_path, tiny_base, "words=null", "method.name=fdlora")
     monkeypatch.setattr(estimating, "_pace", lambda prepared: (3e-6, 1e-6))
     prepared = prepare(load("folders", settings))
     found, longer = (
