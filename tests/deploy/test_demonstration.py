@@ -17,12 +17,8 @@ from coterie.core import names
 from coterie.runs.run import run
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(
-    rounds: int, tmp_path: Path
-) -> None:
-    data = texts(tmp_path / "texts", "ann", "ben")
-    recipe = written(tmp_path, method__rounds=rounds)
+def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(tmp_path: Path) -> None:
+    data, recipe = texts(tmp_path / "texts", "ann", "ben"), written(tmp_path)
     (expected,) = as_json(run(loaded(recipe, data), tmp_path / "one"))
     with terminals(tmp_path) as terminal:
         demo = terminal("demo", *demonstration(recipe, data))
@@ -50,7 +46,7 @@ def test_devices_come_to_the_same_as_one_process_and_nothing_is_left(
     for name in ("recipe.yaml", "metrics.jsonl", "report.html"):
         assert (folder / name).stat().st_size
     assert "\x1b" not in demo.text
-    assert f"after round {rounds}" in demo.text
+    assert "after round 2" in demo.text
 
 
 @pytest.mark.slow
