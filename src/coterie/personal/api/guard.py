@@ -31,8 +31,8 @@ from coterie.personal.api.requests import ApiError, shown
 
 _HEAD = 1 << 15  # most bytes of a request's head
 _WAITING = 1024  # connections that the system queues until they are accepted
-# connections accepted at a time, so that many new ones do not delay the requests of others
-_ACCEPTED = 1
+# connections accepted at a time: with more, new ones replace one that just came; fewer are slow
+_ACCEPTED = 8
 HEALTH = "/health"
 CLOSED = 499  # as nginx has it: the caller has closed the connection
 _STRANGE = (401, 403, 404, 405)  # of requests whose path and method a stranger may have made up
