@@ -1,7 +1,7 @@
 """Ours beside PFLlib, on its own splits of images, with its network and its hyperparameters.
 
     python benchmarks/pfllib.py run FOLDER [--python PATH] [--rows fedavg fedper ...]
-        [--splits pat dir] [--seeds 0 1 2] [--rounds 30]
+        [--splits pat dir] [--seeds 0 1 2] [--rounds 30] [--complete]
     python benchmarks/pfllib.py table
 
 FOLDER is a checkout of PFLlib; PATH a Python that has what it imports (torch, h5py, ujson,
@@ -15,6 +15,9 @@ a round, as PFLlib scores it. Its Ditto and APFL are scored by the model that st
 FedALA's before the last local training, ours after it. Its pFedMe means to score the personal
 models, but these are the tensors that the global one has just been written to: so we score the
 global one (`global`), which our clients never have as their own.
+
+PFLlib leaves out the last batch of an epoch where it is not full: 15 steps of a round where we take
+16. With `--complete` its code is also run with that batch.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -55,6 +59,7 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
     ),
     "fedala": ("serverala.FedALA", {}, {"layers": 1, "share": 0.8}, "test"),
 }
+WHO = ("theirs", "complete", "ours")
 RATES = {"pfedme": 0.01}  # where the experts' is another one than LR
 SPLIT = ("local", "fedavg", "fedper", "fedrep")  # of PFLlib's, whose models come in two parts
 
@@ -87,8 +92,12 @@ def divide(folder: Path, split: str, seed: int, arrays: str) -> None:
             np.savez_compressed(place / part / f"{k}.npz", data=client)
 
 
-def theirs(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[str, float]:
-    """Train a row by PFLlib; return its accuracy and the seconds of a round."""
+def theirs(
+    folder: Path, row: str, split: str, seed: int, rounds: int, complete: bool = False
+) -> dict[str, float]:
+    """Train a row by PFLlib; return its accuracy and the seconds of a round. `complete`: with the
+    last batch of each epoch too.
+    """
     import torch
 
     os.chdir(folder / "system")
@@ -101,6 +110,13 @@ def theirs(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[s
         FedAvgCNN,
     )
 
+    if complete:
+        from flcore.clients import clientbase  # type: ignore[import-not-found]
+
+        loader = clientbase.DataLoader
+        clientbase.DataLoader = lambda *given, **named: loader(
+            *given, **named | {"drop_last": False}
+        )
     home, settings, _, _ = ROWS[row]
     network = FedAvgCNN(in_features=1, num_classes=CLASSES, dim=1024)
     if row in SPLIT:
@@ -282,7 +298,9 @@ def arrays(place: Path) -> Path:
 def run(asked: argparse.Namespace) -> None:
     """Do what is not done yet, ours and theirs in turn."""
     path, folder = RESULTS / "pfllib.json", asked.folder.resolve()
-    done = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    done: list[dict[str, Any]] = []
+    if path.exists():
+        done = json.loads(path.read_text(encoding="utf-8"))
     for seed in asked.seeds:
         for split in asked.splits:
             if not (folder / "dataset" / name_of(split, seed)).exists():
@@ -291,11 +309,15 @@ def run(asked: argparse.Namespace) -> None:
                     child(asked.python, "divide", str(folder), split, str(seed), here)
             for row in asked.rows:
                 keys = {"row": row, "split": split, "seed": seed, "rounds": asked.rounds}
-                if any(keys.items() <= old.items() for old in done):
+                line: dict[str, Any] = next(
+                    (old for old in done if keys.items() <= old.items()), {}
+                )
+                whose = [who for who in WHO if asked.complete or who != "complete"]
+                if not (missing := [who for who in whose if who not in line]):
                     continue
                 words = (str(folder), row, split, str(seed), str(asked.rounds))
-                found = {who: child(asked.python, who, *words) for who in ("theirs", "ours")}
-                done.append(keys | found)
+                found = {who: child(asked.python, who, *words) for who in missing}
+                done = [old for old in done if old is not line] + [keys | line | found]
                 print(done[-1], flush=True)
                 lines = ",\n".join(json.dumps(line) for line in done)
                 path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -320,12 +342,14 @@ def table() -> str:
         "settings, "
         f"{', '.join(map(str, rounds))} rounds; what is compared and how: "
         "[`benchmarks/pfllib.py`](../pfllib.py). Test accuracy in %, mean and deviation over "
-        "seeds; seconds of a round with its evaluation, one thread, ours and theirs in turn."
+        "seeds; seconds of a round with its evaluation, one thread, ours and theirs in turn. "
+        "PFLlib leaves out the last batch of an epoch where it is not full (15 steps of a round "
+        "where we take 16); what its code comes to with it stands beside that where it was run."
     ]
     for split, title in (("pat", "Two classes a client"), ("dir", "Dirichlet(0.1)")):
         lines = [line for line in done if line["split"] == split]
-        rows = ["| row | seeds | theirs | ours | difference | seconds theirs | ours | times |"]
-        rows.append("| --- |" + " ---: |" * 7)
+        heads = "row | seeds | theirs | with incomplete batches | ours | difference"
+        rows = [f"| {heads} | seconds theirs | ours | times |", "| --- |" + " ---: |" * 8]
         by_row = {row: [line for line in lines if line["row"] == row] for row in ROWS}
         rows += [f"| {row} | {len(of)} | {cells(of)} |" for row, of in by_row.items() if of]
         parts.append(f"## {title}\n\n" + "\n".join(rows))
@@ -335,23 +359,24 @@ def table() -> str:
 def cells(found: Sequence[Mapping[str, Any]]) -> str:
     """Return the cells of one row."""
     accuracies, seconds = (
-        {who: [line[who][what] for line in found] for who in ("theirs", "ours")}
+        {who: [line[who][what] for line in found if who in line] for who in WHO}
         for what in ("accuracy", "seconds")
     )
-    both = [
-        f"{mean(v):.2f}" + (f" ± {stdev(v):.2f}" if len(v) > 1 else "") for v in accuracies.values()
+    all_three = [
+        f"{mean(v):.2f}" + (f" ± {stdev(v):.2f}" if len(v) > 1 else "") if v else ""
+        for v in accuracies.values()
     ]
     difference = mean(accuracies["ours"]) - mean(accuracies["theirs"])
     a, b = (math.exp(mean(map(math.log, seconds[who]))) for who in ("theirs", "ours"))
-    return " | ".join([*both, f"{difference:+.2f}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.1f}"])
+    return " | ".join([*all_three, f"{difference:+.2f}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.1f}"])
 
 
 def main() -> None:
     what, *words = sys.argv[1:]
     if what == "divide":
         divide(Path(words[0]), words[1], int(words[2]), words[3])
-    elif what in ("theirs", "ours"):
-        train = theirs if what == "theirs" else ours
+    elif what in WHO:
+        train = ours if what == "ours" else partial(theirs, complete=what == "complete")
         print(json.dumps(train(Path(words[0]), words[1], words[2], int(words[3]), int(words[4]))))
     elif what == "table":
         (RESULTS / "pfllib.md").write_text(table(), encoding="utf-8")
@@ -363,6 +388,7 @@ def main() -> None:
         parser.add_argument("--splits", nargs="+", default=["pat", "dir"])
         parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
         parser.add_argument("--rounds", type=int, default=30)
+        parser.add_argument("--complete", action="store_true")
         run(parser.parse_args(words))
 
 
