@@ -7,13 +7,13 @@
     python benchmarks/tables.py --keep
 
 Every entry of `PLAN`, or of those NAMEs (comigs/table2), is a call of `coterie reproduce`, with
-three seeds, column by column, in processes of their own with one thread. Runs are kept in FOLDER;
-the same command goes on where it stopped (Ctrl-C, SIGTERM, or after H hours), and skips what is
-complete. What is complete is copied to `results/`: the JSON and the Markdown of a table, and FOLDER
-has the HTML. `results/README.md`, all statements with their verdicts, is written anew each time,
-and by `--page` alone. Checkpoints and models are removed then: FOLDER keeps results and metrics. So
-does `results/runs/`, from which any machine goes on: what is there is unpacked into FOLDER at the
-start, and what ended since is added at the end, and by `--keep` alone.
+three seeds (some with ten), column by column, in processes of their own with one thread. Runs are
+kept in FOLDER; the same command goes on where it stopped (Ctrl-C, SIGTERM, or after H hours), and
+skips what is complete. What is complete is copied to `results/`: the JSON and the Markdown of a
+table, and FOLDER has the HTML. `results/README.md`, all statements with their verdicts, is written
+anew each time, and by `--page` alone. Checkpoints and models are removed then: FOLDER keeps results
+and metrics. So does `results/runs/`, from which any machine goes on: what is there is unpacked into
+FOLDER at the start, and what ended since is added at the end, and by `--keep` alone.
 
 With `--jobs 2` two columns run at a time, never the same one of two tables of a paper, as these
 share runs.
@@ -41,6 +41,7 @@ RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "runs"
 TABLES = Path(__file__).parents[1] / "src/coterie/papers/tables"
 SEEDS = 3
+TEN = "-ten-seeds"
 DONE = ".done"  # beside a log: the command that came to an end
 POLL = 2.0  # seconds between two looks at what runs
 
@@ -54,12 +55,14 @@ class Entry:
         trials: Candidates of each row's search; None without one.
         columns: Only these; () for all that have a small scale.
         rows: Only these; () for all.
+        seeds: How many.
     """
 
     name: str
     trials: int | None = None
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    seeds: int = SEEDS
 
     @property
     def paper(self) -> str:
@@ -73,7 +76,8 @@ class Entry:
     @property
     def result(self) -> str:
         """The name of its files in `results/`, without their endings."""
-        return self.name.replace("/", "-") + "-small" + ("" if self.trials is None else "-tuned")
+        kind = ("" if self.trials is None else "-tuned") + (TEN if self.seeds > SEEDS else "")
+        return self.name.replace("/", "-") + "-small" + kind
 
     @cached_property
     def small_columns(self) -> list[str]:
@@ -83,7 +87,7 @@ class Entry:
 
     def command(self, folder: Path, overrides: Sequence[str]) -> list[str]:
         """Return the command, whose runs are in a folder for all of the paper's tables."""
-        found = ["coterie", "reproduce", self.name, "--seeds", str(SEEDS)]
+        found = ["coterie", "reproduce", self.name, "--seeds", str(self.seeds)]
         found += ["--columns", ",".join(self.columns)] if self.columns else []
         found += ["--rows", ",".join(self.rows)] if self.rows else []
         found += [] if self.trials is None else ["--tune", "--trials", str(self.trials)]
@@ -120,6 +124,11 @@ PLAN = (
     Entry("ddome/table3"),
     Entry("ddome/table1", trials=6, columns=DIGITS),
     Entry("ddome/table4", trials=6, columns=("digits",)),
+    # Where three seeds leave it open and a run takes seconds.
+    Entry("ddome/table1", columns=DIGITS, seeds=10),
+    *(Entry(f"ddome/{name}", seeds=10) for name in ("table7", "table3")),
+    Entry("ddome/table4", columns=("digits",), seeds=10),
+    Entry("cobo/table1", seeds=10),
     # Language: an hour of two cores each, or more.
     Entry("comigs/table2"),
     *(

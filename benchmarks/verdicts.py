@@ -15,7 +15,9 @@ from coterie.papers.tables import Reproduction
 
 PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
 NOT_RUN = "not run"
+TEN = "ten seeds"
 LARGER = {  # by the suffix of its results
+    "small-ten-seeds": TEN,
     "smollm2": "SmolLM2-135M",
     "smollm2-languages": "SmolLM2-135M, languages, all rows",
     "smollm2-long": "SmolLM2-135M, ten times the text",
@@ -35,7 +37,9 @@ much in that fifth (by more than 0.5 points of accuracy or 1 % of perplexity, an
 varies over seeds). The verdict is that of the small scale: orders and signs can be compared with
 the papers, values cannot. Where a table was run on SmolLM2-135M too, columns say what came of it
 there. Hours are those of the runs on a machine that was also busy with other work; what tables
-share is counted in each.
+share is counted in each. Where three seeds left a verdict open and a run takes seconds, there are
+ten, each with a split of its own but the first three, which share one: these decide what holds with
+fixed settings.
 Why some of it does not hold is told in
 [docs/tables.md](../../docs/tables.md#what-does-not-hold-and-why).
 """
@@ -52,7 +56,7 @@ class Table:
         reproduction: Its file.
         fixed: Its results with fixed settings; None where it was not run.
         tuned: Those with every row tuned.
-        larger: Those on larger bases, with fixed settings, by title.
+        larger: Those of ten seeds and on larger bases, with fixed settings, by title.
     """
 
     name: str
@@ -63,7 +67,7 @@ class Table:
 
     @property
     def judged(self) -> dict[str, Found]:
-        """Those on larger bases of which a statement could be judged: all its rows were run."""
+        """Those of `larger` of which a statement could be judged: all its rows were run."""
         return {title: found for title, found in self.larger.items() if found["statements"]}
 
     @property
@@ -220,7 +224,8 @@ def _told(found: Found | None, key: Key) -> str:
 
 def _overall(table: Table, key: Key) -> str:
     """Return the verdict of a statement from both of its verdicts."""
-    both = {"fixed": _verdict(table.fixed, key), "tuned": _verdict(table.tuned, key)}
+    fixed = _verdict(table.larger.get(TEN), key) or _verdict(table.fixed, key)
+    both = {"fixed": fixed, "tuned": _verdict(table.tuned, key)}
     words = {kind: str(found["verdict"]) for kind, found in both.items() if found is not None}
     if not words:
         return NOT_RUN
