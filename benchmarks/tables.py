@@ -41,7 +41,6 @@ RESULTS = Path(__file__).parent / "results"
 KEPT = RESULTS / "runs"
 TABLES = Path(__file__).parents[1] / "src/coterie/papers/tables"
 SEEDS = 3
-TEN = "-ten-seeds"
 DONE = ".done"  # beside a log: the command that came to an end
 POLL = 2.0  # seconds between two looks at what runs
 
@@ -76,7 +75,9 @@ class Entry:
     @property
     def result(self) -> str:
         """The name of its files in `results/`, without their endings."""
-        kind = ("" if self.trials is None else "-tuned") + (TEN if self.seeds > SEEDS else "")
+        kind = ("" if self.trials is None else "-tuned") + (
+            verdicts.TEN if self.seeds > SEEDS else ""
+        )
         return self.name.replace("/", "-") + "-small" + kind
 
     @cached_property

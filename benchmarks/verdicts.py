@@ -15,9 +15,9 @@ from coterie.papers.tables import Reproduction
 
 PAPERS = {"comigs": "CoMiGS", "cobo": "CoBo", "ddome": "DDOME"}
 NOT_RUN = "not run"
-TEN = "ten seeds"
+TEN = "-ten-seeds"  # ends the name of results of ten seeds
 LARGER = {  # by the suffix of its results
-    "small-ten-seeds": TEN,
+    f"small{TEN}": "ten seeds",
     "smollm2": "SmolLM2-135M",
     "smollm2-languages": "SmolLM2-135M, languages, all rows",
     "smollm2-long": "SmolLM2-135M, ten times the text",
@@ -224,7 +224,7 @@ def _told(found: Found | None, key: Key) -> str:
 
 def _overall(table: Table, key: Key) -> str:
     """Return the verdict of a statement from both of its verdicts."""
-    fixed = _verdict(table.larger.get(TEN), key) or _verdict(table.fixed, key)
+    fixed = _verdict(table.larger.get("ten seeds"), key) or _verdict(table.fixed, key)
     both = {"fixed": fixed, "tuned": _verdict(table.tuned, key)}
     words = {kind: str(found["verdict"]) for kind, found in both.items() if found is not None}
     if not words:
