@@ -3,6 +3,7 @@ other host names, from foreign pages or without the token, and against slow or t
 """
 
 import errno
+import gc
 import hmac
 import ipaddress
 import logging
@@ -31,8 +32,7 @@ from coterie.personal.api.requests import ApiError, shown
 
 _HEAD = 1 << 15  # most bytes of a request's head
 _WAITING = 1024  # connections that the system queues until they are accepted
-# connections accepted at a time: with more, new ones replace one that just came; fewer are slow
-_ACCEPTED = 8
+_ACCEPTED = 8  # at a time: fewer are slow; with more, new ones replace one that just came
 HEALTH = "/health"
 CLOSED = 499  # as nginx has it: the caller has closed the connection
 _STRANGE = (401, 403, 404, 405)  # of requests whose path and method a stranger may have made up
@@ -41,8 +41,7 @@ _PORT = re.compile(r":\d{1,5}$")
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
-    # a link may contain the token
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "no-referrer",  # a link may contain the token
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -280,8 +279,7 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def _recognise(self) -> None:
             self.strangers.leave(self)
-            # the connection may have been closed meanwhile
-            if self in self.connections:
+            if self in self.connections:  # it may have been closed meanwhile
                 self.known.add(self)
 
         def on_response_complete(self) -> None:
@@ -331,9 +329,11 @@ def running(guard: Guard, listener: socket.socket, limits: Limits) -> Iterator[N
     while thread.is_alive() and not server.started:
         time.sleep(0.01)
     listener.listen(_WAITING)
+    gc.freeze()  # else every full collection goes through libraries and models: 0.2 s and more
     try:
         yield
     finally:
+        gc.unfreeze()
         server.should_exit = True
         thread.join()
 
