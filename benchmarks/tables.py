@@ -102,25 +102,28 @@ class Entry:
 
 
 DIGITS = ("digits-80", "digits")
+IMAGES = ("digits", "cifar10-cnn")
 SEARCHED = (  # of Table 2: without the bound and FDLoRA's plain averaging, which its search has
     *("pretrained", "local", "fedavg", "pcl", "pfedmoe", "fdlora"),
     *("comigs-2s", "comigs-2s-alone", "comigs-2s-published"),
     *("comigs-2g", "comigs-1g1s", "comigs-1g1s-published"),
 )
 ROUTED = ("local-moe", "fedavg-moe", "local-moe-tr", "fedavg-moe-tr", "comigs-tr", "comigs-1g1s")
-UNEQUAL = ("agnews-4222", "multilingual-2244")
+UNEQUAL = ("agnews-4222", "multilingual-2244", "slimpajama-2442")
+CHEAP = ("local", "fedavg", "pfedmoe", "comigs-2s", "comigs-2g", "comigs-1g1s")
 PLAN = (
     # Rows that no other table has: no page of a method stays without a figure.
     Entry("ddome/table8", columns=("digits",)),
     Entry("comigs/table1", columns=UNEQUAL),
     # Images: minutes each.
     Entry("ddome/table1", columns=(*DIGITS, "cifar10-cnn")),
-    Entry("ddome/table4", columns=("digits",)),
-    Entry("ddome/figure3", columns=("digits",)),
+    Entry("ddome/table4", columns=IMAGES),
+    Entry("ddome/figure3", columns=IMAGES),
     Entry("cobo/table1"),
     *(Entry(f"cobo/figure{k}") for k in ("2a", "2b", "3")),
-    *(Entry(f"ddome/figure{k}") for k in (4, 7, 8, 5, 6, 9, 10)),
-    *(Entry(f"ddome/table{k}", columns=("digits",)) for k in (5, 6)),
+    *(Entry(f"ddome/figure{k}") for k in (4, 7, 5, 6, 9, 10)),
+    *(Entry(f"ddome/table{k}", columns=IMAGES) for k in (5, 6)),
+    *(Entry(f"ddome/figure{k}", columns=("digits",)) for k in (2, 8, 11)),
     Entry("ddome/table7"),
     Entry("ddome/table3"),
     Entry("ddome/table1", trials=6, columns=DIGITS),
@@ -131,6 +134,7 @@ PLAN = (
     Entry("ddome/table3", columns=("emnist-73", "emnist-80"), seeds=10),
     Entry("ddome/table4", columns=("digits",), seeds=10),
     Entry("cobo/table1", seeds=10),
+    Entry("comigs/table2", columns=("multilingual",), rows=CHEAP, seeds=10),
     # Language: an hour of two cores each, or more.
     Entry("comigs/table2"),
     *(

@@ -777,6 +777,13 @@ def test_a_table_may_show_another_figure_than_the_last(
     assert shown["metric"].lower_is_better is (figure == "gate_error")
 
 
+def test_no_client_is_counted_by_another_figure_than_the_tables(tmp_path: Path) -> None:
+    """By its accuracy, where the table shows the gate's error."""
+    overrides = ("method.rounds=2", "evaluate_every=2", "model.common.pretraining.epochs=5")
+    job = Job("ddome/table5", "small", tmp_path, 1, ("digits",), (), overrides)
+    assert all(seed.clients == {} for cell in reproduce(job).cells for seed in cell.seeds)
+
+
 def test_every_kind_of_picture_of_a_pool_is_drawn(
     pooled: tuple[Path, dict], tmp_path: Path
 ) -> None:

@@ -184,9 +184,8 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
             (cell.mean, mean) for cell in cells if cell.column == c and (mean := cell.published)
         ]
         measured, published = {m for m, _ in pairs}, {p for _, p in pairs}
-        if (
-            len(pairs) > 2 and min(len(measured), len(published)) > 1
-        ):  # rows that are all alike have no order
+        # rows that are all alike have no order
+        if len(pairs) > 2 and min(len(measured), len(published)) > 1:
             orders_of[c] = float(kendalltau(*zip(*pairs, strict=True)).statistic)
     return orders_of
 

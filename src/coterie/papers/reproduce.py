@@ -101,21 +101,19 @@ def _hours(
     for cell, search in searched.items():
         for judged in search.judged:
             folders.update(path for _, path in trial_runs.runs_of(cell, judged.trial))
-    done = [path for path in folders if not (path / UNFIT).exists()]
-    return sum(Result.read(path).wall_s for path in done) / 3600
+    return sum(Result.read(at).wall_s for at in folders if not (at / UNFIT).exists()) / 3600
 
 
 def search(job: Job, reporter: Callback) -> tuple[TrialRuns[CellId], dict[CellId, SearchResult]]:
     """Return the result of each cell's search, at the first seed: of a plain sweep or, with the
     job's effort, of successive halving. Finished runs are reused.
     """
+    known = job.reproduction
     trial_runs = TrialRuns[CellId](
         lambda cell, settings, seed: job.run(*cell, settings, seed),
         job.numbers[:1],
         reporter,
-        prefix=lambda cell: ", ".join(
-            (job.reproduction.columns[cell[1]].title, job.reproduction.rows[cell[0]].title)
-        ),
+        prefix=lambda cell: f"{known.columns[cell[1]].title}, {known.rows[cell[0]].title}",
         changed=job.changed,
         deciding=1 if job.effort is None else None,  # see `search.sweep`
     )
@@ -153,9 +151,11 @@ def _cell(
     recipe = runs[0][0]
     shows, paths = job.reproduction.shows, [path for _, path in runs]
     spoken, fused = spoken_of_row(job.reproduction, row), job.reproduction.rows[row].fused
-    shown = _shown(results, shows)
+    seeds = seed_figures(_FIGURES[shows], results, alone, paths, spoken, fused)
+    if shows == "gate_error":  # which is of no single client
+        seeds = [replace(seed, clients={}) for seed in seeds]
     return Cell.of(
-        replace(comparison.row(recipe.method["name"], results, alone), **shown),
+        replace(comparison.row(recipe.method["name"], results, alone), **_shown(results, shows)),
         row=row,
         title=job.reproduction.rows[row].title,
         column=column,
@@ -167,7 +167,7 @@ def _cell(
         settings=recipe.method,
         folders=[path.relative_to(job.folder).as_posix() for path in paths],
         evaluations=[_brief(e) for e in results[0].evaluations],
-        seeds=seed_figures(_FIGURES[shows], results, alone, paths, spoken, fused),
+        seeds=seeds,
     )
 
 
