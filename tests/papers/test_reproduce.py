@@ -5,6 +5,7 @@ paper says.
 import io
 import json
 import re
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from coterie.papers.checks import _verdicts
 from coterie.papers.figures import seed_figures
 from coterie.papers.job import Job
 from coterie.papers.page import markdown, terminal, write_page
-from coterie.papers.reproduce import _shown, reproduce, search
+from coterie.papers.reproduce import _machines, _shown, reproduce, search
 from coterie.papers.reproduced import spoken_of_row
 from coterie.papers.tables import Better, Figure, Near, Picture, Reproduction, Statement
 from coterie.runs.problems.prepare import prepare
@@ -276,6 +277,21 @@ def test_versions_are_those_of_the_runs_which_another_machine_may_have_made(
     job, found = toy
     monkeypatch.setattr("torch.__version__", "2.99.0")
     assert as_json(reproduce(job)) == found
+
+
+def test_cells_that_another_machine_computed_are_named(
+    toy: tuple[Job, dict], tmp_path: Path
+) -> None:
+    job, found = toy
+    shutil.copytree(job.folder, tmp_path / "copy")
+    *others, last = typed(found).cells
+    path = tmp_path / "copy" / last.folders[0] / RESULT
+    made = json.loads(path.read_text())
+    write_json(path, made | {"machine": made["machine"] | {"device": "cuda"}})
+    (note,) = _machines(replace(job, folder=tmp_path / "copy"), [*others, last])
+    assert note.startswith("Computed with cuda, float32, ")
+    assert note.endswith(f": {last.title} ({last.column}).")
+    assert not _machines(job, [*others, last])
 
 
 def test_one_process_at_a_time_writes_a_table(
@@ -585,6 +601,10 @@ def test_mistakes_are_refused_before_anything_runs(tmp_path: Path) -> None:
         Job("comigs/table2", "small", tmp_path, rows=("fedsgd",)).cells  # noqa: B018
     with pytest.raises(Refused, match="no column 'agnews-llama'"):
         Job("comigs/table2", "small", tmp_path, columns=("agnews-llama",)).cells  # noqa: B018
+    with pytest.raises(Refused, match="no row fc in these columns") as refused:
+        Job("cobo/table2", "small", tmp_path, columns=("language",), rows=("fc",)).cells  # noqa: B018
+    assert "cobo-language" in str(refused.value)
+    assert "oracle" not in str(refused.value)
     with pytest.raises(ValueError, match="no such row or column: ghost"):
         Reproduction.model_validate(
             {"title": "", "columns": {}, "rows": {}, "published": {"ghost": {}}}

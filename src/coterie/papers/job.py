@@ -58,25 +58,24 @@ class Job:
     @cached_property
     def cells(self) -> list[tuple[str, str]]:
         """Row and column of every cell, column by column."""
-        columns = [
-            c for c, column in self.reproduction.columns.items() if self.scale in column.recipes
-        ]
-        rows = list(self.reproduction.rows)
+        known = self.reproduction
+        columns = [c for c, column in known.columns.items() if self.scale in column.recipes]
+        rows = list(known.rows)
         if not columns:
-            other = " or ".join(
-                s
-                for s in SCALES
-                if any(s in column.recipes for column in self.reproduction.columns.values())
-            )
+            scales = {scale for column in known.columns.values() for scale in column.recipes}
+            other = " or ".join(scale for scale in SCALES if scale in scales)
             raise Refused(f"{self.name} has no scale {self.scale}", f"Use --scale {other}.")
         _check_known("column", self.columns, columns)
         _check_known("row", self.rows, rows)
-        asked_rows = [r for r in rows if r in (self.rows or rows)]
-        asked_columns = [c for c in columns if c in (self.columns or columns)]
-        pairs = ((r, c) for c in asked_columns for r in asked_rows)
-        known = self.reproduction
-        allowed = ((r, c) for r, c in pairs if c in (known.rows[r].columns or columns))
-        return [(r, c) for r, c in allowed if r in (known.columns[c].only or rows)]
+        chosen = [c for c in columns if c in (self.columns or columns)]
+        pairs = ((r, c) for c in chosen for r in rows)
+        pairs = ((r, c) for r, c in pairs if c in (known.rows[r].columns or columns))
+        there = [(r, c) for r, c in pairs if r in (known.columns[c].only or rows)]
+        cells = [(r, c) for r, c in there if r in (self.rows or rows)]
+        if not cells:
+            problem = f"{self.name} has no row {', '.join(self.rows)} in these columns"
+            raise Refused(problem, f"Rows there: {', '.join(dict.fromkeys(r for r, _ in there))}.")
+        return cells
 
     @cached_property
     def _bases(self) -> dict[str, Recipe]:
@@ -229,11 +228,8 @@ def tuned(job: Job, effort: Effort, searched: Mapping[tuple[str, str], SearchRes
         for cell in trained
         if (count := sum(j.rung == 0 for j in searched[cell].judged)) < effort.trials
     ]
-    return [
-        *(stated(effort, n, "Every row that trains") for n in rounds),
-        *_edges(job, searched),
-        *fewer,
-    ]
+    sentences = [stated(effort, n, "Every row that trains") for n in rounds]
+    return [*sentences, *_edges(job, searched), *fewer]
 
 
 def _edges(job: Job, searched: Mapping[tuple[str, str], SearchResult]) -> list[str]:
@@ -258,9 +254,8 @@ def unlike(cells: Sequence[Cell]) -> list[str]:
     for c in dict.fromkeys(cell.column for cell in cells):
         rows = [replace(cell, method=cell.row) for cell in cells if cell.column == c]
         titles = {cell.row: cell.title for cell in rows}
-        ours = [
-            row for row in titles if row.startswith(("comigs", "ddome"))
-        ]  # 1G1S where it is among them, otherwise the first
+        # 1G1S where it is among them, otherwise the first
+        ours = [row for row in titles if row.startswith(("comigs", "ddome"))]
         reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
         sentences |= dict.fromkeys(comparison.comparability(rows, reference, titles))
     return list(sentences)

@@ -13,6 +13,7 @@ from coterie.papers.tables import Picture
 from coterie.reports.parts import (
     bars,
     by_columns,
+    computed_with,
     escape,
     figure,
     page,
@@ -149,20 +150,12 @@ def markdown(reproduced: Reproduced) -> str:
         lines += [f"| {' | '.join(columns)} |", "| --- |" + " ---: |" * (len(columns) - 1)]
         lines += [f"| {' | '.join(cells_)} |" for cells_ in zip(*columns.values(), strict=True)]
         if c in reproduced.order:
-            lines += [
-                "",
-                f"Order of the rows against the paper's: Kendall's tau {reproduced.order[c]:.2f}.",
-            ]
+            tau = f"{reproduced.order[c]:.2f}"
+            lines += ["", f"Order of the rows against the paper's: Kendall's tau {tau}."]
         lines.append("")
     if reproduced.statements:
-        lines += [
-            "## What the paper says",
-            "",
-            INTERVALS,
-            "",
-            "| verdict | statement | on | measured |",
-            "| --- | --- | --- | --- |",
-        ]
+        lines += ["## What the paper says", "", INTERVALS, ""]
+        lines += ["| verdict | statement | on | measured |", "| --- | --- | --- | --- |"]
         for s in reproduced.statements:
             column = reproduced.columns[s.column]
             lines.append(f"| {s.word} | {s.says} ({s.source}) | {column} | {s.measured} |")
@@ -172,13 +165,7 @@ def markdown(reproduced: Reproduced) -> str:
 
 
 def _about(reproduced: Reproduced) -> str:
-    machine, versions = reproduced.machine, reproduced.versions
-    where = []
-    if machine is not None:
-        threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
-        where += [machine.device, machine.dtype, threads]
-    if versions is not None:
-        where += [f"coterie {versions.coterie}", f"torch {versions.torch}"]
+    where = computed_with(reproduced.machine, reproduced.versions).removeprefix(", ")
     changed = f", with {', '.join(reproduced.overrides)}" if reproduced.overrides else ""
     options = f"--scale {reproduced.scale} --seeds {len(reproduced.seeds)}"
     command = " ".join([f"coterie reproduce {reproduced.name} {options}", *reproduced.part])
@@ -188,8 +175,7 @@ def _about(reproduced: Reproduced) -> str:
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
         f"over clients, mean ± deviation over seeds {reproduced.seeds}; {reproduced.scored}. Bytes "
-        f"are per client and round, "
-        f"seconds those of a run with all clients. {', '.join(where)}."
+        f"are per client and round, seconds those of a run with all clients. {where}."
     )
 
 

@@ -21,6 +21,7 @@ from coterie.papers.job import Job, effort, orders, tuned, unlike
 from coterie.papers.page import markdown, write_page
 from coterie.papers.reproduced import Cell, Reproduced, spoken_of_row
 from coterie.papers.tables import Settings, Shown
+from coterie.reports.parts import computed_with
 from coterie.runs.folder.candidates import UNFIT, confirm
 from coterie.runs.tuning.search import SearchResult
 from coterie.runs.tuning.trials import RunAt, TrialRuns, execute_missing
@@ -77,7 +78,13 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         cells=cells,
         statements=statements,
         order=orders(cells),
-        notes=[*reproduction.notes, reproduction.split, *tried, *unlike(cells)],
+        notes=[
+            *reproduction.notes,
+            reproduction.split,
+            *tried,
+            *unlike(cells),
+            *_machines(job, cells),
+        ],
         unjudged=sum(len(s.columns) for s in reproduction.statements) - len(statements),
         hours=_hours(trial_runs, searched, runs),
         versions=first.versions,
@@ -89,6 +96,16 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         write_atomically(Path(f"{job.stem}.md"), markdown(reproduced).encode())
         write_page(Path(f"{job.stem}.html"), reproduced, reproduction.pictures, folder)
     return reproduced
+
+
+def _machines(job: Job, cells: Sequence[Cell]) -> list[str]:
+    """Say which cells were not computed with what the first one was."""
+    titles: dict[str, list[str]] = {}
+    for cell in cells:
+        first = Result.read(job.folder / cell.folders[0])
+        where = computed_with(first.machine, first.versions)
+        titles.setdefault(where, []).append(f"{cell.title} ({cell.column})")
+    return [f"Computed with {at[2:]}: {', '.join(of)}." for at, of in [*titles.items()][1:] if at]
 
 
 def _hours(

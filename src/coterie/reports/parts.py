@@ -215,7 +215,10 @@ def page(title: str, header: str, main: str, nav: str = "") -> bytes:
 
 def computed_with(machine: Machine | None, versions: Versions | None) -> str:
     """Return what a result was computed with, each after a comma."""
-    parts = [machine.device, machine.dtype] if machine else []
+    parts = []
+    if machine is not None:
+        threads = f"{machine.threads} thread" + "s" * (machine.threads > 1)
+        parts += [machine.device, machine.dtype, threads]
     parts += [f"coterie {versions.coterie}", f"torch {versions.torch}"] if versions else []
     return "".join(f", {part}" for part in parts)
 
