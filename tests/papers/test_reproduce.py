@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from coterie.core.result import rows as comparison
 from coterie.papers import tables
 from coterie.papers.checks import _verdicts
 from coterie.papers.figures import seed_figures
-from coterie.papers.job import Job
+from coterie.papers.job import Job, unlike
 from coterie.papers.page import markdown, terminal, write_page
 from coterie.papers.reproduce import _machines, _shown, reproduce, search
 from coterie.papers.reproduced import spoken_of_row
@@ -676,6 +677,25 @@ def mixed(tmp_path: Path) -> dict:
         "versions": {"coterie": "0", "torch": "2"},
         "machine": {"device": "cpu", "dtype": "float32", "threads": 1},
     }
+
+
+def test_notes_on_budgets_name_columns_where_not_all_are_alike(mixed: dict) -> None:
+    def notes(larger: Collection[str]) -> list[str]:
+        cells = typed(mixed).cells
+        return unlike(
+            [
+                replace(cell, trainable_parameters=2 * cell.trainable_parameters)
+                if cell.row == "cobo" and cell.column in larger
+                else cell
+                for cell in cells
+            ]
+        )
+
+    columns = {cell.column for cell in typed(mixed).cells}
+    (every,) = notes(columns)
+    assert every.endswith("the budgets differ.")
+    (one,) = notes({"digits"})
+    assert one == every[:-1] + " (digits)."
 
 
 def test_each_column_has_its_own_metric(mixed: dict, tmp_path: Path) -> None:

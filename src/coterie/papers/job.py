@@ -249,13 +249,15 @@ def _cell_title(job: Job, cell: tuple[str, str]) -> str:
 
 
 def unlike(cells: Sequence[Cell]) -> list[str]:
-    """Return how the budgets of the rows of a column differ; of several columns in one sentence."""
-    sentences: dict[str, None] = {}
-    for c in dict.fromkeys(cell.column for cell in cells):
+    """Return how the budgets of the rows of a column differ, and in which columns if not in all."""
+    differ: dict[str, list[str]] = {}
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    for c in columns:
         rows = [replace(cell, method=cell.row) for cell in cells if cell.column == c]
         titles = {cell.row: cell.title for cell in rows}
         # 1G1S where it is among them, otherwise the first
         ours = [row for row in titles if row.startswith(("comigs", "ddome"))]
         reference = "comigs-1g1s" if "comigs-1g1s" in ours else next(iter(ours), None)
-        sentences |= dict.fromkeys(comparison.comparability(rows, reference, titles))
-    return list(sentences)
+        for sentence in comparison.comparability(rows, reference, titles):
+            differ.setdefault(sentence, []).append(c)
+    return [s if of == columns else f"{s[:-1]} ({', '.join(of)})." for s, of in differ.items()]

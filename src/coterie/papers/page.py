@@ -169,9 +169,7 @@ def _about(reproduced: Reproduced) -> str:
     changed = f", with {', '.join(reproduced.overrides)}" if reproduced.overrides else ""
     options = f"--scale {reproduced.scale} --seeds {len(reproduced.seeds)}"
     command = " ".join([f"coterie reproduce {reproduced.name} {options}", *reproduced.part])
-    metrics = dict.fromkeys(
-        f"{metric} ({direction(metric)})" for metric in reproduced.metrics.values()
-    )
+    metrics = dict.fromkeys(f"{of} ({direction(of)})" for of in reproduced.metrics.values())
     return (
         f"`{command}`{changed}. Mean {' or '.join(metrics)} "
         f"over clients, mean ± deviation over seeds {reproduced.seeds}; {reproduced.scored}. Bytes "
@@ -186,8 +184,7 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         for k, picture in enumerate(pictures)
     ]
     for c, title in reproduced.columns.items():
-        cells = reproduced.of(c)
-        metric = reproduced.metrics[c]
+        cells, metric = reproduced.of(c), reproduced.metrics[c]
         best = min(range(len(cells)), key=lambda k: sort_key(cells[k].mean, metric))
         columns = {name: texts for name, texts in _figures(reproduced, c).items() if any(texts)} | {
             name.replace("/", " per "): bars(*costs)  # which may wrap
@@ -203,6 +200,6 @@ def write_page(path: Path, reproduced: Reproduced, pictures: Sequence[Picture], 
         judged = verdicts(statements_of(reproduced))
         parts.append(section("statements", "What the paper says", intervals, judged))
     noted = "".join(f"<p class=note>{prose(note)}</p>" for note in notes(reproduced))
-    about = escape(_about(reproduced).replace("`", ""))
-    header = f"<p class=about>{about}</p>{noted}"
+    parts += [section("notes", "Notes", noted)] if noted else []
+    header = f"<p class=about>{escape(_about(reproduced).replace('`', ''))}</p>"
     write_atomically(path, page(reproduced.title, header, "".join(parts)))
