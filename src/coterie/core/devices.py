@@ -16,6 +16,8 @@ from torch import Tensor
 
 from coterie.core.errors import ModelError
 
+_FEW = 16  # rows; a product of fewer costs less than the conversion of its weights
+
 
 def accelerator() -> str | None:
     """Return the type of this machine's accelerator; None where there is none."""
@@ -59,11 +61,15 @@ def here() -> list[str]:
 
 
 def has_bf16(device: str | torch.device) -> bool:
-    """Return whether a device computes in bf16 natively, unlike CUDA devices before Ampere."""
+    """Return whether a device has instructions for bf16, unlike CUDA devices before Ampere and
+    CPUs without AVX512-BF16, on which oneDNN emulates them.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        return bool(built and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        x86 = platform.machine().lower() in ("x86_64", "amd64")
+        known = torch.ops.mkldnn._is_mkldnn_bf16_supported
+        return bool(built and (torch.cpu._is_avx512_bf16_supported if x86 else known)())
     module = _module(device)
     if (supported := getattr(module, "is_bf16_supported", None)) is None:
         return _computes(device, torch.bfloat16)
@@ -71,6 +77,20 @@ def has_bf16(device: str | torch.device) -> bool:
         return bool(supported(including_emulation=False))
     except TypeError:  # only CUDA's takes it
         return bool(supported())
+
+
+@lru_cache
+def emulates_bf16() -> bool:
+    """Return whether this machine's CPU lacks instructions for bf16."""
+    return not has_bf16("cpu")
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which products of (..., d) are fastest, conversions included: its own, or
+    fp32 for many rows of bf16 on a CPU that emulates it.
+    """
+    few = x.numel() < _FEW * x.shape[-1] or x.device.type != "cpu"
+    return x.dtype if few or x.dtype != torch.bfloat16 or not emulates_bf16() else torch.float32
 
 
 def exact(tensor: Tensor) -> Tensor:

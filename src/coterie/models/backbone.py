@@ -21,7 +21,7 @@ from coterie.models.adapter import Adapter
 from coterie.models.families import family_of
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.predictions import flops_of
-from coterie.models.quantised import dequantise, quantise
+from coterie.models.quantised import convert_products, dequantise, quantise
 from coterie.models.routing import Routing
 from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, recomputable, slotted
 
@@ -92,6 +92,7 @@ class Backbone:
         self.model: Any = model.to(device).requires_grad_(False).eval()
         if self.device.type == "cpu" and self.dtype == torch.bfloat16:
             precise_attention(model)
+            convert_products(model.get_submodule(family.blocks))
         self.config: Any = model.config
         self.cache_name = cache_name(model)
         self._source, self.attached = source, Attached()

@@ -1,5 +1,5 @@
 """Frozen linear layers in 8 or 4 bits, so that a large base fits users' machines: weights are kept
-as codes with scales, and dequantised one layer at a time.
+as codes with scales, and dequantised one layer at a time; and in bf16, on CPUs that emulate it.
 
 The gradient with respect to inputs is exact for the dequantised weights. The trained adapter stays
 in fp32 (Dettmers et al., "QLoRA", NeurIPS 2023). Everything is plain PyTorch, for every device.
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from coterie.core.devices import emulates_bf16, product_dtype
 from coterie.core.errors import ModelError
 from coterie.core.tensors import all_finite
 from coterie.models.families import Family, find, is_transposed
@@ -71,6 +72,15 @@ class QuantisedLinear(nn.Module):
         return y
 
 
+class Bf16Linear(nn.Linear):
+    """A frozen linear layer in bf16 whose products are in fp32 where that is faster."""
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        return self.weight.to(dtype)
+
+    forward = QuantisedLinear.forward
+
+
 def rows_of(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
     """Return some outputs of a frozen layer as a layer that shares its memory."""
     layer: Any = copy(whole)
@@ -86,18 +96,19 @@ def rows_of(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + b. Neither pass keeps W: both dequantise it."""
+    """x W^T + b. Neither pass keeps W: both convert it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
-        ctx.layer = layer
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return functional.linear(x, layer.weight_as(x.dtype), bias)
+        ctx.layer, dtype = layer, product_dtype(x)
+        bias = None if layer.bias is None else layer.bias.to(dtype)
+        return functional.linear(x.to(dtype), layer.weight_as(dtype), bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad @ ctx.layer.weight_as(grad.dtype), None
+        dtype = product_dtype(grad)
+        return (grad.to(dtype) @ ctx.layer.weight_as(dtype)).to(grad.dtype), None
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +158,13 @@ def dequantise(model: nn.Module) -> None:
             plain.weight = nn.Parameter(layer.weight_as(torch.float32), requires_grad=False)
             plain.register_parameter("bias", layer.bias)
             model.set_submodule(name, plain)
+
+
+def convert_products(blocks: nn.Module) -> None:
+    """Make linear layers in bf16 `Bf16Linear`, in place, where this CPU emulates bf16."""
+    for layer in blocks.modules():
+        if type(layer) is nn.Linear and emulates_bf16():
+            layer.__class__ = Bf16Linear  # type: ignore[assignment]
 
 
 def bytes_per_weight(kind: str) -> float:

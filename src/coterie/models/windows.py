@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from coterie.core.devices import product_dtype
 from coterie.data.chats.splits import ChatBatch
 from coterie.models.backbone import Backbone
 from coterie.models.routing import Routing
@@ -66,10 +67,12 @@ def head_nll(
     others, target_logit = torch.zeros_like(top), torch.zeros_like(top)
     most = LOGITS_AT_ONCE if hidden.device.type in ("cpu", "meta") else ON_ACCELERATORS
     size = max(most // max(len(hidden), 1), WORDS_AT_ONCE)
+    dtype = product_dtype(hidden)
+    hidden = hidden.to(dtype)
     for start in range(0, len(weight), size):
         stop = min(start + size, len(weight))
-        rows = weight[start:stop]
-        part = None if bias is None else bias[start:stop]
+        rows = weight[start:stop].to(dtype)
+        part = None if bias is None else bias[start:stop].to(dtype)
         logits = torch.nn.functional.linear(hidden, rows, part).to(_exact(hidden))
         place = targets[:, None] - start
         here = (place >= 0) & (place < stop - start)
