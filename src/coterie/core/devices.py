@@ -79,18 +79,13 @@ def has_bf16(device: str | torch.device) -> bool:
         return bool(supported())
 
 
-@lru_cache
-def emulates_bf16() -> bool:
-    """Return whether this machine's CPU lacks instructions for bf16."""
-    return not has_bf16("cpu")
-
-
 def product_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which products of (..., d) are fastest, conversions included: its own, or
     fp32 for many rows of bf16 on a CPU that emulates it.
     """
-    few = x.numel() < _FEW * x.shape[-1] or x.device.type != "cpu"
-    return x.dtype if few or x.dtype != torch.bfloat16 or not emulates_bf16() else torch.float32
+    many = x.device.type == "cpu" and x.numel() >= _FEW * x.shape[-1]
+    emulated = many and x.dtype == torch.bfloat16 and not has_bf16("cpu")
+    return torch.float32 if emulated else x.dtype
 
 
 def exact(tensor: Tensor) -> Tensor:

@@ -121,8 +121,8 @@ class Backbone:
         plain: bool = False,
     ) -> "Backbone":
         """Load a base, a Hub id, a local folder, or "embedded" (the small model in the package), to
-        a device, in a dtype for weights and computation. bf16 is slow on CPUs without native
-        support; on CPUs attention is then in fp32. Blocks are quantised to "int8" or "nf4",
+        a device, in a dtype for weights and computation. On CPUs attention is in fp32, and without
+        instructions for bf16 linear layers are, too. Blocks are quantised to "int8" or "nf4",
         their weights read in their stored precision; for `plain` see `Backbone`. Raises ModelError
         if the base is missing, incomplete, damaged or unsupported, or there is no such device.
         """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from coterie.core.devices import emulates_bf16, product_dtype
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.core.tensors import all_finite
 from coterie.models.families import Family, find, is_transposed
@@ -100,14 +100,14 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
-        ctx.layer, dtype = layer, product_dtype(x)
+        ctx.layer, dtype = layer, devices.product_dtype(x)
         bias = None if layer.bias is None else layer.bias.to(dtype)
         return functional.linear(x.to(dtype), layer.weight_as(dtype), bias).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        dtype = product_dtype(grad)
+        dtype = devices.product_dtype(grad)
         return (grad.to(dtype) @ ctx.layer.weight_as(dtype)).to(grad.dtype), None
 
 
@@ -163,7 +163,7 @@ def dequantise(model: nn.Module) -> None:
 def convert_products(blocks: nn.Module) -> None:
     """Make linear layers in bf16 `Bf16Linear`, in place, where this CPU emulates bf16."""
     for layer in blocks.modules():
-        if type(layer) is nn.Linear and emulates_bf16():
+        if type(layer) is nn.Linear and not devices.has_bf16("cpu"):
             layer.__class__ = Bf16Linear  # type: ignore[assignment]
 
 

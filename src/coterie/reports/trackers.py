@@ -22,6 +22,7 @@ from coterie.core.names import encoded
 from coterie.core.result import Comparison, Result
 from coterie.core.result.rows import rows
 from coterie.reports.verdict import verdict
+from coterie.runs.recipes.dotted import flat
 
 PROJECT = "coterie"  # if the program's own environment variable names no other
 TRACKED = "tracked.json"  # in a run's folder: the run's id in each program
@@ -119,7 +120,6 @@ class MLflow(Tracker):
 
     name = "mlflow"
     remedy = "Set MLFLOW_TRACKING_URI to a server that runs, or to a file: sqlite:///mlflow.db."
-    _most = 500  # figures in a request; the server takes 1,000, and 100 of the recipe
     _longest = 500  # characters of a value of the recipe that every release takes
     _names = str.maketrans("%+", "::")  # of figures, which MLflow refuses with these characters
 
@@ -151,13 +151,10 @@ class MLflow(Tracker):
         tags = {"coterie.group": run.group}
         tags |= {"mlflow.parentRunId": run.parent} if run.parent else {}
         self._id = self._begun(run.name, run.known, tags)
-        if run.known is not None:
-            return self._id
-        settings = [
-            self._param(key, value[: self._longest]) for key, value in _flat(run.config).items()
-        ]
-        for k in range(0, len(settings), 100):
-            self._client.log_batch(self._id, params=settings[k : k + 100])
+        if run.known is None:
+            settings = flat(run.config).items()
+            params = [self._param(key, str(value)[: self._longest]) for key, value in settings]
+            self._client.log_batch(self._id, params=params)
         return self._id
 
     def log(self, round: int, values: Mapping[str, float]) -> None:
@@ -168,8 +165,7 @@ class MLflow(Tracker):
             self._metric(name.translate(self._names), float(value), now, round)
             for name, value in values.items()
         ]
-        for k in range(0, len(metrics), self._most):
-            self._client.log_batch(self._id, metrics=metrics[k : k + self._most])
+        self._client.log_batch(self._id, metrics=metrics)
 
     def close(self, complete: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if complete else "FAILED")
@@ -266,12 +262,8 @@ class Tracking(Callback):
         self.recorded("score", round, "", means)
 
     def end(self, result: Result) -> None:
-        self.recorded(
-            "result",
-            result.rounds,
-            "",
-            {"mean": result.mean, "mean_synced": result.mean_synced, "seconds": result.wall_s},
-        )
+        figures = {"mean": result.mean, "mean_synced": result.mean_synced}
+        self.recorded("result", result.rounds, "", figures | {"seconds": result.wall_s})
         self._send()
         works = self._open  # up to here
         self.close(complete=True)
@@ -341,14 +333,3 @@ def _without_paths(value: Any) -> Any:
         local = path.is_absolute() or value.startswith(("~", ".")) or path.exists()
         return path.name if local else value
     return value
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return the fields of a recipe as texts, by dotted keys."""
-    fields: dict[str, str] = {}
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            fields |= _flat(value, f"{prefix}{key}.")
-        else:
-            fields[f"{prefix}{key}"] = str(value)
-    return fields
