@@ -78,7 +78,7 @@ class Bf16Linear(nn.Linear):
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         return self.weight.to(dtype)
 
-    forward = QuantisedLinear.forward
+    forward = QuantisedLinear.forward  # type: ignore[assignment]  # a name of an argument
 
 
 def rows_of(whole: nn.Linear | QuantisedLinear, rows: slice) -> nn.Module:
