@@ -349,3 +349,17 @@ def test_a_cache_is_given_by_the_name_that_the_base_has_for_it() -> None:
     newer.cache_name = cache_name(newer.model)
     assert newer.cache_name == "cache"
     assert Words(newer, texts).of(adapter, ["The connection is", "A"], 3) == wanted
+
+
+def test_operations_are_those_of_products_and_counted_once_for_each_layout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A long forward pass of a real base takes a second, and a dry run asks for each method."""
+    backbone, layouts = Backbone(tiny("llama")), [None, Layout(rank=2), Layout(rank=3)]
+    plain, two, three = (backbone.flops_per_token(layout, 8) for layout in layouts)
+    weights = sum(layer.inputs * layer.outputs for layer in backbone.architecture.linears)
+    assert plain >= 2 * (weights + VOCABULARY * backbone.architecture.d_model)
+    assert 0 < two - plain < three - plain
+    monkeypatch.setattr("coterie.models.backbone.flops_of", lambda compute: 8 * 7)
+    assert [backbone.flops_per_token(layout, 8) for layout in layouts] == [plain, two, three]
+    assert backbone.flops_per_token(Layout(rank=2), 7) == 8

@@ -19,6 +19,7 @@ from coterie.data.text_encoding import REMEDY, missing_row
 from coterie.models import architecture as bases
 from coterie.models.adapter import Adapter
 from coterie.models.families import family_of
+from coterie.models.layout import Layout
 from coterie.models.mixture_kernel import FrozenMLP
 from coterie.models.predictions import flops_of
 from coterie.models.quantised import convert_products, dequantise, quantise
@@ -96,7 +97,7 @@ class Backbone:
         self.config: Any = model.config
         self.cache_name = cache_name(model)
         self._source, self.attached = source, Attached()
-        self._in_use = threading.RLock()
+        self._in_use, self._flops = threading.RLock(), dict[tuple[Layout | None, int], int]()
         self.attentions: list[nn.Module] = []  # of each block, from the input to the output
         self.mlps: list[FrozenMLP] = []
         for i, block in enumerate(cast(nn.ModuleList, model.get_submodule(family.blocks))):
@@ -275,17 +276,22 @@ class Backbone:
         rounding = 1e-4 if self.dtype == torch.float32 else 3e-2
         return bool((packed - alone).norm() <= rounding * alone.norm())
 
-    def flops_per_token(self, adapter: Adapter | None, context: int) -> int:
-        """Return the operations per token of a forward pass over `context` tokens."""
+    def flops_per_token(self, layout: Layout | None, context: int) -> int:
+        """Return the operations per token of a forward pass over `context` tokens, counted once for
+        each layout of an adapter.
+        """
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
+        if (layout, context) in self._flops:
+            return self._flops[layout, context]
+        adapter = Adapter(self.architecture, layout).to(self.device) if layout else None
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
         # without a mask transformers would look at values for one
         mask = torch.zeros((1, 1, context, context), dtype=self.dtype, device=self.device)
         # Of fused attention on a CPU the counter knows nothing.
         with self.using(adapter), sdpa_kernel(SDPBackend.MATH):
             flops = flops_of(lambda: self.model(ids, attention_mask=mask, use_cache=False))
-        return flops // context
+        return self._flops.setdefault((layout, context), flops // context)
 
     @contextmanager
     def using(

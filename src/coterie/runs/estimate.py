@@ -22,7 +22,6 @@ from coterie.core.tensors import Tensors, nbytes, under
 from coterie.core.threads import computing
 from coterie.engines.engine import Listener
 from coterie.engines.inprocess import InProcess
-from coterie.models.layout import Layout
 from coterie.models.windows import shortened, tokens_in
 from coterie.runs.backends import SHORT, CommonThreads, LocalBackend, SharedData, computing_threads
 from coterie.runs.problems.auto import resolved
@@ -185,7 +184,6 @@ class Speed:
     """
 
     known: dict[tuple[int, ...], tuple[float, float] | None] = field(default_factory=dict)
-    flops: dict[Layout, int] = field(default_factory=dict)
 
     @contextmanager
     def counting(self, prepared: Prepared) -> Iterator[Counted | None]:
@@ -203,10 +201,8 @@ class Speed:
             return
         counted, patched = Counted(*pace), list[tuple[Any, str]]()
         for layout in dict.fromkeys(each for of in site.layouts.values() for each in of.models):
-            if layout not in self.flops:
-                self.flops[layout] = problem.flops(layout, True)
-            model = site.built(layout)
-            for name, stands_in in counted.model(self.flops[layout]).items():
+            model, flops = site.built(layout), problem.flops(layout, True)
+            for name, stands_in in counted.model(flops).items():
                 setattr(model, name, stands_in)
                 patched.append((model, name))
         try:

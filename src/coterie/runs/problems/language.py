@@ -151,9 +151,7 @@ class Language(LearningProblem):
         return Adapter(self.backbone.architecture, layout)
 
     def flops(self, layout: Layout, trained: bool) -> int:
-        return self.backbone.flops_per_token(
-            self.build(layout).adapter if trained else None, self.section.context
-        )
+        return self.backbone.flops_per_token(layout if trained else None, self.section.context)
 
     def keep(self, folder: Path, client: Client, layout: Layout, origin: artifact.Origin) -> None:
         assert isinstance(client.model, LanguageModel)
