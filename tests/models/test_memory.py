@@ -11,6 +11,7 @@ from script_modules import module_at
 from tiny_bases import KINDS, tiny_base
 from torch import nn
 
+from coterie.core import devices
 from coterie.core.errors import ModelError
 from coterie.models import memory
 from coterie.models.backbone import Backbone
@@ -78,6 +79,19 @@ def test_a_step_of_a_larger_base_takes_what_is_foreseen(
 ) -> None:
     base = memory_table.random_base(tmp_path / "base", settings, dtype)
     assert 0.85 < ratio(base, 2, 256, bits, again, dtype) < 1.3
+
+
+@pytest.mark.parametrize(("dtype", "on_cpu"), [("bf16", True), ("fp32", True), ("bf16", False)])
+def test_a_cpu_without_bf16_copies_a_layer_in_fp32(
+    dtype: str, on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, fixed = config(tmp_path / "base", SMALL), []
+    for able in (False, True):
+        monkeypatch.setattr(devices, "has_bf16", lambda device, able=able: able)
+        Step.footprint.cache_clear()
+        fixed.append(Step(base, 64, Layout(), dtype, on_cpu=on_cpu).footprint().fixed)
+    copied = 4 * SMALL["hidden_size"] * SMALL["intermediate_size"]
+    assert fixed[0] - fixed[1] == (copied if dtype == "bf16" and on_cpu else 0)
 
 
 def test_activations_are_those_that_autograd_keeps(tmp_path: Path) -> None:

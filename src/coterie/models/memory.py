@@ -75,10 +75,12 @@ class Step:
         model = outline(self.base).to(DTYPES[self.dtype])
         weights = float(sum(t.nbytes for t in (*model.parameters(), *model.buffers())))
         shape, size = Architecture.of(model), DTYPES[self.dtype].itemsize
-        sizes, scratch = [layer.inputs * layer.outputs for layer in shape.linears], 0.0
+        sizes = [layer.inputs * layer.outputs for layer in shape.linears]
+        multiplied = 4 if self.on_cpu and not devices.has_bf16("cpu") else size  # as fp32
+        scratch = 0.0 if multiplied == size else float(multiplied * max(sizes))
         if self.quantised is not None:
             weights += sum(sizes) * (bytes_per_weight(self.quantised) - size)
-            scratch += max(sizes) * (_OF_A_CODE + size)
+            scratch = max(sizes) * (_OF_A_CODE + multiplied)
         if not self.on_cpu:
             logits = min(self.context * shape.vocabulary, ON_ACCELERATORS)
             scratch += _OF_A_LOGIT * logits
@@ -87,8 +89,8 @@ class Step:
         few, blocks = _FEW_BLOCKS, len(shape.blocks)
         low, high = (self._peak(model, min(some, blocks), checkpointing) for some in few)
         each = (high - low) / max(min(few[1], blocks) - min(few[0], blocks), 1)
-        row = low + each * (blocks - min(few[0], blocks))
-        return Footprint(weights, PROCESS + values + scratch, row)
+        rest = each * (blocks - min(few[0], blocks))
+        return Footprint(weights, PROCESS + values + scratch, low + rest)
 
     def checkpointing(self, rows: int, memory: float, given: bool | None = None) -> bool:
         """Return whether blocks are computed again in the backward pass: as given, or where so many
