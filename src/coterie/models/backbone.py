@@ -280,10 +280,10 @@ class Backbone:
         """Return the operations per token of a forward pass over `context` tokens, counted once for
         each layout of an adapter.
         """
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         if (layout, context) in self._flops:
             return self._flops[layout, context]
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
         adapter = Adapter(self.architecture, layout).to(self.device) if layout else None
         ids = torch.zeros((1, context), dtype=torch.int64, device=self.device)
         # without a mask transformers would look at values for one
