@@ -5,6 +5,9 @@ INSTALLED := .venv/.installed
 DEVICE ?= cuda
 SEED ?= 1
 BUDGET ?= 900
+PIP := $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+# on all cores, where pip compiles on one; it passes over files that are not of this Python, as pip does
+COMPILE := $(BIN)/python -m compileall -qq -j 0 .venv || true
 TARGET ?= wire recipes limits accounts personal-models packs gguf bases tables chats api
 MINUTES ?= 10
 GPU_BENCHMARKS := gpu-local_step_embedded_gpu gpu-local_step_gpt2_gpu gpu-local_step_llama1b_gpu gpu-local_step_smollm2_gpu gpu-cobo_resnet9_gpu gpu-ddome_gpu
@@ -36,7 +39,7 @@ format: $(INSTALLED)  ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
 
 fuzz: $(INSTALLED)  ## every reader of foreign bytes against a fuzzer, on Linux: TARGET=recipes MINUTES=60; a finding fails
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]'
+	$(PIP) --editable '.[fuzz]'
 	rm -f build/fuzz/*-finding-*
 	for target in $(TARGET); do nice -n 19 $(BIN)/python fuzz/run.py $$target $(MINUTES) || exit 1; done
 	! ls build/fuzz/*-finding-* 2>/dev/null
@@ -69,11 +72,13 @@ $(GPU_BENCHMARKS): $(if $(filter .venv/bin,$(BIN)),$(INSTALLED))
 	$(PYTHON) -m venv .venv
 
 .venv/.run: .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(PIP) --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(INSTALLED): .venv/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
+	@$(COMPILE)
 	@touch $@ .venv/.run
 
 clean:

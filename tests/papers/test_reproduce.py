@@ -286,7 +286,7 @@ def test_cells_that_another_machine_computed_are_named(
     job, found = toy
     shutil.copytree(job.folder, tmp_path / "copy")
     *others, last = typed(found).cells
-    path = tmp_path / "copy" / last.folders[0] / RESULT
+    path = tmp_path / "copy" / last.folders[-1] / RESULT  # of its last seed alone
     made = json.loads(path.read_text())
     write_json(path, made | {"machine": made["machine"] | {"device": "cuda"}})
     (note,) = _machines(replace(job, folder=tmp_path / "copy"), [*others, last])

@@ -99,12 +99,12 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
 
 
 def _machines(job: Job, cells: Sequence[Cell]) -> list[str]:
-    """Say which cells were not computed with what the first one was."""
-    titles: dict[str, list[str]] = {}
-    for cell in cells:
-        first = Result.read(job.folder / cell.folders[0])
-        where = computed_with(first.machine, first.versions)
-        titles.setdefault(where, []).append(f"{cell.title} ({cell.column})")
+    """Say which cells have runs that were not computed with what the first one was."""
+    titles: dict[str, dict[str, None]] = {}
+    for cell, at in ((of, at) for of in cells for at in of.folders):
+        run = Result.read(job.folder / at)
+        where = computed_with(run.machine, run.versions)
+        titles.setdefault(where, {})[f"{cell.title} ({cell.column})"] = None
     return [f"Computed with {at[2:]}: {', '.join(of)}." for at, of in [*titles.items()][1:] if at]
 
 
