@@ -11,6 +11,10 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
+from coterie.core.protocol import Round
+from coterie.core.roles import GENERALIST
+from coterie.core.tensors import nbytes
+from coterie.methods.local import Local
 from coterie.models.language import LanguageModel
 from coterie.models.windows import tokens_in
 from coterie.runs import estimate as estimating
@@ -101,21 +105,41 @@ def test_a_run_of_pools_goes_to_its_end_from_the_command_line(tmp_path: Path) ->
     assert (tmp_path / "r/result.json").exists()
 
 
-def test_what_only_warms_up_is_not_taken_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first step of its shape loads libraries: seconds that do not come again."""
-    true, seen = estimating._Trial.round, set[int]()
+def test_what_only_begins_is_not_taken_for_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first round of its shape loads libraries, and in the second FedALA's weights of layers
+    learn until they converge: seconds that do not come again.
+    """
+    true, seen, numbers = Local.round, set[int](), list[int]()
 
-    def round(trial: estimating._Trial, steps: int, few: int) -> None:
-        true(trial, steps, few)
-        if few not in seen:
-            seen.add(few)
+    def measure(trial: estimating._Trial, steps: int, few: int) -> float:
+        seen.add(few)
+        numbers.append(0)
+        return measured(trial, steps, few)
+
+    def round(*args: Any) -> Round:
+        numbers[-1] += 1
+        if numbers[-1] < 3:
             time.sleep(0.5)
-            trial.seconds += 0.5
+        return (yield from true(*args))
 
-    monkeypatch.setattr(estimating._Trial, "round", round)
+    measured = estimating._Trial.measure
+    monkeypatch.setattr(estimating._Trial, "measure", measure)
+    monkeypatch.setattr(Local, "round", round)
     found = coterie.dry_run("cobo-digits", compare_with=[], method={"name": "local"})
     assert seen == {1, 2, 8}  # one client, a few, and as the round is short all of them
+    assert numbers == [3, 3, 3]
     assert found["local"].seconds < 0.5 * coterie.Recipe.load("cobo-digits").method["rounds"]
+
+
+def test_what_clients_receive_after_a_stage_alone_is_counted(
+    tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = _settings(tmp_path, tiny_base, "method.name=fdlora", "method.rounds=20")
+    monkeypatch.setattr(estimating, "_pace", lambda prepared: (3e-6, 1e-6))
+    prepared = prepare(load("folders", settings))
+    found = estimate(prepared)
+    theta = nbytes(prepared.blueprint.read(GENERALIST))
+    assert (found.up, found.down) == (theta, theta + 1)  # and a mark
 
 
 def test_a_dry_run_says_what_all_methods_take_together() -> None:

@@ -232,9 +232,7 @@ def in_memory(data: Any) -> Any:
     if isinstance(data, Mapping) and "table" in data:
         fields = {name: value for name, value in data.items() if name != "table"}
         return {"kind": "table", "path": str(_kept(_rows(data["table"])))} | fields
-    if _is_table(data):
-        return {"kind": "table", "path": str(_kept(_rows(data)))}
-    return data
+    return {"kind": "table", "path": str(_kept(_rows(data)))} if _is_table(data) else data
 
 
 def _is_table(data: Any) -> bool:

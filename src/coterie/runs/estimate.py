@@ -37,7 +37,7 @@ LONG_S = 2.0  # where a round of one client takes longer, it is not measured wit
 STEP_S = 0.5  # a step that takes no longer is measured whole, and for each method
 PART_S = 3.0  # of a longer step, parts are measured, at last one that takes about as long:
 PARTS = 4  # the first is slow as it is the first, and the shorter the slower for each token
-WHOLE_S = 0.5  # a round of all clients that takes no longer is measured as it is
+WHOLE_S = 0.5  # a round, of all clients or a few, that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
 # seconds to type a word with a model's suggestions, and for each operation of a forward pass: 4 s
@@ -81,13 +81,14 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     with (speed or Speed()).counting(prepared) as counted:
         trial = _Trial(prepared, steps, counted)
         if method.rounds and counted:
-            trial.round(steps, FEW)
-        elif method.rounds and trial.repeated(min(1, steps), 1) < LONG_S:
-            took = trial.repeated(steps, FEW)
+            trial.measure(steps, FEW)
+        elif method.rounds and trial.measure(min(1, steps), 1) < LONG_S:
+            took = trial.measure(steps, FEW) / FEW
             # small networks of many clients compute as one batch: fewer cost more for each
-            whole, clients = method.local_steps, len(prepared.clients)
-            if took * whole / steps * clients / FEW < WHOLE_S:
-                trial.repeated(whole, clients)
+            whole, clients = max(round(_iterations(prepared)), 1), len(prepared.clients)
+            few = clients if took * whole / steps * clients < WHOLE_S else FEW
+            if took * whole / steps * few < WHOLE_S:
+                trial.measure(whole, few)
         scoring = trial.scoring()
     per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
     seconds = method.rounds * _iterations(prepared) * per_step
@@ -280,34 +281,30 @@ def _router(prepared: Prepared, steps: int) -> float:
 
 
 class _Trial:
-    """A round of few clients and at most `steps` local iterations, scaled up to all."""
+    """A round of few clients and few local iterations, scaled up to all clients."""
 
     def __init__(self, prepared: Prepared, steps: int, counted: Counted | None) -> None:
         self.prepared, self.steps, self.counted = prepared, max(steps, 1), counted
         self.seconds = self.up = self.down = self.state_bytes = 0.0
-        self.last, self.few = 0.0, FEW  # seconds of what follows the last round
+        self.last = 0.0  # seconds of what follows the last round
 
-    def repeated(self, steps: int, few: int) -> float:
-        """Measure a round twice, as the first loads libraries; return the second's seconds."""
-        for _ in range(2):
-            begun = time.monotonic()
-            self.round(steps, few)
-            if (took := time.monotonic() - begun) > LONGEST_S:
-                break
-        return took
-
-    def round(self, steps: int, few: int) -> None:
-        recipe, federation = self.prepared.recipe, self.prepared.problem.federation
-        method = replace(self.prepared.method, local_steps=steps, local_epochs=None)
-        engine = InProcess(self.prepared.site, method, Listener())
-        clients = recipe.active(federation, 0)
-        self.steps, self.few, self.seconds, self.up, self.down = steps, few, 0.0, 0.0, 0.0
+    def measure(self, steps: int, few: int) -> float:
+        """Measure the third round of a run; return its seconds."""
+        # the first loads libraries; in the second, methods begin what they do with earlier models
+        recipe, prepared = self.prepared.recipe, self.prepared
+        # a stage in which clients train alone is the shorter one
+        stage: dict[str, Any] = {"alone": 0.0} if hasattr(prepared.method, "alone") else {}
+        method = replace(prepared.method, local_steps=steps, local_epochs=None, **stage)
+        engine = InProcess(prepared.site, method, Listener())
+        clients = recipe.active(prepared.problem.federation, 0)
+        server = method.init(prepared.blueprint, recipe.present(prepared.clients, 0))
+        self.steps, whole = steps, (0.0, 0.0, 0.0)
 
         def answer(ask: Ask, phase: int) -> Replies:
-            chosen = dict(islice(ask.to.items(), self.few))
+            chosen = dict(islice(ask.to.items(), few))
             begun = self._now()
-            replies = engine.answer(replace(ask, to=chosen), 0, phase)
-            devices.synchronise(self.prepared.problem.device)
+            replies = engine.answer(replace(ask, to=chosen), number, phase)
+            devices.synchronise(prepared.problem.device)
             if chosen:
                 share = len(ask.to) / len(chosen)
                 self.seconds += share * (self._now() - begun)
@@ -315,19 +312,24 @@ class _Trial:
                 self.up += share * sum(map(nbytes, replies.values())) / len(clients)
             return replies
 
-        server = method.init(self.prepared.blueprint, recipe.present(self.prepared.clients, 0))
-        rng = torch.Generator().manual_seed(derive_seed(recipe.seed, "round", 0))
-        # a method that needs the other clients fails: what was measured before still counts
-        with suppress(CoterieError, KeyError, IndexError):
-            server = drive(method.round(server, clients, rng), answer)
-            of_round = self.seconds, self.up, self.down
-            try:
-                if not self.last:  # once, as it may be long
-                    drive(method.finish(server, clients), answer)
-            finally:
-                self.last = self.last or self.seconds - of_round[0]
-                self.seconds, self.up, self.down = of_round
+        for number in range(min(method.rounds, 3)):
+            begun, self.seconds, self.up, self.down = time.monotonic(), 0.0, 0.0, 0.0
+            rng = torch.Generator().manual_seed(derive_seed(recipe.seed, "round", number))
+            # a method that needs the other clients fails: what was measured before still counts
+            with suppress(CoterieError, KeyError, IndexError):
+                server = drive(method.round(server, clients, rng), answer)
+                whole = self.seconds, self.up, self.down
+            if (took := time.monotonic() - begun) > LONGEST_S:
+                break
+        of_round = whole if any(whole) else (self.seconds, self.up, self.down)
+        if not self.last:  # once, as it may be long
+            self.seconds = 0.0
+            with suppress(CoterieError, KeyError, IndexError):
+                drive(method.finish(server, clients), answer)
+            self.last = self.seconds
+        self.seconds, self.up, self.down = of_round
         self.state_bytes = max(engine.state_bytes().values(), default=0)
+        return took
 
     def _now(self) -> float:
         return self.counted.seconds if self.counted else time.monotonic()

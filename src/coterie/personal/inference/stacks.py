@@ -157,9 +157,7 @@ class Updates:
         """Stack the updates of one layer in every model."""
         A = [lora.A.detach()[0].T.to(dtype) for lora in loras]
         B = [(lora.gamma * lora.B.detach()[0].T).to(dtype).contiguous() for lora in loras]
-        if len(loras) == 1:
-            return cls(A[0][None], B[0][None])
-        return cls(padded(A), padded(B))
+        return cls(A[0][None], B[0][None]) if len(loras) == 1 else cls(padded(A), padded(B))
 
     def select(self, places: Tensor) -> "Updates":
         """Return copies for other models in another order, (groups,) int64."""
