@@ -45,7 +45,7 @@ def estimate_table(console: Console, prepared: Any, estimate: Any, first: bool) 
     sizes = sorted(
         {
             sum(prepared.problem.trainable(one).trainable_parameters for one in layout.models)
-            for layout in prepared.site.layouts.values()
+            for layout in set(prepared.site.layouts.values())
         }
     )
     trained = "none"
