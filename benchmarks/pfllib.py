@@ -1,7 +1,7 @@
 """Ours beside PFLlib, on its own splits of images, with its network and its hyperparameters.
 
     python benchmarks/pfllib.py run FOLDER [--python PATH] [--rows fedavg fedper ...]
-        [--splits pat dir] [--seeds 0 1 2] [--rounds 30] [--complete]
+        [--splits pat dir] [--seeds 0 1 2] [--rounds 30] [--also alike]
     python benchmarks/pfllib.py table
 
 FOLDER is a checkout of PFLlib; PATH a Python that has what it imports (torch, h5py, ujson,
@@ -18,7 +18,9 @@ the personal models, but these are the tensors that the global one has just been
 score the global one (`global`), which our clients never have as their own.
 
 PFLlib leaves out the last batch of an epoch where it is not full: 15 steps of a round where we take
-16. With `--complete` its code is also run with that batch.
+16. With `--also complete` its code is also run with that batch. Its clients' own heads all start at
+the values of one network, where FedPer's and FedRep's papers give each client its own: with
+`--also alike` ours start so, too.
 """
 
 import argparse
@@ -60,7 +62,7 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
     ),
     "fedala": ("serverala.FedALA", {}, {"layers": 1, "share": 0.8}, "test"),
 }
-WHO = ("theirs", "complete", "ours")
+WHO = ("theirs", "complete", "ours", "alike")
 RATES = {"pfedme": 0.01}  # where the experts' is another one than LR
 SPLIT = ("local", "fedavg", "fedper", "fedrep")  # of PFLlib's, whose models come in two parts
 
@@ -187,8 +189,12 @@ def read(folder: Path, split: str, seed: int) -> dict[str, dict[str, tuple[Any, 
     return parts
 
 
-def ours(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[str, float]:
-    """Train a row by coterie on PFLlib's files; return its accuracy and the seconds of a round."""
+def ours(
+    folder: Path, row: str, split: str, seed: int, rounds: int, alike: bool = False
+) -> dict[str, float]:
+    """Train a row by coterie on PFLlib's files; return its accuracy and the seconds of a round.
+    `alike`: clients' own parts start at the same values, as PFLlib's do.
+    """
     import torch
 
     from coterie.data.examples import ExampleSplit
@@ -223,8 +229,8 @@ def ours(folder: Path, row: str, split: str, seed: int, rounds: int) -> dict[str
             network.load_state_dict(initial(network, 0), strict=False)
             return network.to(device)
 
-        def initial(self, seed: int) -> Any:
-            return initial(CNN(), seed)
+        def initial(self, own: int) -> Any:
+            return initial(CNN(), seed if alike else own)
 
         def check_inputs(self, x: Any) -> None:
             assert x.shape[1:] == (1, 28, 28)
@@ -318,7 +324,7 @@ def run(asked: argparse.Namespace) -> None:
                 line: dict[str, Any] = next(
                     (old for old in done if keys.items() <= old.items()), {}
                 )
-                whose = [who for who in WHO if asked.complete or who != "complete"]
+                whose = ["theirs", "ours", *asked.also]
                 if not (missing := [who for who in whose if who not in line]):
                     continue
                 words = (str(folder), row, split, str(seed), str(asked.rounds))
@@ -331,7 +337,7 @@ def run(asked: argparse.Namespace) -> None:
 
 def child(python: str, *words: str) -> Any:
     """Return what one call of this file in a process of its own says last."""
-    uses = sys.executable if words[0] == "ours" else python
+    uses = sys.executable if words[0] in ("ours", "alike") else python
     command = [uses, __file__, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -350,12 +356,15 @@ def table() -> str:
         "[`benchmarks/pfllib.py`](../pfllib.py). Test accuracy in %, mean and deviation over "
         "seeds; seconds of a round with its evaluation, one thread, ours and theirs in turn. "
         "PFLlib leaves out the last batch of an epoch where it is not full (15 steps of a round "
-        "where we take 16); what its code comes to with it stands beside that where it was run."
+        "where we take 16); what its code comes to with it stands beside that where it was run. "
+        "Its clients' own heads start at the same values, ours at each client's own, as the papers "
+        'say; beside ours stands what ours come to "started alike".'
     ]
     for split, title in (("pat", "Two classes a client"), ("dir", "Dirichlet(0.1)")):
         lines = [line for line in done if line["split"] == split]
-        heads = "row | seeds | theirs | with incomplete batches | ours | difference"
-        rows = [f"| {heads} | seconds theirs | ours | times |", "| --- |" + " ---: |" * 8]
+        heads = "row | seeds | theirs | with incomplete batches | ours | started alike"
+        rows = [f"| {heads} | difference | seconds theirs | ours | times |"]
+        rows += ["| --- |" + " ---: |" * 9]
         by_row = {row: [line for line in lines if line["row"] == row] for row in ROWS}
         rows += [f"| {row} | {len(of)} | {cells(of)} |" for row, of in by_row.items() if of]
         parts.append(f"## {title}\n\n" + "\n".join(rows))
@@ -368,13 +377,13 @@ def cells(found: Sequence[Mapping[str, Any]]) -> str:
         {who: [line[who][what] for line in found if who in line] for who in WHO}
         for what in ("accuracy", "seconds")
     )
-    all_three = [
+    of_each = [
         f"{mean(v):.2f}" + (f" ± {stdev(v):.2f}" if len(v) > 1 else "") if v else ""
         for v in accuracies.values()
     ]
     difference = mean(accuracies["ours"]) - mean(accuracies["theirs"])
     a, b = (math.exp(mean(map(math.log, seconds[who]))) for who in ("theirs", "ours"))
-    return " | ".join([*all_three, f"{difference:+.2f}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.1f}"])
+    return " | ".join([*of_each, f"{difference:+.2f}", f"{a:.2f}", f"{b:.2f}", f"{a / b:.1f}"])
 
 
 def main() -> None:
@@ -382,7 +391,9 @@ def main() -> None:
     if what == "divide":
         divide(Path(words[0]), words[1], int(words[2]), words[3])
     elif what in WHO:
-        train = ours if what == "ours" else partial(theirs, complete=what == "complete")
+        train = partial(ours, alike=what == "alike")
+        if what in ("theirs", "complete"):
+            train = partial(theirs, complete=what == "complete")
         print(json.dumps(train(Path(words[0]), words[1], words[2], int(words[3]), int(words[4]))))
     elif what == "table":
         (RESULTS / "pfllib.md").write_text(table(), encoding="utf-8")
@@ -394,7 +405,7 @@ def main() -> None:
         parser.add_argument("--splits", nargs="+", default=["pat", "dir"])
         parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
         parser.add_argument("--rounds", type=int, default=30)
-        parser.add_argument("--complete", action="store_true")
+        parser.add_argument("--also", nargs="*", default=[], choices=["complete", "alike"])
         run(parser.parse_args(words))
 
 
