@@ -62,7 +62,8 @@ ROWS: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any], str]] = {
     ),
     "fedala": ("serverala.FedALA", {}, {"layers": 1, "share": 0.8}, "test"),
 }
-WHO = ("theirs", "complete", "ours", "alike")
+OURS = ("ours", "alike")
+WHO = ("theirs", "complete", *OURS)
 RATES = {"pfedme": 0.01}  # where the experts' is another one than LR
 SPLIT = ("local", "fedavg", "fedper", "fedrep")  # of PFLlib's, whose models come in two parts
 
@@ -337,7 +338,7 @@ def run(asked: argparse.Namespace) -> None:
 
 def child(python: str, *words: str) -> Any:
     """Return what one call of this file in a process of its own says last."""
-    uses = sys.executable if words[0] in ("ours", "alike") else python
+    uses = sys.executable if words[0] in OURS else python
     command = [uses, __file__, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -357,8 +358,9 @@ def table() -> str:
         "seeds; seconds of a round with its evaluation, one thread, ours and theirs in turn. "
         "PFLlib leaves out the last batch of an epoch where it is not full (15 steps of a round "
         "where we take 16); what its code comes to with it stands beside that where it was run. "
-        "Its clients' own heads start at the same values, ours at each client's own, as the papers "
-        'say; beside ours stands what ours come to "started alike".'
+        "It starts the heads of all clients at the same values; ours start at each client's own, "
+        "as in the papers, and in the column 'started alike' as PFLlib's. FedBN is not among the "
+        "rows: the network has no normalisation layers, so it would be FedAvg."
     ]
     for split, title in (("pat", "Two classes a client"), ("dir", "Dirichlet(0.1)")):
         lines = [line for line in done if line["split"] == split]
@@ -391,9 +393,8 @@ def main() -> None:
     if what == "divide":
         divide(Path(words[0]), words[1], int(words[2]), words[3])
     elif what in WHO:
-        train = partial(ours, alike=what == "alike")
-        if what in ("theirs", "complete"):
-            train = partial(theirs, complete=what == "complete")
+        mine = partial(ours, alike=what == "alike")
+        train = mine if what in OURS else partial(theirs, complete=what == "complete")
         print(json.dumps(train(Path(words[0]), words[1], words[2], int(words[3]), int(words[4]))))
     elif what == "table":
         (RESULTS / "pfllib.md").write_text(table(), encoding="utf-8")

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import coterie
 from coterie.cli import app
-from coterie.core.protocol import Round
+from coterie.core.protocol import Ask, Replies
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import nbytes
-from coterie.methods.local import Local
+from coterie.engines.inprocess import InProcess
 from coterie.models.language import LanguageModel
 from coterie.models.windows import tokens_in
 from coterie.runs import estimate as estimating
@@ -109,25 +109,23 @@ def test_what_only_begins_is_not_taken_for_a_round(monkeypatch: pytest.MonkeyPat
     """The first round of its shape loads libraries, and in the second FedALA's weights of layers
     learn until they converge: seconds that do not come again.
     """
-    true, seen, numbers = Local.round, set[int](), list[int]()
+    measured, answered, seen = estimating._Trial.measure, InProcess.answer, list[list[int]]()
 
     def measure(trial: estimating._Trial, steps: int, few: int) -> float:
-        seen.add(few)
-        numbers.append(0)
+        seen.append([few])
         return measured(trial, steps, few)
 
-    def round(*args: Any) -> Round:
-        numbers[-1] += 1
-        if numbers[-1] < 3:
+    def answer(engine: InProcess, ask: Ask, round: int, phase: int) -> Replies:
+        seen[-1].append(round)
+        if round < 2:
             time.sleep(0.5)
-        return (yield from true(*args))
+        return answered(engine, ask, round, phase)
 
-    measured = estimating._Trial.measure
     monkeypatch.setattr(estimating._Trial, "measure", measure)
-    monkeypatch.setattr(Local, "round", round)
+    monkeypatch.setattr(InProcess, "answer", answer)
     found = coterie.dry_run("cobo-digits", compare_with=[], method={"name": "local"})
-    assert seen == {1, 2, 8}  # one client, a few, and as the round is short all of them
-    assert numbers == [3, 3, 3]
+    # one client, a few, and as the round is short all of them
+    assert seen == [[few, 0, 1, 2] for few in (1, 2, 8)]
     assert found["local"].seconds < 0.5 * coterie.Recipe.load("cobo-digits").method["rounds"]
 
 

@@ -290,7 +290,6 @@ class _Trial:
 
     def measure(self, steps: int, few: int) -> float:
         """Measure the third round of a run; return its seconds."""
-        # the first loads libraries; in the second, methods begin what they do with earlier models
         recipe, prepared = self.prepared.recipe, self.prepared
         # a stage in which clients train alone is the shorter one
         stage: dict[str, Any] = {"alone": 0.0} if hasattr(prepared.method, "alone") else {}
@@ -312,6 +311,7 @@ class _Trial:
                 self.up += share * sum(map(nbytes, replies.values())) / len(clients)
             return replies
 
+        # the first loads libraries; in the second, methods begin what they do with earlier models
         for number in range(min(method.rounds, 3)):
             begun, self.seconds, self.up, self.down = time.monotonic(), 0.0, 0.0, 0.0
             rng = torch.Generator().manual_seed(derive_seed(recipe.seed, "round", number))
