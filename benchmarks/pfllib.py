@@ -380,7 +380,11 @@ def cells(found: Sequence[Mapping[str, Any]]) -> str:
         for what in ("accuracy", "seconds")
     )
     of_each = [
-        f"{mean(v):.2f}" + (f" ± {stdev(v):.2f}" if len(v) > 1 else "") if v else ""
+        f"{mean(v):.2f}"
+        + (f" ± {stdev(v):.2f}" if len(v) > 1 else "")
+        + (f" (seeds: {len(v)})" if len(v) < len(found) else "")
+        if v
+        else ""
         for v in accuracies.values()
     ]
     difference = mean(accuracies["ours"]) - mean(accuracies["theirs"])
