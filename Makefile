@@ -18,6 +18,7 @@ quickstart: .venv/.run  ## set up, then train four personal language models and 
 	$(BIN)/coterie run quickstart
 
 team: .venv/.run  ## set up, then train four people's assistants together: BASE=FILE.gguf, a file of SmolLM2-135M-Instruct; default: from the Hub
+	$(if $(BASE),$(PIP) --editable '.[gguf]')
 	$(BIN)/coterie run team $(if $(BASE),--set model.base=$(BASE))
 
 test: $(INSTALLED)  ## set up, then run the tests

@@ -10,6 +10,7 @@ import torch
 import transformers
 from random_models import write_models
 from safetensors.torch import load_file
+from tokenizers.pre_tokenizers import ByteLevel
 
 import coterie
 from coterie.core.errors import ModelError, Refused
@@ -109,7 +110,11 @@ def test_what_is_no_base_is_named(file_of, tmp_path, monkeypatch):
     bad.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ModelError, match=rf"cannot read {re.escape(str(bad))}") as refused:
         architecture.locate(bad)
-    assert "llama, mamba" in refused.value.remedy
+    assert "llama, mistral, qwen2" in refused.value.remedy
+    part = tmp_path / "whole-00001-of-00003.gguf"
+    part.write_bytes(whole)
+    with pytest.raises(ModelError, match="one of several parts"):
+        architecture.locate(part)
     assert "Q4_K" in refused.value.remedy
     writer = gguf.GGUFWriter(str(tmp_path / "other.gguf"), "rwkv6")
     writer.write_header_to_file()
@@ -156,4 +161,44 @@ def test_positions_scaled_in_ways_that_are_not_read_are_refused(tmp_path):
     writer.close()
     config = transformers.LlamaConfig()
     with pytest.raises(ModelError, match=r"scales its positions \(yarn\)"):
-        gguf_base._scale_positions(path, config)
+        gguf_base._scale_positions(path, gguf.GGUFReader(path), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "pieces"),
+    [
+        ("smollm", ["a", "ĠĠ", "2", "3", "Ġit", "'s"]),
+        ("stablelm2", ["a", "Ġ", "Ġ", "2", "3", "Ġit", "'s"]),
+        ("gpt-2", ["a", "Ġ", "Ġ23", "Ġit", "'s"]),
+    ],
+)
+def test_text_is_split_as_the_file_says(name, pieces, base_of, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base_of("llama"))
+    tokenizer.backend_tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    gguf_base._split_text(tmp_path, named(tmp_path, name), tokenizer)
+    split = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  23 it's")
+    assert [piece for piece, _ in split] == pieces
+
+
+def test_a_way_to_split_text_that_nothing_knows_is_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"splits text in a way \(falcon\)"):
+        gguf_base._split_text(tmp_path, named(tmp_path, "falcon"), None)
+
+
+def named(folder, split):
+    """Return a reader of a file with a name for how text is split."""
+    writer = gguf.GGUFWriter(str(folder / "named.gguf"), "llama")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return gguf.GGUFReader(folder / "named.gguf")
+
+
+def test_a_file_too_large_for_this_machine_is_refused_before_it_is_read(file_of, monkeypatch):
+    path = file_of("llama")
+    monkeypatch.setattr(gguf_base.devices, "memory_here", lambda: 1e5)
+    with pytest.raises(ModelError, match=r"its weights take .* GB, and there are"):
+        architecture.locate(path)

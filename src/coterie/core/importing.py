@@ -103,6 +103,7 @@ EXTRAS: Mapping[str, tuple[str, tuple[str, ...]]] = {
         ("scipy",),
     ),
     "export": ("`coterie export --format peft`", ("peft",)),
+    "gguf": ("a GGUF file as base", ("gguf", "accelerate")),
     "device": (
         "`coterie export --format gguf` and `onnx`",
         ("gguf", "xllamacpp", "onnx", "onnxscript", "onnxruntime"),

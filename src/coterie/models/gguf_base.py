@@ -2,6 +2,7 @@
 and kept in the cache as a folder like any other.
 """
 
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from hashlib import blake2b
@@ -10,16 +11,22 @@ from typing import Any
 
 import torch
 
-from coterie.core import foreign
-from coterie.core.errors import ModelError, extra
-from coterie.core.importing import quietly
+from coterie.core import devices, foreign
+from coterie.core.errors import ModelError
+from coterie.core.importing import quietly, require
 from coterie.data.store import cached, default_cache
 from coterie.models.families import check_parts
 
 ENDING = ".gguf"
-FORMAT = 1  # raise it whenever equal keys would no longer mean equal folders
+FORMAT = 2  # raise it whenever equal keys would no longer mean equal folders
 _IN_FP32 = 10**9  # weights; beyond it, those of quantised files take half of the space in bf16
 _LAST = "generation_config.json"  # written last
+_PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+# llama.cpp's names of ways to split text that transformers does not look at: as GPT-2 does, the
+# same with each digit apart, and as Qwen2 does
+_AS_GPT2 = {"gpt-2", "default", "phi-2", "mpt", "olmo", "jais"}
+_DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+_AS_QWEN2 = {"stablelm2"}
 
 
 def names_file(base: str | Path) -> bool:
@@ -59,6 +66,7 @@ def _downloaded(repository: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    require(file, "gguf")
     try:
         return Path(hf_hub_download(repository, file))
     except (OSError, ValueError, HfHubHTTPError) as error:
@@ -80,20 +88,26 @@ def _converted(path: Path, stamp: tuple[int, int]) -> str:
 
 def _read(path: Path) -> Callable[[Path], None]:
     """Return what writes the folder of a file. Raises ModelError."""
+    require(path.name, "gguf")
+    import gguf
     import transformers
 
-    if not transformers.utils.is_gguf_available():
-        raise ModelError(f"{path.name} needs the package gguf", extra("device"))
+    if _PART.search(path.name):
+        problem = f"{path} is one of several parts of a model"
+        raise ModelError(problem, "Put them together: `llama-gguf-split --merge FIRST OUT.gguf`.")
     where: dict[str, Any] = {"gguf_file": path.name, "local_files_only": True}
     safely = where | {"trust_remote_code": False}
     try:
         with quietly():
             settings, _ = transformers.PreTrainedConfig.get_config_dict(path.parent, **where)
             check_parts(settings, str(path))
+            reader = gguf.GGUFReader(path)
+            dtype = _dtype(path, reader)
             tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, **safely)
+            _split_text(path, reader, tokenizer)
             config = transformers.AutoConfig.from_pretrained(path.parent, **safely)
-            _scale_positions(path, config)
-            safely |= {"config": config, "dtype": torch.float32, "weights_only": True}
+            _scale_positions(path, reader, config)
+            safely |= {"config": config, "dtype": dtype, "weights_only": True}
             model, report = transformers.AutoModelForCausalLM.from_pretrained(
                 path.parent, output_loading_info=True, **safely
             )
@@ -105,8 +119,6 @@ def _read(path: Path) -> Callable[[Path], None]:
     if missing := sorted(report["missing_keys"]):
         problem = f"{path} lacks {missing[0]!r} ({len(missing)} tensors in all)"
         raise ModelError(problem, "The file is incomplete: get it again.")
-    if sum(parameter.numel() for parameter in model.parameters()) > _IN_FP32:
-        model.to(torch.bfloat16)
     # what is written is not quantised any more
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -122,14 +134,53 @@ def _read(path: Path) -> Callable[[Path], None]:
     return write
 
 
-def _scale_positions(path: Path, config: Any) -> None:
+def _dtype(path: Path, reader: Any) -> torch.dtype:
+    """Return what a file's weights are kept in. Raises ModelError if they do not fit into memory,
+    before they are read.
+    """
+    count = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    dtype = torch.float32 if count <= _IN_FP32 else torch.bfloat16
+    here = devices.memory_here()
+    if here is not None and (needed := count * dtype.itemsize) > here:
+        problem = f"{path}: its weights take {needed / 1e9:.1f} GB, and there are {here / 1e9:.1f}"
+        raise ModelError(problem, "Take a smaller base, or a machine with more memory.")
+    return dtype
+
+
+def _split_text(path: Path, reader: Any, tokenizer: Any) -> None:
+    """Set how a byte-level BPE splits text before it merges, by the file's name for it, of which
+    transformers knows some and takes GPT-2's for the others. Raises ModelError for unknown names.
+    """
+    from tokenizers import Regex
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
+
+    try:
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:  # older releases
+        GGUF_PRE_TOKENIZER_SPLITS = {}
+    kind, name = (
+        field.contents() if (field := reader.fields.get(f"tokenizer.ggml.{key}")) else None
+        for key in ("model", "pre")
+    )
+    if kind != "gpt2" or name is None or name in _AS_GPT2 | GGUF_PRE_TOKENIZER_SPLITS.keys():
+        return
+    if name in _DIGITS_APART:
+        steps = [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    elif name in _AS_QWEN2 and (pattern := GGUF_PRE_TOKENIZER_SPLITS.get("qwen2")):
+        within = ByteLevel(add_prefix_space=False, use_regex=False)
+        steps = [Split(Regex(pattern), behavior="isolated"), within]
+    else:
+        problem = f"{path} splits text in a way ({name}) that transformers does not read from it"
+        raise ModelError(problem, "Give the folder or Hub id of the model that it was made of.")
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence(steps)
+
+
+def _scale_positions(path: Path, reader: Any, config: Any) -> None:
     """Set how rotary positions are scaled, of which transformers' reader knows nothing: by the
     factors of Llama 3.1 to 3.3. Raises ModelError for others.
     """
-    from gguf import GGUFReader
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    reader = GGUFReader(path)
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     fields = reader.fields.items()
     kind = next((f.contents() for key, f in fields if key.endswith(".rope.scaling.type")), "none")
@@ -156,11 +207,11 @@ def _scale_positions(path: Path, config: Any) -> None:
 
 def _supported() -> str:
     from gguf.quants import _type_traits
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
-    families = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    # those of docs/bases.md
+    some = "llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, falcon, stablelm, starcoder2, gpt2"
     kinds = ", ".join(["F32", "F16", *(kind.name for kind in _type_traits)])
-    return f"It reads the families {', '.join(families)}, quantised as {kinds}."
+    return f"It reads the families {some}, nemotron, quantised as {kinds}."
 
 
 def _first_line(error: Exception) -> str:
