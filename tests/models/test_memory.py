@@ -186,11 +186,21 @@ def test_blocks_are_computed_again_where_a_batch_does_not_fit_otherwise(tmp_path
     assert not step.checkpointing(3, between)
     assert step.checkpointing(4, between)
     assert step.checkpointing(1, between, True)
-    assert not step.checkpointing(4, between, False)
+    for rows, given in ((4, False), (100, None)):
+        with pytest.raises(ModelError, match=f"a step on {rows} windows of 256") as caught:
+            step.checkpointing(rows, between, given)
+        fits = (usual if given is False else small).rows(between)
+        assert caught.value.remedy == f"Set training.micro_batch: {fits}."
     with pytest.raises(ModelError, match="takes about") as caught:
         step.checkpointing(1, small.of(1) * 1.02, False)
     assert "Set model.checkpointing: true" in caught.value.remedy
     assert Step(step.base, 256, Layout(), quantised="nf4").footprint().weights < usual.weights / 3
+
+
+def test_an_adapter_of_high_rank_counts_before_anything_is_run(tmp_path: Path) -> None:
+    step = Step(config(tmp_path / "base", SMALL), 64, Layout(rank=2048))
+    with pytest.raises(ModelError, match="takes about"):
+        step.checkpointing(1, step.footprint(True).of(1) * 0.99)
 
 
 def test_an_untied_head_counts(tmp_path: Path) -> None:

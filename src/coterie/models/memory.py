@@ -84,27 +84,26 @@ class Step:
         if not self.on_cpu:
             logits = min(self.context * shape.vocabulary, ON_ACCELERATORS)
             scratch += _OF_A_LOGIT * logits
-        with torch.device("meta"):
-            values = _COPIES * sum(p.nbytes for p in Adapter(shape, self.layout).parameters())
         few, blocks = _FEW_BLOCKS, len(shape.blocks)
         low, high = (self._peak(model, min(some, blocks), checkpointing) for some in few)
         each = (high - low) / max(min(few[1], blocks) - min(few[0], blocks), 1)
         rest = each * (blocks - min(few[0], blocks))
-        return Footprint(weights, PROCESS + values + scratch, low + rest)
+        return Footprint(weights, PROCESS + self._values(shape) + scratch, low + rest)
 
     def checkpointing(self, rows: int, memory: float, given: bool | None = None) -> bool:
         """Return whether blocks are computed again in the backward pass: as given, or where so many
-        windows at a time do not fit into memory otherwise. Raises ModelError if not even one fits.
+        windows at a time do not fit into memory otherwise. Raises ModelError if they never do.
         """
         if self._bound(rows) < memory:
             return bool(given)
         small = self.footprint(given is not False)
-        if not small.rows(memory):
+        if (fits := small.rows(memory)) < rows:
+            least = rows if fits else 1
             raise ModelError(
-                f"model.base: {self.base}: a step on one window of {self.context} tokens takes "
-                f"about {small.of(1) / 1e9:.1f} GB (weights {small.weights / 1e9:.1f}), and there "
-                f"are {memory / 1e9:.1f} GB for it",
-                self._remedy(memory),
+                f"model.base: {self.base}: a step on {least} window{'s' * (least > 1)} of "
+                f"{self.context} tokens takes about {small.of(least) / 1e9:.1f} GB (weights "
+                f"{small.weights / 1e9:.1f}), and there are {memory / 1e9:.1f} GB for it",
+                f"Set training.micro_batch: {fits}." if fits else self._remedy(memory),
             )
         return self.footprint(False).rows(memory) < rows if given is None else given
 
@@ -114,7 +113,14 @@ class Step:
         weights = 2 * shape.vocabulary * shape.d_model
         weights += sum(layer.inputs * layer.outputs for layer in shape.linears)
         each = 2 * self.context * sum(layer.inputs + layer.outputs for layer in shape.linears)
-        return 2 * PROCESS + 4.0 * (2 * weights + rows * each)
+        values = self._values(shape)  # of which a pass makes a copy: it counts with each window
+        values += rows * values // _COPIES
+        return 2 * PROCESS + values + 4.0 * (2 * weights + rows * each)
+
+    def _values(self, shape: Architecture) -> int:
+        """Return the bytes of a client's values, see `_COPIES`."""
+        with torch.device("meta"):
+            return _COPIES * sum(p.nbytes for p in Adapter(shape, self.layout).parameters())
 
     def _remedy(self, memory: float) -> str:
         """Return what to set for one window to fit."""
