@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,13 @@ from coterie.cli import app
 from coterie.core.errors import DataError
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
+from coterie.personal.evaluation import _plain, _question
 
 LAYOUT = Layout(specialists=2, rank=2)
 CHOSEN = [
     {"question": "a b?", "choices": ["cab", "a", "bb b"], "answer": 1},
     {"question": "who?", "choices": ["cab", "a", "bb b"], "answer": "C"},
-    {"question": "b?", "choices": {"text": ["ab", "ba"], "label": ["1", "2"]}, "answer": "2"},
+    {"question": "b?", "choices": {"text": ["ab", "bä"], "label": [1, 2]}, "answerKey": "2"},
 ]
 
 
@@ -79,6 +81,37 @@ def test_choices_are_scored_by_the_naive_likelihood(run: Path, tmp_path: Path) -
     assert of.accuracy == pytest.approx(100 * likely / 3)
     assert of.by_length == pytest.approx(100 * by_length / 3)
     assert of.exact_match is of.perplexity is None
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "right"),
+    [
+        ({"text": ["x", "y", "z"], "label": [1, 2, 3]}, 1, 0),
+        ([10, 20, 30], 20, 1),
+        (["1", "2", "3"], "2", 1),
+        (["1", "2", "3"], 2, 2),
+        ([1, 2, 3], 2, None),
+        (["b", "A"], "A", None),
+        (["b", "c"], "D", None),
+        (["b", "c"], 2, None),
+    ],
+)
+def test_an_answer_that_may_be_two_choices_is_refused(
+    choices: Any, answer: Any, right: int | None
+) -> None:
+    row = {"question": "?", "choices": choices, "answer": answer}
+    if right is not None:
+        assert _question("task.jsonl:1", row).right == right
+        return
+    with pytest.raises(DataError, match=r"task\.jsonl:1: the answer .* of the"):
+        _question("task.jsonl:1", row)
+
+
+def test_signs_are_part_of_an_answer() -> None:
+    assert _plain(" The answer. ") == _plain("the answer")
+    assert _plain("-5") != _plain("5")
+    assert _plain("C++.") != _plain("c")
+    assert _plain("?") == "?"
 
 
 def test_an_answer_of_the_models_own_is_compared_without_capitals(

@@ -34,7 +34,7 @@ from coterie.runs.problems.problem import LearningProblem
 from coterie.runs.recipes.recipe import Recipe
 
 SHOWN = 3  # suggestions at a time
-ROWS = 16  # texts that are searched in one batch
+ROWS = 8  # texts that are searched, or windows that are scored, in one batch
 _WORD = re.compile(rf"[^\s{re.escape(''.join(sorted(PUNCTUATION)))}]+")
 
 
@@ -163,7 +163,6 @@ def _words(
 
 QUESTION, CHOICES, RIGHT = "question", "choices", "answer"
 WORDS = 100  # scored words of a text, by default
-ROWS = 8  # windows that are scored at once
 
 
 @dataclass(frozen=True)
@@ -247,10 +246,10 @@ def _questions(path: Path) -> list[Question]:
 
 def _question(where: str, row: Mapping[str, Any]) -> Question:
     text, choices, answer = (row.get(name) for name in (QUESTION, CHOICES, RIGHT))
+    labels = None
     if isinstance(choices, Mapping):  # {"text": [...], "label": [...]}, as in ARC
         labels, choices = choices.get("label"), choices.get("text")
-    else:
-        labels = None
+        answer = row.get("answerKey", answer)
     accepted = [answer] if isinstance(answer, str | int | float) else answer
     given = accepted if choices is None else choices
     if not isinstance(text, str) or not isinstance(given, list) or not given:
@@ -262,13 +261,17 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
     answers = tuple(str(one) for one in given)
     if choices is None:
         return Question(text, answers, None)
-    names = [str(label) for label in labels or ascii_uppercase[: len(answers)]]
-    if isinstance(answer, int) and answer in range(len(answers)):
-        return Question(text, answers, answer)
-    for known in (names, list(answers)):
-        if str(answer) in known:
-            return Question(text, answers, known.index(str(answer)))
-    problem = f"{where}: the answer {answer!r} is none of the {len(answers)} choices"
+    names = list(map(str, labels or ()))
+    if str(answer) in names:
+        return Question(text, answers, names.index(str(answer)))
+    ways = [given, *([list(ascii_uppercase)] if isinstance(answer, str) else [])]
+    meant = {known.index(answer) for known in ways if answer in known} & {*range(len(given))}
+    if isinstance(answer, int) and answer in range(len(given)):
+        meant.add(int(answer))
+    if len(meant) == 1:
+        return Question(text, answers, meant.pop())
+    which = "may be one or another" if meant else "is none"
+    problem = f"{where}: the answer {answer!r} {which} of the {len(given)} choices"
     raise DataError(problem, "Give the index of the right choice, from 0, its letter, or its text.")
 
 
@@ -280,7 +283,7 @@ def _on_questions(model: PersonalModel, questions: Sequence[Question]) -> Evalua
             exact.append(_plain(_answer(model, question)) in accepted)
             continue
         scores = _log_likelihoods(model, question)
-        sizes = torch.tensor([len(answer.encode()) for answer in question.answers])
+        sizes = torch.tensor([len(answer) for answer in question.answers])
         likely.append(int(scores.argmax()) == question.right)
         by_length.append(int((scores / sizes.clamp(min=1)).argmax()) == question.right)
     shares = [100 * sum(of) / len(of) if of else None for of in (likely, by_length, exact)]
@@ -335,7 +338,8 @@ def _answer(model: PersonalModel, question: Question) -> str:
 
 def _plain(answer: str) -> str:
     """Return an answer without capitals, and white space and punctuation around it."""
-    return answer.strip(whitespace + punctuation).casefold()
+    plain = answer.strip(whitespace + punctuation.translate({ord("-"): None, ord("+"): None}))
+    return (plain or answer.strip()).casefold()
 
 
 def _on_text(model: PersonalModel, path: Path, words: int) -> Evaluated:

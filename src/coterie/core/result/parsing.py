@@ -167,7 +167,7 @@ class Evaluated(Record):
     words: WordScores | None = None
     questions: int | None = None  # of a task
     # Percent of questions with choices whose right one is the most likely, and the most likely by
-    # its log-probability per byte of text; None without such questions.
+    # its log-probability per character; None without such questions.
     accuracy: float | None = None
     by_length: float | None = None
     exact_match: float | None = None  # percent of the other questions answered right
