@@ -3,7 +3,9 @@ on digits, with the network written out.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from coterie.client.client import Client
-from coterie.core.errors import ModelError
+from coterie.core.errors import ModelError, RecipeError
 from coterie.core.protocol import ClientId
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.data.examples import Examples
@@ -25,6 +27,7 @@ from coterie.methods.fedala import FedALA
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.fedbabu import FedBABU
 from coterie.methods.fedbn import FedBN
+from coterie.methods.feddpa import FedDPA
 from coterie.methods.fedfomo import FedFomo
 from coterie.methods.fedper import FedPer
 from coterie.methods.fedproto import FedProto
@@ -33,6 +36,7 @@ from coterie.methods.lgfedavg import LGFedAvg
 from coterie.methods.local import Local
 from coterie.methods.perfedavg import PerFedAvg
 from coterie.methods.pfedme import PFedMe
+from coterie.methods.templates import first_phase
 from coterie.models.adapter import Adapter
 from coterie.models.backbone import Backbone
 from coterie.models.classifier import Classifier
@@ -311,6 +315,7 @@ def test_fedfomo_takes_what_lowers_the_own_validation_loss(federation: Federatio
     run = Run(FedFomo(rounds=3, local_steps=3, received=3, explore=0.0), federation)
     x = {i: start(run, i) for i in run.ids}
     before: dict[ClientId, Tensor] = {}
+    sums = {i: [float(i == j) for j in run.ids] for i in run.ids}
     batches = {i: Batches(federation.clients[i]) for i in run.ids}
     for t in range(3):
         run.rounds(1)
@@ -320,14 +325,17 @@ def test_fedfomo_takes_what_lowers_the_own_validation_loss(federation: Federatio
             everything = valid.batch(0, valid.windows)
             theta = x[i]
             if t:
-                gains = {
-                    j: max(
-                        0.0,
-                        float(loss(before[i], everything) - loss(x[j], everything))
-                        / float((x[j] - before[i]).norm()),
-                    )
+                raw = {
+                    j: float(loss(before[i], everything) - loss(x[j], everything))
+                    / float((x[j] - before[i]).norm())
                     for j in run.ids
                 }
+                # what a model was worth adds up as it is, also where it was worth less than nothing
+                sums[i] = [s + raw[j] for s, j in zip(sums[i], run.ids, strict=True)]
+                assert run.state[f"{i}/gains"].tolist() == pytest.approx(
+                    sums[i], rel=1e-3, abs=1e-4
+                )
+                gains = {j: max(0.0, gain) for j, gain in raw.items()}
                 total = sum(gains.values()) or 1.0
                 theta = before[i] + sum(gains[j] / total * (x[j] - before[i]) for j in run.ids)
                 weights = run.method.collaboration(run.state, run.ids)
@@ -342,6 +350,19 @@ def test_fedfomo_takes_what_lowers_the_own_validation_loss(federation: Federatio
             new[i] = theta
         x = new
     close(run, x)
+
+
+@pytest.mark.parametrize("method", [FedRep(local_steps=1), FedDPA(local_steps=1)])
+def test_a_round_of_one_iteration_has_no_place_for_two_phases(method: Method) -> None:
+    with pytest.raises(RecipeError, match="no place for two phases; use 2 or more"):
+        method.check(SimpleNamespace(fewest=None), ["a", "b"], None)
+    replace(method, local_steps=2).check(SimpleNamespace(fewest=None), ["a", "b"], None)
+
+
+def test_each_of_two_phases_has_an_iteration() -> None:
+    shares = [(first_phase(share, 10)) for share in (0, 0.01, 0.5, 0.99, 1)]
+    assert shares == [0, 1, 5, 9, 10]
+    assert first_phase(0.5, 2) == 1
 
 
 def test_fedfomo_sends_the_own_model_and_those_that_helped() -> None:

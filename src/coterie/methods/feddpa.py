@@ -5,6 +5,7 @@ Yang et al., "Dual-Personalizing Adapter for Federated Foundation Models", NeurI
 (arXiv:2403.19211).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -12,11 +13,14 @@ import torch
 from pydantic import Field
 from torch.nn.functional import normalize
 
+from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
-from coterie.core.protocol import Sends, task
+from coterie.client.settings import Training
+from coterie.core.protocol import ClientId, Sends, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST
 from coterie.core.tensors import Tensors
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
+from coterie.methods.templates import check_two_phases, first_phase
 from coterie.models.language import LanguageModel
 from coterie.models.layout import Layout
 
@@ -46,6 +50,10 @@ class FedDPA(FinetunedFedAvg):
     def layout(self, position: int, base: Layout) -> Layout:
         return replace(base, generalists=1, specialists=1, biased=True, top_k=2, balance="none")
 
+    def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
+        super().check(model, clients, training)
+        check_two_phases(self, self.local_share)
+
     def iterate(self, client: Client) -> None:
         """Train the local adapter."""
         weigh(client, self.local_weight)
@@ -55,7 +63,7 @@ class FedDPA(FinetunedFedAvg):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:  # type: ignore[override]
         client.load(theta)
         steps = self.steps(client)
-        local = round(self.local_share * steps)
+        local = first_phase(self.local_share, steps)
         for _ in range(local):
             self.iterate(client)
         weigh(client, 0.0)

@@ -21,7 +21,7 @@ from coterie.core.tensors import Named, Tensors, prefixed
 from coterie.methods.templates import OneAdapter, weight_rows
 
 BEFORE = "fomo/before"  # theta_i before the last local training
-GAINS = "gains"  # the weights w_n before they are normalised
+GAINS = "gains"  # the weights w_n before negative ones are 0 and they are normalised
 SENT = "sent"
 
 
@@ -98,10 +98,11 @@ class FedFomo(OneAdapter):
             for j, other in sorted(models.items()):
                 away = float((other.to(theta) - theta).norm())
                 gain = loss - self.validation_loss(client, other)
-                gains[j] = max(0.0, gain / away) if away else 0.0
-            total = sum(gains.values())
-            for j in sorted(models) if total else ():
-                theta = theta + gains[j] / total * (models[j].to(theta) - client.state[BEFORE])
+                gains[j] = gain / away if away else 0.0
+            helpful = {j: gain for j, gain in sorted(gains.items()) if gain > 0}
+            for j, gain in helpful.items():
+                share = gain / sum(helpful.values())
+                theta = theta + share * (models[j].to(theta) - client.state[BEFORE])
             client.load({GENERALIST: theta})
         client.state[BEFORE] = client.flat()
         self.local_iterations(client)
@@ -115,7 +116,7 @@ class FedFomo(OneAdapter):
         return float(nll / predictions)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        rows = weight_rows(state, clients, SENT)
+        rows = weight_rows(state, clients, SENT).clamp_min(0)
         total = rows.sum(dim=1, keepdim=True)
         alone = torch.eye(len(clients), dtype=torch.float64)  # where nothing was better
         return torch.where(total > 0, rows / total.clamp_min(1e-300), alone)

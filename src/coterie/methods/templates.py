@@ -15,6 +15,7 @@ from coterie.aggregation.robust import Rule
 from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, empty_reply, task
 from coterie.core.roles import GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import clients_with, of_client
@@ -295,3 +296,19 @@ class TwoExperts(Routed):
         if client.iteration % self.router_every == 0:
             for _ in range(self.router_steps):
                 client.step(ROUTER, on=client.train)
+
+
+def first_phase(share: float, steps: int) -> int:
+    """Return how many of a round's iterations are of the first of two phases: at least one of each,
+    if neither is left out by the share and there are two.
+    """
+    return min(max(round(share * steps), share > 0), steps - (share < 1))
+
+
+def check_two_phases(method: Method, share: float) -> None:
+    """Raise RecipeError for rounds too short for two phases."""
+    if method.local_epochs is None and method.local_steps < 2 and 0 < share < 1:
+        problem = (
+            "method.local_steps: 1 iteration a round has no place for two phases; use 2 or more"
+        )
+        raise RecipeError("method", [problem])
