@@ -185,13 +185,13 @@ def compare(
         from rich.console import Console
 
         from coterie import api
-        from coterie.runs.recipes.rivals import rivals_of
         from coterie.runs.tuning.trials import parse
 
         comparison = api.compare(
-            list(dict.fromkeys([*rivals_of(loaded), *names])) if rivals else names,
+            names,
             loaded,
             seeds=seeds,
+            rivals=rivals,
             tune=tune,
             fields=parse(field) if field else None,
             trials=trials,
@@ -257,8 +257,8 @@ def tune(
         first = next(row for row in tuned.rows if row.valid is not None)
         kept = chosen_run(tuned, first.method)
         print(
-            f"Open {folder}/tune.html for pictures of the search. The runs of what was chosen are "
-            f"there with their models, e.g. {kept}; to run it again, say with other seeds: "
+            f"Every trial is in {folder}/tune.json. The runs of what was chosen are there with "
+            f"their models, e.g. {kept}; to run it again, say with other seeds: "
             f"`coterie run {tuned.path(first.method)}`."
         )
 

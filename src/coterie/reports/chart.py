@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal
 
 from coterie.reports.parts import COLOURS, captioned, escape, figure, folded, legend, level
 
@@ -78,19 +77,6 @@ class Axes:
     y: str
     limits: Point | None = None  # default: what the panel's points need
     log: bool = False  # a logarithmic y axis, without the points that are not positive
-    # whole numbers counted from 0, any values from 0, or positive values whose ratios count
-    across: Literal["counted", "values", "ratios"] = "counted"
-    ticks: Sequence[float] = ()  # on the horizontal axis; default: round ones
-
-    def horizontal(self, values: Sequence[float]) -> "_Scale":
-        """Return the scale of the horizontal axis for these values."""
-        if self.across == "ratios":
-            return _Scale(*_around_log(values), 0, 100, log=True)
-        return _Scale(0, max(values, default=0) or 1, 0, 100)
-
-    def columns(self, scale: "_Scale") -> list[float]:
-        """Return the values with a tick on the horizontal axis."""
-        return list(self.ticks) or scale.ticks(least=int(self.across == "counted"))
 
 
 def panels(
@@ -155,7 +141,7 @@ def panel(title: str, lines: Sequence[Line], axes: Axes, broad: bool = False) ->
     ]
     points = list(chain.from_iterable(line.points for line in kept))
     height = BROAD if broad else HEIGHT
-    horizontal = axes.horizontal([px for px, _ in points])
+    horizontal = _Scale(0, max((px for px, _ in points), default=0) or 1, 0, 100)
     values = [py for _, py in points]
     limits = axes.limits or (_around_log(values) if axes.log else around(values))
     vertical = _Scale(*limits, height - BOTTOM, TOP, axes.log)
@@ -246,7 +232,7 @@ def _axes(horizontal: _Scale, vertical: _Scale, axes: Axes, height: int) -> str:
         f'y2="{bottom + 4}"/>'
         f'<text class="tick" x="{at}" y="{bottom + 17}" '
         f'text-anchor="middle">{v:.6g}</text>'
-        for v, at in ((v, horizontal.at(v)) for v in axes.columns(horizontal))
+        for v, at in ((v, horizontal.at(v)) for v in horizontal.ticks(least=1))
     )
     return (
         f'{rows}{columns}<line class="axis" x2="100%" y1="{bottom}" y2="{bottom}"/>'
