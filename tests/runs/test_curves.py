@@ -5,6 +5,7 @@ figure.
 import io
 import json
 import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from coterie.reports.progress import Terminal
 from coterie.runs import run as runs
 from coterie.runs.backends import LocalBackend
 from coterie.runs.estimate import Estimate, RunEstimator, work
+from coterie.runs.problems.prepare import Prepared
 from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe
 
@@ -230,12 +232,32 @@ def test_what_is_not_measured_is_expected_by_how_much_it_trains(
         LocalBackend().prepare(recipe.with_method(name))
         for name in ("local", "fedavg", "pretrained")
     ]
-    foresight = RunEstimator(seconds=0.0)
-    foresight._left = 1e-9  # the first is measured, and uses that up
+    monkeypatch.setattr("coterie.runs.estimate.MEASURED", 0.0)
+    foresight = RunEstimator(seconds=1e-9)  # the first is measured, and uses that up
     for row in rows:
         foresight.add(row, done=False)
     assert list(foresight._known) == ["folders, local"]
-    assert foresight.seconds() == pytest.approx([2 * work(row) for row in rows])
+    assert [seconds for seconds, _ in foresight.costs()] == pytest.approx(
+        [2 * work(row) for row in rows]
+    )
+
+
+def test_more_methods_are_measured_where_they_take_long_and_parts_are_only_scored(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cost(prepared: Prepared, _: object) -> Estimate:
+        time.sleep(0.01)
+        return Estimate(seconds, seconds / 10, 0, 0, None)
+
+    monkeypatch.setattr("coterie.runs.estimate.estimate", cost)
+    rows = [LocalBackend().prepare(recipe.with_method(name)) for name in ("local", "fedavg")]
+    for seconds, measured in ((0.1, 1), (7200.0, 2)):
+        foresight = RunEstimator(seconds=0.005)
+        for row in rows:
+            foresight.add(row, done=False, part=row is rows[1])
+        assert len(foresight._known) == measured
+        assert foresight.costs()[0] == (seconds, seconds / 10)
+    assert foresight.costs()[1] == (720.0, 720.0)
 
 
 def test_quickstart_and_folders_have_points_every_round_or_two() -> None:

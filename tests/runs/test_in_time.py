@@ -18,6 +18,7 @@ from coterie.runs.budget import advice, planned
 from coterie.runs.estimate import Estimate
 from coterie.runs.problems.auto import SCORED, rows_of
 from coterie.runs.problems.prepare import prepare
+from coterie.runs.recipes import recipe as recipes
 from coterie.runs.recipes.recipe import Recipe, load
 
 ROUNDS = 4
@@ -133,8 +134,59 @@ def test_a_time_that_is_too_short_is_refused_and_says_which_is_not(
 
 def test_a_run_of_hours_is_told_how_to_take_one(texts: Path, tiny_base: Path) -> None:
     recipe = small(texts, tiny_base)
-    assert advice(recipe, 3000.0) is None
-    assert "about 2.0 hours: `--time 1h`" in str(advice(recipe, 7200.0))
+    assert advice(recipe, 3000.0, 0.0) is None
+    # of 2 hours 1,000 s are not iterations: of an hour with a tenth to spare 2,240 s remain
+    least = int((3240 - 1000) / (7200 - 1000) * ROUNDS * 3)
+    hint = f"about 2.0 hours: about {least} iterations of a client in place of {ROUNDS * 3}"
+    assert hint in str(advice(recipe, 7200.0, 1000.0))
+    assert "1.0 of them for scores at the end" in str(advice(recipe, 7200.0, 3600.0))
+    none = small(texts, tiny_base, "method.name=pretrained", "method.rounds=0")
+    assert "2.0 of them for scores" in str(advice(none, 7200.0, 7200.0))
+
+
+def test_a_time_in_which_not_even_the_scores_end_is_refused(
+    texts: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "estimates", costs(1.0, 100.0, []))
+    with pytest.raises(Refused, match=r"loading and the last scores take about 11\d s"):
+        planned(small(texts, tiny_base, "time=1m", "evaluate_rows=null"))
+
+
+def test_the_last_scores_are_as_many_as_take_a_fifth_of_the_time(
+    texts: Path, tiny_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small(texts, tiny_base, "time=100", "evaluate_rows=2")
+    prepared, took = prepare(recipe), Estimate(40.0, 40.0, 0, 0, None)
+    monkeypatch.setattr(budget, "estimates", lambda *_: iter([(prepared, took)]))
+    chosen, _ = planned(recipe)
+    final = chosen.final_rows
+    assert final is not None
+    assert final > 2
+    splits = [s for data in prepared.site.data.values() for s in (data.valid, data.test)]
+    shares = [
+        sum(min(rows, s.windows) for s in splits) / sum(s.windows for s in splits)
+        for rows in (final, final + 1)
+    ]
+    assert 40 * shares[0] <= 0.2 * 0.9 * 100 < 40.5 * shares[1]
+
+
+def test_a_run_goes_on_with_what_was_chosen_for_it(tmp_path: Path) -> None:
+    """Also one without text, and one that was stopped before any row with rounds began."""
+    recipe = load("cobo-digits", ["time=60"])
+    chosen, _ = planned(recipe)
+    (tmp_path / "recipe.yaml").write_text(recipes.dump(chosen))
+    assert planned(recipe, tmp_path) == (chosen, [])
+    first = tmp_path / "stopped" / "baselines" / "pretrained"
+    first.mkdir(parents=True)
+    row = load(
+        "cobo-digits", ["training.batch_size=7", "method.name=pretrained", "method.rounds=0"]
+    )
+    (first / "recipe.yaml").write_text(
+        "\n".join(line for line in recipes.dump(row).splitlines() if line != "  rounds: 0")
+    )
+    again, (line,) = planned(recipe, tmp_path / "stopped")
+    assert again.training.batch_size == 7
+    assert "in 1 minutes" in line
 
 
 def test_no_round_begins_that_would_end_too_late(

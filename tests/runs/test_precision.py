@@ -42,15 +42,14 @@ def refuse(*layer: int) -> float:
     raise AssertionError("measured again")
 
 
-@pytest.mark.parametrize(("share", "dtype"), [(0.4, "bf16"), (0.9, "auto")])
+@pytest.mark.parametrize(("share", "dtype"), [(0.4, "bf16"), (0.9, "fp32")])
 def test_it_is_measured_once_and_kept(
     share: float, dtype: str, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(auto, "measure", lambda *layer: share)
     chosen, lines = planned(recipe)
     assert chosen.model.dtype == dtype
-    name = "bf16" if dtype == "bf16" else "fp32"
-    assert lines[0].startswith(f"model.dtype {name}: here products in bf16 take {share:.2f} of")
+    assert lines[0].startswith(f"model.dtype {dtype}: here products in bf16 take {share:.2f} of")
     monkeypatch.setattr(auto, "measure", refuse)
     assert planned(recipe) == (chosen, lines)
     assert any(map(str.strip, devices.processor()))
@@ -73,7 +72,7 @@ def test_a_damaged_measurement_is_repeated(
 def test_a_resumed_run_goes_on_in_its_dtype(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for share, dtype in ((0.4, "bf16"), (0.9, "auto")):
+    for share, dtype in ((0.4, "bf16"), (0.9, "fp32")):
         monkeypatch.setattr(auto, "_kept", lambda *layer, share=share: share)
         run(recipe, folder := tmp_path / dtype)
         assert read(folder / "recipe.yaml")["model"]["dtype"] == dtype

@@ -19,12 +19,12 @@ from coterie.personal import evaluation
 from coterie.personal.loading import Personal, Settings
 from coterie.reports.html import write_comparison, write_report
 from coterie.reports.trackers import tracked
-from coterie.reports.tuning import write_tuning
 from coterie.runs import run as runs
 from coterie.runs.budget import planned
 from coterie.runs.estimate import Estimate, estimates
 from coterie.runs.folder.lock import latest_folder, new_folder
 from coterie.runs.recipes.recipe import Recipe, resolve
+from coterie.runs.recipes.rivals import rivals_of
 from coterie.runs.tuning import tune as tuning
 from coterie.runs.tuning.search import Effort
 
@@ -164,6 +164,7 @@ def compare(
     recipe: Recipe | str | Path,
     *,
     seeds: int = 3,
+    rivals: bool = False,
     tune: bool = False,
     fields: Mapping[str, Sequence[Any]] | None = None,
     trials: int | None = None,
@@ -195,6 +196,8 @@ def compare(
         recipe: A shipped name, the path of a YAML file, or a `Recipe`: the data, base and budget of
             all rows.
         seeds: Runs per method, with consecutive seeds.
+        rivals: Whether to compare also with the methods that one compares with on such data. Those
+            that cannot run with the recipe, or diverge, are left out, and the notes say why.
         tune: Whether the settings of each method are chosen first, in `tune/` of the folder.
         fields: Fields to search, as in `coterie.tune`; only with `tune`.
         trials: Candidates of the first rung, as in `coterie.tune`; only with `tune`.
@@ -212,7 +215,9 @@ def compare(
         CoterieError: See `run`.
     """
     given = [methods] if isinstance(methods, str | type) else methods
-    names, chosen = [name_of(method) for method in given], _recipe(recipe, changes)
+    chosen = _recipe(recipe, changes)
+    also = rivals_of(chosen) if rivals else ()
+    names = list(dict.fromkeys([*also, *map(name_of, given)]))
     if not tune and (fields is not None or trials is not None):
         problem = "fields and trials need a search, and tune is not set"
         raise Refused(problem, "Give tune=True (--tune) too, or leave them out.")
@@ -225,7 +230,6 @@ def compare(
             tuned = tuning.tune(
                 names, chosen, searched, fields or {}, effort, going, resume_changed, events
             )
-            write_tuning(searched, tuned, chosen.description)
         extra = {
             "chosen": tuning.chosen_recipes(tuned),
             "effort": tuning.effort_of(tuned),
@@ -241,6 +245,7 @@ def compare(
             resume=going,
             changed=going and resume_changed,
             reporter=events,
+            rivals=rivals,
             score_texts=evaluation.of_run,
             **extra,
         )
@@ -307,7 +312,6 @@ def tune(
         tuned = tuning.tune(
             names, chosen, folder, fields or {}, effort, resume, resume_changed, events
         )
-        write_tuning(folder, tuned, chosen.description)
     return tuned
 
 

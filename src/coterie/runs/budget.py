@@ -1,13 +1,15 @@
 """Settings with which a comparison ends in the time that one has."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coterie.core.errors import Refused
 from coterie.methods import Method
-from coterie.runs.estimate import Speed, estimates, word
+from coterie.runs.estimate import Speed, estimates, share_of, word
 from coterie.runs.problems.auto import (
     FEWEST,
     ROUNDS,
@@ -43,21 +45,28 @@ def planned(
     lines = [line for line in (precision, line) if line]
     if recipe.time is None or devices:
         return chosen, lines
-    if (before := choices_before(chosen, folder, CHOSEN)) is not None:
-        return changed(chosen, before), lines
-    fitting, line = _in_time(chosen, recipe.auto, recipe.time, begun)
+    before = choices_before(chosen, folder, CHOSEN) or {}
+    chosen = changed(chosen, before)
+    if "method.rounds" in before:
+        return chosen, lines
+    fitting, line = _in_time(chosen, {*recipe.auto} - before.keys(), recipe.time, begun)
     return fitting, [*lines, line]
 
 
-def advice(recipe: Recipe, seconds: float, once: float = 0.0) -> str | None:
-    """Return what would bring a run that takes more than an hour below; None if it does not."""
+def advice(recipe: Recipe, seconds: float, once: float) -> str | None:
+    """Return what would bring a run that takes more than an hour, `once` of it after the last
+    rounds, below; None if it does not take as long.
+    """
     if seconds <= LONG_S or recipe.time is not None:
         return None
-    method, share = recipe.build_method(), (SPARE * LONG_S - once) / (seconds - once)
-    iterations = int(share * method.rounds * method.local_steps)
-    here = f"{iterations} iterations of a client in place of {method.rounds * method.local_steps}"
-    what = f"`--time 1h` chooses what ends in an hour, here about {here}"
-    return f"about {seconds / 3600:.1f} hours: {what}"
+    method, about = recipe.build_method(), f"about {seconds / 3600:.1f} hours"
+    if once >= (left := SPARE * LONG_S):
+        scores = f"{once / 3600:.1f} of them for scores at the end"
+        return f"{about}, {scores}: fewer test texts or a smaller base take less"
+    whole = method.rounds * method.local_steps
+    iterations = int((left - once) / (seconds - once) * whole)
+    here = f"about {iterations} iterations of a client in place of {whole} would take one"
+    return f"{about}: {here} (`coterie run RECIPE --time 1h` chooses what ends in an hour)"
 
 
 def _in_time(
@@ -71,17 +80,24 @@ def _in_time(
         left = SPARE * limit - (time.monotonic() - begun)
         costs = [cost for _, cost in rows]
         seconds, once = (sum(getattr(cost, name) for cost in costs) for name in ("seconds", "once"))
-        training = seconds - once
-        if recipe.words:
-            words = sum(word(prepared) for prepared, _ in rows)
-            fewer = min(recipe.words, int(MOST_WORDS * left / words))
-            once -= words * (recipe.words - fewer)
+        training, typed = seconds - once, 0.0
+        if recipe.words and (words := sum(word(prepared) for prepared, _ in rows)):
+            fewer = max(min(recipe.words, int(MOST_WORDS * left / words)), 0)
+            once, typed = once - words * (recipe.words - fewer), words * fewer
             recipe = changed(recipe, {"words": fewer or None})
-        if once > (most := MOST_SCORED * left) and recipe.evaluate_rows and not recipe.final_rows:
+        scores, most = once - typed, max(MOST_SCORED * left, 0.0)
+        if scores > most and recipe.evaluate_rows and not recipe.final_rows:
             sets = rows[-1][0].site.data.values()
             largest = max(max(data.valid.windows, data.test.windows) for data in sets)
-            final = max(int(largest * most / once), recipe.evaluate_rows)
-            recipe, once = changed(recipe, {FINAL: final}), once * min(final / largest, 1)
+            share, least = partial(share_of, rows[-1][0]), recipe.evaluate_rows + 1
+            final = bisect_right(range(largest), most / scores, least, key=share) - 1
+            recipe, once = changed(recipe, {FINAL: final}), typed + scores * share(final)
+        if once >= left:
+            raise Refused(
+                f"time: {limit:g} s are too few: loading and the last scores take about "
+                f"{(limit + once - left) / SPARE:.0f} s",
+                "Give more time, less text, a smaller base, or fewer methods (compare_with).",
+            )
         if again or training + once > left:
             recipe = _smaller(recipe, free, most_of, left - once, training)
         if again:
@@ -138,6 +154,8 @@ def _sentence(recipe: Recipe, limit: float, foreseen: float) -> str:
     scored = f"every {every} rounds" if every > 1 else "every round" if every else "at the end"
     end = f"{recipe.final_rows}" if recipe.final_rows else "everything"
     on = f" on {rows} rows of each set, at the end on {end}" if rows else " on everything"
-    each = f"{method.rounds} rounds of {method.local_steps} iterations on {batch} rows{windows}"
+    epochs, steps = method.local_epochs, method.local_steps
+    length = f"{steps} iterations" if epochs is None else f"{epochs:g} epochs"
+    each = f"{method.rounds} rounds of {length} on {batch} rows{windows}"
     about = f"about {foreseen / 60:.1f} minutes"
     return f"in {limit / 60:g} minutes: {each}, scored {scored}{on}; {about}"

@@ -40,6 +40,7 @@ PARTS = 4  # the first is slow as it is the first, and the shorter the slower fo
 WHOLE_S = 0.5  # a round, of all clients or a few, that takes no longer is measured as it is
 LONGEST_S = 10.0  # a round that takes longer is not repeated: loading libraries matters no more
 BATCHES = 2  # of a test set that are scored
+MEASURED = 0.01  # of a comparison's time, for which its methods are measured before it
 # seconds to type a word with a model's suggestions, and for each operation of a forward pass: 4 s
 # for 20 words with the embedded base, 20 s with one of 135 M parameters (docs/own-text.md)
 WORD_S, OPERATION_S = 0.15, 3e-9
@@ -92,14 +93,14 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
         scoring = trial.scoring()
     per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
     seconds = method.rounds * _iterations(prepared) * per_step
-    every, share = recipe.evaluate_every, _share(prepared, recipe.evaluate_rows)
+    every, share = recipe.evaluate_every, share_of(prepared, recipe.evaluate_rows)
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
     points = 1 + math.ceil(method.rounds / recipe.curve_every) if recipe.curve_every else 0
-    curve = points * _share(prepared, CURVE_ROWS, ("test",))  # in evaluations
+    curve = points * share_of(prepared, CURVE_ROWS, ("test",))  # in evaluations
     seconds += (evaluations * share + curve) * scoring
     # of the kept models; or once more, synchronised, of the test sets alone
-    end = _share(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
+    end = share_of(prepared, recipe.final_rows) if recipe.evaluate_rows else 0.5
     once = (scoring * end + trial.last) / prepared.at_once + (recipe.words or 0) * word(prepared)
     peak = devices.peak_memory()
     memory = None if peak is None else peak + trial.state_bytes * len(prepared.site.data)
@@ -107,7 +108,7 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
     return Estimate(seconds, once if method.rounds else seconds, trial.up, trial.down, memory)
 
 
-def _share(
+def share_of(
     prepared: Prepared, rows: int | None, splits: Sequence[str] = ("valid", "test")
 ) -> float:
     """Return the share of all rows that so many of each of these splits are."""
@@ -242,28 +243,37 @@ def _pace(prepared: Prepared) -> tuple[float, float] | None:
 
 
 class RunEstimator:
-    """Estimates methods' times: measures what the seconds allow, extrapolates to the others."""
+    """Estimates methods' times: measures what the seconds, or a hundredth of the time that they
+    will take, allow, and extrapolates to the others.
+    """
 
     def __init__(self, seconds: float = 1.5) -> None:
-        self._left, self._speed = seconds, Speed()
-        self._known: dict[str, tuple[float, float]] = {}  # seconds and work, by method
-        self._rows: list[tuple[str, float]] = []
+        self._allowed, self._spent, self._speed = seconds, 0.0, Speed()
+        # seconds, of these those after the last round, and work, by method
+        self._known: dict[str, tuple[float, float, float]] = {}
+        self._rows: list[tuple[str, float, bool]] = []
 
-    def add(self, prepared: Prepared, done: bool) -> None:
-        """Add a method; one that is done takes no time."""
+    def add(self, prepared: Prepared, done: bool, part: bool = False) -> None:
+        """Add a method; one that is done takes no time, a part of another only its last scores."""
         name = f"{prepared.recipe.name}, {prepared.recipe.method['name']}"
         begun, size = time.monotonic(), 0.0 if done else work(prepared)
-        if size and self._left > 0 and name not in self._known:
-            self._known[name] = estimate(prepared, self._speed).seconds, size
-            self._left -= time.monotonic() - begun
-        self._rows.append((name, size))
+        self._rows.append((name, size, part))
+        allowed = max(self._allowed, MEASURED * sum(seconds for seconds, _ in self.costs()))
+        if size and self._spent < allowed and name not in self._known:
+            cost = estimate(prepared, self._speed)
+            self._known[name] = cost.seconds, cost.once, size
+            self._spent += time.monotonic() - begun
 
-    def seconds(self) -> list[float]:
-        """Return the seconds of each method in the order of `add`."""
-        measured, sizes = (sum(pair[k] for pair in self._known.values()) for k in (0, 1))
-        usual = measured / sizes if sizes else 0.0
-        rates = {name: seconds / size for name, (seconds, size) in self._known.items()}
-        return [size * rates.get(name, usual) for name, size in self._rows]
+    def costs(self) -> list[tuple[float, float]]:
+        """Return each method's seconds, and of these those after its last round, in the order of
+        `add`.
+        """
+        measured, once, sizes = (sum(of[k] for of in self._known.values()) for k in range(3))
+        usual = (measured / sizes, once / sizes) if sizes else (0.0, 0.0)
+        rates = {name: (of[0] / of[2], of[1] / of[2]) for name, of in self._known.items()}
+        ends = [[size * rate for rate in rates.get(name, usual)] for name, size, _ in self._rows]
+        parts = [part for *_, part in self._rows]
+        return [(end if p else all_of, end) for p, (all_of, end) in zip(parts, ends, strict=True)]
 
 
 def _iterations(prepared: Prepared) -> float:

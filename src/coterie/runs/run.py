@@ -102,6 +102,7 @@ def execute_all(
     within: Path | None = None,
     unfit: Callable[[Path, CoterieError], object] | None = None,
     ended: Callable[[Path], object] | None = None,
+    whole: bool = True,
     score_texts: ScoreTexts | None = None,
     until: float | None = None,
 ) -> list[Result]:
@@ -116,16 +117,15 @@ def execute_all(
     all, is locked; by default each row's own. `unfit` is called with folder and error of a row
     without a result, as its method refuses it or it diverged; by default that is raised. `ended` is
     called with the folder of each row that has ended; by `until`, of `time.monotonic`, all should
-    have.
+    have. A row trains others as its parts, unless rows are not the `whole` of what is run.
     """
     backend = backend or LocalBackend()
     if not backend.devices:
         for recipe, folder in rows:
             check_beside_data(recipe, within or folder)
     given = rows
-    # the rows that each row trains as parts, except in a search, which keeps each for later ones
     parts = {
-        at: [row for row in rows if recipe.trains(row[0])] if within and not unfit else []
+        at: [row for row in rows if recipe.trains(row[0])] if within and whole else []
         for recipe, at in rows
     }
     trained = {folder for of in parts.values() for _, folder in of}
@@ -148,12 +148,12 @@ def execute_all(
             # what is estimated computes as what is run: as many clients at once
             planned = threads.assign(prepared, folder)
             with computing(computing_threads(planned)):
-                foresight.add(planned, folder in trained or (folder / RESULT).exists())
+                foresight.add(planned, (folder / RESULT).exists(), folder in trained)
         del prepared
     if not first:
         return []  # all are refused
-    expected = foresight.seconds()
-    _announce(reporter, first[0], [recipe for recipe, _ in given], expected)
+    costs = foresight.costs()
+    _announce(reporter, first[0], [recipe for recipe, _ in given], costs)
     data.keep(*first)
     with ExitStack() as stack:
         if within is not None:
@@ -162,12 +162,14 @@ def execute_all(
         for recipe, folder in rows:
             if folder in refused:
                 continue
-            expected = expected[1:]  # of the rows after this one
+            # what is done after this row's last round, and in the rows after it
+            left = sum(last for _, last in costs[:1]) + sum(seconds for seconds, _ in costs[1:])
+            costs = costs[1:]
             title = titles.get(folder) or METHODS[recipe.method["name"]].title
             with alone(folder):
                 prepared = first.pop() if first else data.prepared(recipe, backend)
                 prepared = threads.assign(prepared, folder)
-                ends = None if until is None else until - sum(expected)
+                ends = None if until is None else until - left
                 execution = Execution(
                     prepared, folder, reporter, title, backend, parts[folder], score_texts, ends
                 )
@@ -182,13 +184,17 @@ def execute_all(
 
 
 def _announce(
-    reporter: Callback, first: Prepared, recipes: Sequence[Recipe], expected: Sequence[float]
+    reporter: Callback,
+    first: Prepared,
+    recipes: Sequence[Recipe],
+    costs: Sequence[tuple[float, float]],
 ) -> None:
     """Report what people should know before training, and the seconds of each row."""
     limits = [recipe.limit for recipe in recipes]
-    notes = [*first.problem.federation.notes, *limits, advice(recipes[-1], sum(expected))]
+    seconds, last = (sum(cost[k] for cost in costs) for k in (0, 1))
+    notes = [*first.problem.federation.notes, *limits, advice(recipes[-1], seconds, last)]
     reporter.noted(list(dict.fromkeys(note for note in notes if note)))
-    reporter.expects(expected)
+    reporter.expects([cost[0] for cost in costs])
 
 
 def _check_free(rows: Sequence[tuple[Recipe, Path]]) -> None:
@@ -267,11 +273,12 @@ def compare(
     chosen: Mapping[str, Recipe] | None = None,
     effort: str | None = None,
     searched: Path | None = None,
+    rivals: bool = False,
     score_texts: ScoreTexts | None = None,
 ) -> Comparison:
     """Compare methods, see `coterie.compare`. `chosen` has the recipes of tuned methods, `effort` a
     sentence about the cost. Runs of the comparison that are in `searched`, the folder of the
-    search, are not repeated.
+    search, are not repeated. Of `rivals`, those that cannot run are left out, and the notes say so.
     """
     if not methods:
         raise Refused("no methods to compare", "Name at least one: see `coterie methods`.")
@@ -297,10 +304,25 @@ def compare(
         path: METHODS[row.method["name"]].title + (f", seed {row.seed}" if seeds > 1 else "")
         for row, path in rows
     }
+    left_out: dict[str, str] = {}  # rows without a result, by their methods
+
+    def unfit(path: Path, error: CoterieError) -> None:
+        if (name := path.parent.name) == recipe.method["name"]:
+            raise error
+        why = "; ".join(error.mistakes) if isinstance(error, RecipeError) else error.problem
+        left_out[name] = f"{METHODS[name].title} is left out: {why}"
+        reporter.unfit(titles[path], why)
+
     results = execute_all(
-        rows, reporter, titles, changed=changed, within=folder, score_texts=score_texts
+        rows,
+        reporter,
+        titles,
+        changed=changed,
+        within=folder,
+        unfit=unfit if rivals else None,
+        score_texts=score_texts,
     )
-    table = comparing.rows(results)
+    table = comparing.rows([of for of in results if of.method not in left_out])
     comparison = Comparison(
         recipe=recipe.name,
         own=recipe.method["name"],
@@ -308,7 +330,11 @@ def compare(
         metric=results[0].metric,
         scored=comparing.reading(table[0]),
         rows=tuple(table),
-        notes=[*filter(None, [effort]), *comparing.comparability(table, recipe.method["name"])],
+        notes=[
+            *filter(None, [effort]),
+            *left_out.values(),
+            *comparing.comparability(table, recipe.method["name"]),
+        ],
         versions=results[0].versions,
         machine=results[0].machine,
         folder=folder,

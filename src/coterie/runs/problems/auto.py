@@ -236,14 +236,18 @@ def _language(recipe: Recipe) -> LanguageSection:
 def choices_before(
     recipe: Recipe, folder: Path | None, keys: Sequence[str]
 ) -> Mapping[str, Any] | None:
-    """Return what a run in a folder chose for these fields; None if it has not begun."""
+    """Return what a run in a folder chose for these fields, as far as its first row has them, and
+    otherwise a later one; None if it has not begun.
+    """
     if folder is None:
         return None
     paths = [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
-    if (path := next((path for path in paths if path.is_file()), None)) is None:
-        return None
-    then = recipes.read(path)
-    return {key: dotted.value_at(then, key) for key in keys} | {"auto": []}
+    then = [recipes.read(path) for path in paths if path.is_file()]
+    chosen: dict[str, Any] = {}
+    for of in reversed(then):
+        values = {key: dotted.value_at(of, key, ...) for key in keys}
+        chosen |= {key: value for key, value in values.items() if value is not ...}
+    return chosen | {"auto": []} if then else None
 
 
 # weights of blocks: smaller bases stay fp32 on every CPU, so that their figures are the same
@@ -255,9 +259,9 @@ _LARGEST = 2**22  # weights of a layer that is measured, which has fewer outputs
 
 
 def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]:
-    """Return a recipe with bf16 in place of `auto` where this CPU computes its base so faster, and
-    a line about it. Raises Refused without the base. Where it does not, `auto` stays, which is fp32
-    on CPUs. A run resumed in `folder` keeps its earlier choice.
+    """Return a recipe with bf16 in place of `auto` where this CPU computes its base so faster, fp32
+    where it was measured and does not, and a line about it. Raises Refused without the base. A run
+    resumed in `folder` keeps its earlier choice.
     """
     section = recipe.model
     if not isinstance(section, LanguageSection) or section.dtype != "auto":
@@ -273,7 +277,7 @@ def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]
     share = _kept(*max((layer.inputs * layer.outputs, layer.inputs) for layer in layers))
     dtype = "bf16" if share < LESS else "fp32"
     line = f"{_DTYPE} {dtype}: here products in bf16 take {share:.2f} of their time in fp32"
-    return (changed(recipe, {_DTYPE: dtype}) if dtype == "bf16" else recipe), line
+    return changed(recipe, {_DTYPE: dtype}), line
 
 
 def _kept(*layer: int) -> float:

@@ -81,11 +81,11 @@ def without_auto(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return values | {"auto": list(dict.fromkeys(named))} if named else values
 
 
-def value_at(section: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key; None if it is missing."""
+def value_at(section: Mapping[str, Any], key: str, missing: Any = None) -> Any:
+    """Return the value of a dotted key, or `missing`."""
     value: Any = section
     for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = value.get(part, missing) if isinstance(value, Mapping) else missing
     return value
 
 

@@ -290,6 +290,7 @@ class TrialRuns(Generic[K]):
                 changed=self.changed,
                 within=self.within,
                 unfit=unfit,
+                whole=False,  # what is trained is kept for later trials
                 ended=lambda folder: self._settle(owners[folder]),
             )
         self._settle(batch)
