@@ -22,9 +22,9 @@ PUBLISHED = "## Published"
 KNOWN = ("local", "fedavg", "comigs-1g1s", "cobo", "ddome", "interpolation")  # have other pages
 ALSO = {"feddpa-f": "feddpa-t"}  # methods that share a page
 TABLES = {
-    "comigs": "one learning rate for all rows",
-    "cobo": "every row tuned with the same effort",
-    "ddome": "every row tuned with the same effort",
+    "comigs": "one learning rate for all rows, Ditto's prox chosen on validation",
+    "cobo": "every row tuned with the same effort; the mixture with `shared_prior`",
+    "ddome": "every row tuned: three settings, Ditto five, pFedMe and FedProto four",
 }
 
 
