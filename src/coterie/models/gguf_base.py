@@ -208,7 +208,6 @@ def _scale_positions(path: Path, reader: Any, config: Any) -> None:
 def _supported() -> str:
     from gguf.quants import _type_traits
 
-    # those of docs/bases.md
     some = "llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, falcon, stablelm, starcoder2, gpt2"
     kinds = ", ".join(["F32", "F16", *(kind.name for kind in _type_traits)])
     return f"It reads the families {some}, nemotron, quantised as {kinds}."

@@ -251,14 +251,14 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
         labels, choices = choices.get("label"), choices.get("text")
         answer = row.get("answerKey", answer)
     accepted = [answer] if isinstance(answer, str | int | float) else answer
-    given = accepted if choices is None else choices
-    if not isinstance(text, str) or not isinstance(given, list) or not given:
+    given: Any = accepted if choices is None else choices
+    answers = tuple(map(str, given)) if isinstance(given, list) else ()
+    if not isinstance(text, str) or not answers or not all(map(str.strip, answers)):
         raise DataError(
             f"{where}: a question needs a text as `question`, an `answer`, and may have `choices`, "
-            f"a list of texts",
+            f"a list of texts, none of them empty",
             "Give each row these fields.",
         )
-    answers = tuple(str(one) for one in given)
     if choices is None:
         return Question(text, answers, None)
     names = list(map(str, labels or ()))
@@ -330,10 +330,11 @@ def _answer(model: PersonalModel, question: Question) -> str:
     """Return a model's own answer, the most likely token at a time."""
     if model.about.content == "chats":
         return model.answer(question.text, do_sample=False)
-    prompt = _prompt(model, question)
-    room = model.backbone.context_limit - len(model.texts.prompt(prompt))
-    text = model.generate(prompt, do_sample=False, max_new_tokens=max(min(ANSWER, room), 1))
-    return text[len(prompt) :].strip().split("\n")[0]
+    ids = torch.tensor([model.texts.prompt(_prompt(model, question))])
+    room = model.backbone.context_limit - ids.shape[1]
+    output = model.generate(ids, do_sample=False, max_new_tokens=max(min(ANSWER, room), 1))
+    answer: str = model.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return answer.strip().split("\n")[0]
 
 
 def _plain(answer: str) -> str:
