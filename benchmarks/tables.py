@@ -110,6 +110,10 @@ SEARCHED = (  # of Table 2: without the bound and FDLoRA's plain averaging, whic
 )
 ROUTED = ("local-moe", "fedavg-moe", "local-moe-tr", "fedavg-moe-tr", "comigs-tr", "comigs-1g1s")
 UNEQUAL = ("agnews-4222", "multilingual-2244", "slimpajama-2442")
+NEAR = (  # of 1G1S among its rivals: clients with an expert of their own beside a shared one
+    *("local", "fedavg", "pfedmoe", "sdflora", "fedalt", "feddpa-t", "fedlease", "fedamole"),
+    *("comigs-2g", "comigs-1g1s", "interpolation"),
+)
 CHEAP = ("local", "fedavg", "pfedmoe", "comigs-2s", "comigs-2g", "comigs-1g1s")
 PLAN = (
     # Rows that no other table has: no page of a method stays without a figure.
@@ -157,6 +161,7 @@ PLAN = (
     # Tuned, on one column of each kind: in and out of distribution.
     Entry("comigs/table2", trials=6, columns=("multilingual", "agnews"), rows=SEARCHED),
     Entry("comigs/table5", trials=6, columns=("multilingual",), rows=ROUTED),
+    Entry("comigs/with-rivals", trials=6, columns=("multilingual",), rows=NEAR),
     Entry("comigs/table1", trials=4, columns=("multilingual-2244",)),
     Entry("comigs/table6", trials=4, columns=("multilingual-hetero",)),
 )
