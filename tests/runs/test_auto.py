@@ -223,6 +223,23 @@ def test_local_epochs_and_whole_sections_win_too(tiny_base: Path, tmp_path: Path
     assert resolved(section)[0].training.experts.lr == 0.5
 
 
+def test_what_a_stopped_run_had_not_chosen_yet_is_chosen(tiny_base: Path, tmp_path: Path) -> None:
+    recipe = of_folders(write_texts(tmp_path / "texts", 900), tiny_base)
+    chosen, _ = resolved(recipe)
+    row = yaml.safe_load(dump(chosen.with_method("pretrained")))
+    del row["method"]["local_steps"]
+    row["training"]["batch_size"] = 3
+    first = tmp_path / "run" / "baselines" / "pretrained"
+    first.mkdir(parents=True)
+    (first / "recipe.yaml").write_text(yaml.safe_dump(row))
+    again, line = resolved(recipe, tmp_path / "run")
+    assert again.training.batch_size == 3
+    assert again.method["local_steps"] == chosen.method["local_steps"]
+    assert "method.local_steps" in line
+    assert "training.batch_size" not in line
+    assert not again.auto
+
+
 def test_it_can_be_written_read_and_asked_of_other_recipes() -> None:
     recipe = load("folders", ["data.path=/nowhere"])
     assert len(recipe.auto) == 6

@@ -45,8 +45,8 @@ def planned(
     lines = [line for line in (precision, line) if line]
     if recipe.time is None or devices:
         return chosen, lines
-    before = choices_before(chosen, folder, CHOSEN) or {}
-    chosen = changed(chosen, before)
+    if before := choices_before(folder, CHOSEN):
+        chosen = changed(chosen, before)
     if "method.rounds" in before:
         return chosen, lines
     fitting, line = _in_time(chosen, {*recipe.auto} - before.keys(), recipe.time, begun)
@@ -95,7 +95,7 @@ def _in_time(
         if once >= left:
             raise Refused(
                 f"time: {limit:g} s are too few: loading and the last scores take about "
-                f"{(limit + once - left) / SPARE:.0f} s",
+                f"{(once + time.monotonic() - begun) / SPARE:.0f} s",
                 "Give more time, less text, a smaller base, or fewer methods (compare_with).",
             )
         if again or training + once > left:

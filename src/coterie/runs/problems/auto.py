@@ -5,7 +5,7 @@ there.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -178,10 +178,11 @@ def resolved(
     base or data cannot be used. A run resumed in `folder` keeps its earlier choices. If texts are
     on `devices`, the learning rate is chosen by the base, and all else are fixed values.
     """
+    if before := choices_before(folder, recipe.auto):
+        left = [key for key in recipe.auto if key not in before]
+        recipe = changed(recipe, before | {"auto": left})
     if not recipe.auto:
         return recipe, ""
-    if (before := choices_before(recipe, folder, recipe.auto)) is not None:
-        return changed(recipe, before), ""
     section, choices = _language(recipe), dict[str, tuple[Any, str]]()
     if LR in recipe.auto:
         choices[LR] = learning_rate(section.base)
@@ -233,21 +234,17 @@ def _language(recipe: Recipe) -> LanguageSection:
     return recipe.model
 
 
-def choices_before(
-    recipe: Recipe, folder: Path | None, keys: Sequence[str]
-) -> Mapping[str, Any] | None:
-    """Return what a run in a folder chose for these fields, as far as its first row has them, and
-    otherwise a later one; None if it has not begun.
+def choices_before(folder: Path | None, keys: Sequence[str]) -> dict[str, Any]:
+    """Return what a run in a folder chose for these fields, as far as its rows that have begun have
+    them: {} before any has.
     """
-    if folder is None:
-        return None
-    paths = [folder / "recipe.yaml", *sorted(folder.glob("*/*/recipe.yaml"))]
-    then = [recipes.read(path) for path in paths if path.is_file()]
+    paths = [] if folder is None else [folder / "recipe.yaml", *folder.glob("*/*/recipe.yaml")]
     chosen: dict[str, Any] = {}
-    for of in reversed(then):
-        values = {key: dotted.value_at(of, key, ...) for key in keys}
+    for path in filter(Path.is_file, sorted(paths, key=lambda p: (-len(p.parts), p))):
+        row = recipes.read(path)
+        values = {key: dotted.value_at(row, key, ...) for key in keys}
         chosen |= {key: value for key, value in values.items() if value is not ...}
-    return chosen | {"auto": []} if then else None
+    return chosen
 
 
 # weights of blocks: smaller bases stay fp32 on every CPU, so that their figures are the same
@@ -266,8 +263,8 @@ def with_dtype(recipe: Recipe, folder: Path | None = None) -> tuple[Recipe, str]
     section = recipe.model
     if not isinstance(section, LanguageSection) or section.dtype != "auto":
         return recipe, ""
-    if (before := choices_before(recipe, folder, [_DTYPE])) is not None:
-        return changed(recipe, {_DTYPE: before[_DTYPE]}), ""
+    if before := choices_before(folder, [_DTYPE]):
+        return changed(recipe, before), ""
     able = pick_device(section.device) == "cpu" and devices.has_bf16("cpu")
     if not able or section.quantise is not None or section.base == EMBEDDED:
         return recipe, ""
