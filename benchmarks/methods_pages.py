@@ -72,7 +72,9 @@ def section(method: str) -> str | None:
         lines = []
         for column, title in found["columns"].items():
             cells = {cell["row"]: cell for cell in found["cells"] if cell["column"] == column}
-            values = {found["rows"][m]: value(cells.get(m)) for m in shown}
+            # a row of its own where a column has other rounds
+            of = {m: cells.get(m) or cells.get(f"{m}-{column}") for m in shown}
+            values = {found["rows"][m]: value(cell) for m, cell in of.items()}
             lines.append({"test data": f"{title}: {found['metrics'][column]['name']}", **values})
         tables.append(table(lines))
         link = f"[{len(found['rows'])} rows](../../benchmarks/results/{paper}-with-rivals-small.md)"
