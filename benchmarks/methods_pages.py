@@ -77,7 +77,8 @@ def section(method: str) -> str | None:
             values = {found["rows"][m]: value(cell) for m, cell in of.items()}
             lines.append({"test data": f"{title}: {found['metrics'][column]['name']}", **values})
         tables.append(table(lines))
-        link = f"[{len(set(found['rows'].values()))} rows](../../benchmarks/results/{paper}-with-rivals-small.md)"
+        rows = len(set(found["rows"].values()))
+        link = f"[{rows} rows](../../benchmarks/results/{paper}-with-rivals-small.md)"
         sources.append(f"`coterie reproduce {paper}/with-rivals` ({link}; {effort})")
     if not tables:
         return None
