@@ -77,6 +77,9 @@ def test_rows_that_hold_no_conversation_are_refused_by_their_places() -> None:
         {"messages": [{"role": "user", "content": 3}]},
         {"prompt": "a", "completion": [3]},
     ]
+    for value in (1, [{"role": "assistant", "content": "b"}]):
+        with pytest.raises(DataError, match="not both text, or both messages"):
+            read_conversations([("f.jsonl:1", {"prompt": "a", "completion": value})])
     with pytest.raises(DataError) as told:
         read_conversations((f"f.jsonl:{i}", row) for i, row in enumerate(rows, start=1))
     problem = told.value.problem

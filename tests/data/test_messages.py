@@ -72,6 +72,8 @@ def test_tools_have_one_form() -> None:
         ({"role": "assistant", "reasoning": "a", "thinking": "b"}, "several texts of reasoning"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "not text (image_url)"),
         ({"role": "user", "content": "\ud800"}, "half of a surrogate pair"),
+        ({"role": "user", "text": "hi"}, "has no content (but role, text)"),
+        ({"from": "human", "parts": ["hi"]}, "has no content (but from, parts)"),
     ],
 )
 def test_what_cannot_be_read_is_refused(message: Any, problem: str) -> None:

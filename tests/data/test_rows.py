@@ -208,6 +208,8 @@ def test_other_values_are_not_missing(value: Any) -> None:
         (1.5, "1.5"),
         ("1.0", "1.0"),
         ("e\u0301", "é"),
+        ("\u2068ann\u2069\u200e ", "ann"),
+        ("\ufeffann\u200b", "ann"),
         ("NA", "NA"),
     ],
 )

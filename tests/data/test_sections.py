@@ -345,6 +345,50 @@ def test_fixed_splits_are_taken_as_they_are(tmp_path, names) -> None:
     assert texts(Folders(path=tmp_path)) == {"ann": [["train"], ["valid", "valid"], ["test"]]}
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "valid.txt", "test.txt"),
+        ("train.txt", "validation-00000-of-00001.jsonl", "test.txt"),
+        ("training/a.txt", "dev/b.txt", "testing/c.txt"),
+    ],
+)
+def test_splits_under_their_usual_names_and_in_shards_are_taken(tmp_path, names) -> None:
+    for name in names:
+        if name.endswith("jsonl"):
+            write_rows(tmp_path / "ann" / name, [{"text": name[:2]}])
+        else:
+            write(tmp_path / "ann" / name, name[:2])
+    train, valid, test = texts(Folders(path=tmp_path))["ann"]
+    assert set(train) == {"tr"}
+    assert set(valid) <= {"va", "de"}
+    assert set(test) == {"te"}
+    assert len(train) == len(names) - 2
+
+
+def test_a_folder_that_is_called_like_a_split_is_none_without_the_others(tmp_path) -> None:
+    for name in ("training/a.txt", "dev/b.txt", "notes.txt"):
+        write(tmp_path / "ann" / name, f"{name} " * 300)
+    assert len(texts(Folders(path=tmp_path))["ann"]) == 3
+
+
+def test_folders_of_splits_are_no_clients(tmp_path, tokenizer) -> None:
+    for name in ("train/ann.txt", "test/ann.txt"):
+        write(tmp_path / name, "x")
+    message = refusal(Folders(path=tmp_path), tokenizer)
+    assert "has folders of splits (test, train), not clients" in message
+    assert "DIR/CLIENT/train" in message
+
+
+def test_what_lies_in_a_folder_without_text_is_said(tmp_path, tokenizer) -> None:
+    write(tmp_path / "ann/chat.zip", "PK")
+    write(tmp_path / "ann/letter.docx", "PK")
+    message = refusal(Folders(path=tmp_path), tokenizer)
+    assert "no text in" in message
+    assert "but 1 .docx, 1 .zip" in message
+    assert "Unpack what is zipped." in message
+
+
 def test_folders_that_are_refused(tmp_path, tokenizer) -> None:
     assert "data.path is missing" in refusal(Folders(), tokenizer)
     assert "does not exist" in refusal(Folders(path=tmp_path / "nothing"), tokenizer)

@@ -159,6 +159,10 @@ def test_tables_in_memory_are_kept_as_files(make_tokenizer) -> None:
     for wrong in ({"table": {"who": ["a"], "text": []}}, {"table": 3}):
         with pytest.raises(DataError):
             in_memory(wrong)
+    splits = datasets.DatasetDict(train=datasets.Dataset.from_list(rows), test=numbered)
+    for held in (splits, {"table": splits}):
+        with pytest.raises(DataError, match=r"splits of a data set \(train, test\), not one table"):
+            in_memory(held)
     fields = {"kind": "folders", "path": "x"}
     assert in_memory(fields) is fields
 

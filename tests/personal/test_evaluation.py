@@ -95,6 +95,8 @@ def test_choices_are_scored_by_the_naive_likelihood(run: Path, tmp_path: Path) -
         (["b", "c"], "D", None),
         (["b", "c"], 2, None),
         (["b", ""], "b", None),
+        (["b", "c"], 1.0, 1),
+        (["yes", "no"], True, None),
     ],
 )
 def test_an_answer_that_may_be_two_choices_is_refused(

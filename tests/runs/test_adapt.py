@@ -373,9 +373,16 @@ def test_a_new_writer_gets_generalists_for_a_folder_of_text(
 def test_data_that_will_not_do_are_refused_and_nothing_is_kept(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     large = written(tmp_path / "large", np.zeros((1, 9, 8), np.uint8))
+    deep = tmp_path / "deep"
+    written(deep, np.full((1, 8, 8), 40_000, np.uint16))
+    drawn = tmp_path / "drawn"
+    drawn.mkdir()
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(drawn / "a.png")
     for data, message in (
         (tmp_path / "empty", "is empty"),
         (large, "no image of 8 x 8 pixels: it is 9 x 8"),
+        (deep, "it has 16 bits a channel"),
+        (drawn, "it is transparent in parts"),
         (tmp_path / "none", "no such file"),
     ):
         with pytest.raises(DataError, match=message):

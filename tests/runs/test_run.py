@@ -395,6 +395,7 @@ def test_all_mistakes_of_a_recipe_at_once_with_exit_code_2(tmp_path: Path) -> No
     [
         (["run", "quikstart"], "no shipped recipe with that name"),
         (["run", "nothing.yaml"], "no such file"),
+        (["run", __file__], "is neither a recipe nor a table that is read"),
         (["run", "quickstart", "--set", "method.rounds"], "key=value"),
         (["run", "quickstart", "--set", "method.name=comig"], "did you mean comigs"),
         (["run", "quickstart", "--set", "method.specialists=3"], "fixes it to 1"),

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from chat_bases import CHATML, turns, write_chat_base, write_jsonl
+from typer.testing import CliRunner
 
 import coterie
+from coterie.cli.base import app
 from coterie.core.errors import DataError, Refused
 from coterie.core.result import WordScores
 from coterie.personal import PersonalModel
@@ -73,6 +75,35 @@ def test_a_model_of_conversations_is_evaluated_by_its_template(
     write_jsonl(tmp_path / "task.jsonl", rows)
     asked = coterie.evaluate(learned.folder, tmp_path / "task.jsonl", ["ann"])["ann"]
     assert (asked.questions, asked.exact_match, asked.accuracy) == (3, 50, 100)
+
+
+def test_an_archive_is_evaluated_and_adapted_to_by_the_name_of_who_answers(
+    learned: coterie.Run, tmp_path: Path
+) -> None:
+    asked = {day: " ".join(["hello", "who"][: day % 3] * (day // 3)) for day in range(10, 30)}
+    asked = {day: question for day, question in asked.items() if question}
+    lines = [
+        f"{day}.05.24, 14:32 - Cy: {question}\n{day}.05.24, 14:33 - Ann: the end"
+        for day, question in asked.items()
+    ]
+    path = tmp_path / "carla" / "chat.txt"
+    path.parent.mkdir()
+    path.write_text("\n".join(lines), encoding="utf-8")
+    rows = [{"messages": turns(question, "the end")} for question in asked.values()]
+    table = write_jsonl(tmp_path / "table.jsonl", rows)
+    for use in (coterie.evaluate, coterie.adapt):
+        with pytest.raises(
+            DataError, match=rf"it has Cy \({len(asked)}\), Ann \({len(asked)}\)"
+        ) as told:
+            use(learned.folder, path.parent)
+        assert "of adapt and evaluate: --me" in told.value.remedy
+    scores = coterie.evaluate(learned.folder, path.parent, words=4, me=["Ann"])
+    assert scores == coterie.evaluate(learned.folder, table, words=4)
+    adapted = coterie.adapt(learned.folder, path.parent, me=["Ann"], out=tmp_path / "model")
+    assert adapted.model.about.client == "carla"
+    command = ["evaluate", str(learned.folder), "--data", str(path), "--me", "Ann", "--json"]
+    shown = CliRunner().invoke(app, command)
+    assert json.loads(shown.output)["ann"]["perplexity"] == scores["ann"].perplexity
 
 
 def test_after_training_a_model_ends_its_answer(learned: coterie.Run, base: Path) -> None:

@@ -108,7 +108,7 @@ def refit(
     for stage in _WORDS:
         changed = stage == BEFORE
         for part, of in zip(parts, methods, strict=True):
-            roles = part.adapter.parameters_by_role().items()
+            roles = part.adapter.parameters_by_role.items()
             values = {
                 f"parameters/{role}": torch.cat([t.flatten() for t in named.values()])
                 for role, named in roles
@@ -152,7 +152,7 @@ def _write(
 
 
 def _own_roles(model: PersonalModel, method: Method) -> frozenset[Role]:
-    roles = (role for role, named in model.adapter.parameters_by_role().items() if named)
+    roles = (role for role, named in model.adapter.parameters_by_role.items() if named)
     return frozenset(roles) - {*method.shared, BACKBONE}
 
 

@@ -22,6 +22,7 @@ from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, nbytes, under
 from coterie.data.examples import ExampleSplit
 from coterie.data.federation import ClientData, check_id
+from coterie.data.section import Names
 from coterie.data.splits import SPLITS
 from coterie.methods import METHODS, Method
 from coterie.models.artifact import save_mixture
@@ -80,6 +81,7 @@ def adapt(
     out: Path | None = None,
     *,
     training: Training | None = None,
+    me: Names = (),
 ) -> Adapted:
     """Make a personal model for a new client from a run's newest checkpoint, by the exchange with
     which the run itself scores clients that it did not train with.
@@ -88,7 +90,8 @@ def adapt(
     the format of `data.kind: folders`), are embedded on the client, and the gate's outputs are
     added up; the server sees only this sum. In a run of language models the client then has the
     shared part alone, see `personalisation.shared_part`, and can train from it on its own text. Its
-    id is by default the name of `data`; the model's new folder, written whole or not at all,
+    id is by default the name of `data`; `me` says whose messages in an archive are the answers; the
+    model's new folder, written whole or not at all,
     clients/ID in the run's. Raises Refused: the run or a checkpoint is missing, its method does not
     support new clients, the data are unsuitable, or the client exists already; ClientError;
     SaveError.
@@ -103,10 +106,10 @@ def adapt(
     if folder.exists():
         raise Refused(f"{folder} exists already", "Choose another --client, or another --out.")
     if holds_shared(run):
-        execution, received = started(run, recipe, id, data, training is not None)
+        execution, received = started(run, recipe, id, data, training is not None, me)
         up, down = 0, nbytes(received)
     else:
-        execution, received, up, down = _exchange(run, recipe, id, data, training is not None)
+        execution, received, up, down = _exchange(run, recipe, id, data, training is not None, me)
     state = execution.state
     # the engine's packs of states lie in the run's folder
     with closing(execution.engine):
@@ -146,14 +149,14 @@ def _choice(
 
 
 def _exchange(
-    run: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
+    run: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool, me: Names
 ) -> tuple[Execution, Tensors, int, int]:
     """Return a run with a new client, what it received, and its bytes. Raises Refused."""
     prepared = prepare(recipe)
     if id in prepared.problem.federation.everyone:
         raise Refused(f"{id!r} is a client of the run itself", "Choose another --client.")
     RecordedInputs(run).check_bases(Inputs.of(prepared))
-    execution = opened(prepared, run, _client_data(prepared, id, data, trains))
+    execution = opened(prepared, run, _client_data(prepared, id, data, trains, me))
     tensors, up, down = execution.scorer.adapt((id,))
     return execution, tensors[id], up[id], down[id]
 
@@ -240,10 +243,12 @@ def _can_serve(method: Method | type[Method], trains: bool) -> bool:
 _ALONE = "Train on the text alone: coterie run folders --set method.name=local --set data.path=DIR."
 
 
-def _client_data(prepared: Prepared, id: ClientId, data: Path, trains: bool) -> ClientData:
+def _client_data(
+    prepared: Prepared, id: ClientId, data: Path, trains: bool, me: Names
+) -> ClientData:
     problem = prepared.problem
     if isinstance(problem, Language):
-        return text_of(prepared.recipe, problem.backbone, id, data, trains)
+        return text_of(prepared.recipe, problem.backbone, id, data, trains, me)
     assert isinstance(problem, Classification)
     like = next(iter(problem.federation.clients.values())).test
     assert isinstance(like, ExampleSplit)

@@ -107,7 +107,7 @@ def train(
     is better.
     """
     before = shared_part(client, method)
-    has_specialists = bool(client.model.parameters_by_role()[SPECIALIST])
+    has_specialists = bool(client.model.parameters_by_role[SPECIALIST])
     client.frozen = frozenset(method.shared) if has_specialists else frozenset()
     client.total_iterations = client.round_steps = most
     valid_before = best = perplexity_of(client, client.data.valid, [before])

@@ -17,6 +17,7 @@ from coterie.core.metrics import mean
 from coterie.core.protocol import ClientId
 from coterie.core.tensors import Tensors, check_alike, under
 from coterie.data.federation import ClientData, Federation
+from coterie.data.section import Names
 from coterie.methods import Method
 from coterie.models.artifact import verify
 from coterie.runs.backends import LocalBackend
@@ -145,7 +146,7 @@ def holds_shared(folder: Path) -> bool:
 
 
 def started(
-    folder: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool
+    folder: Path, recipe: Recipe, id: ClientId, data: Path, trains: bool, me: Names
 ) -> tuple[Execution, Tensors]:
     """Return a run of one client alone on its text, from the shared part in a folder, and the
     tensors that the client receives. Raises DataError for unsuitable text, CheckpointError if a
@@ -155,7 +156,7 @@ def started(
     verify(folder)
     device = pick_device(recipe.model.device)
     backbone = load_backbone(recipe.model.base, pick_dtype(recipe.model.dtype, device), device)
-    client_data = text_of(recipe, backbone, id, data, trains)
+    client_data = text_of(recipe, backbone, id, data, trains, me)
     federation = Federation({id: client_data}, "one client's own text")
     problem = language(recipe.model, backbone, section_of(recipe.data), federation)
     prepared = assembled(recipe, problem)

@@ -71,6 +71,7 @@ def adapt(
     out: Path | str | None = None,
     train: bool = True,
     iterations: int | None = None,
+    me: Sequence[str] = (),
     say: Say = silent,
 ) -> "new_client.Adapted | refits.Refitted":
     """Make a personal model for a new client, or refit a client's to new text.
@@ -95,6 +96,7 @@ def adapt(
             folder.
         train: Whether a language model is trained on the texts; classifiers need no training.
         iterations: The most local iterations; default: as many as a client of the run does.
+        me: Whose messages in `data` are the answers, if they are an archive, see `data.me`.
         say: Is called with a line after every evaluation on validation text.
 
     Returns:
@@ -124,7 +126,8 @@ def adapt(
     # nothing replaces the models of clients that have trained
     trained = Result.read(Path(run)).clients if (Path(run) / RESULT).is_file() else ()
     with _replacing(folder, ABOUT if id not in trained else ""):
-        return new_client.adapt(Path(run), Path(data), client, folder, training=training)
+        mine = tuple(me)
+        return new_client.adapt(Path(run), Path(data), client, folder, training=training, me=mine)
 
 
 def export(

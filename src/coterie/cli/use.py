@@ -20,6 +20,10 @@ Words = Annotated[
         show_default=False,
     ),
 ]
+_Me = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Whose messages in an archive are the answers. Repeatable."),
+]
 Text = Annotated[str | None, typer.Option(help="The same as TEXT.")]
 
 
@@ -84,6 +88,7 @@ def adapt(
             "client of the run does.",
         ),
     ] = None,
+    me: _Me = None,
     trust_remote_code: common.Trust = False,
 ) -> None:
     """Make a personal model for a new client, or refit a client's to new text. Its data need no
@@ -112,7 +117,7 @@ def adapt(
             raise Refused("--no-train does no --iterations", "Leave out one of them.")
         trains = train and resolve(run).model.kind == "language"
         training = new_client.Training(iterations, common._say) if trains else None
-        adapted = new_client.adapt(run, data, client, out, training=training)
+        adapted = new_client.adapt(run, data, client, out, training=training, me=tuple(me or ()))
         about, classifies = adapted.model.about, isinstance(adapted.model, PersonalClassifier)
         if about.round < adapted.rounds:
             print(
@@ -316,6 +321,7 @@ def evaluate(
     words: Annotated[
         int, typer.Option(min=0, help="Words of a text on which suggestions are scored.")
     ] = 100,
+    me: _Me = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
     base: common.Base = None,
     trust_remote_code: common.Trust = False,
@@ -327,7 +333,7 @@ def evaluate(
         from coterie import personal
         from coterie.reports.tables import evaluated
 
-        scores = personal.evaluate(run, data, client, words=words, base=base)
+        scores = personal.evaluate(run, data, client, words=words, me=me or (), base=base)
         if json_:
             print(json.dumps({i: of.to_json() for i, of in scores.items()}, indent=2))
             return

@@ -24,6 +24,9 @@ _TAKEN = {
     "__metadata__": "what safetensors files say of themselves",
 }
 JOINERS = "\u200c\u200d"  # which the spelling of some languages needs, and only join letters
+# Of direction, and of no width, which programs put around names and texts, for `str.translate`
+MARKS = dict.fromkeys([0x61C, 0x200B, 0x200E, 0x200F, 0x2060, 0xFEFF])
+MARKS |= dict.fromkeys([*range(0x202A, 0x202F), *range(0x2066, 0x206A)])
 # Letters and marks that show nothing (Default_Ignorable_Code_Point of Unicode 16), so that two
 # names would look the same
 _INVISIBLE = {0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x3164, 0xFFA0}

@@ -237,7 +237,7 @@ def in_memory(data: Any) -> Any:
 
 def _is_table(data: Any) -> bool:
     """Whether a value is a table rather than a section's fields, which have a kind or a path."""
-    if isinstance(data, Mapping):
+    if isinstance(data, Mapping) and not hasattr(data, "column_names"):
         columns = list(data.values())
         return len(columns) > 1 and all(
             isinstance(column, list | tuple) or hasattr(column, "tolist") for column in columns
@@ -247,6 +247,9 @@ def _is_table(data: Any) -> bool:
 
 def _rows(table: Any) -> list[dict[str, Any]]:
     """Return the rows of a table as Python values; missing ones are None."""
+    if hasattr(table, "column_names") and isinstance(table, Mapping):  # a datasets.DatasetDict
+        problem = f"the data are splits of a data set ({', '.join(table)}), not one table"
+        raise DataError(problem, "Give one, or datasets.concatenate_datasets(list(data.values())).")
     if hasattr(table, "features") and hasattr(table, "column_names"):  # a datasets.Dataset
         table = list(class_names(table, table.features))
     elif hasattr(table, "to_pylist"):  # of pyarrow

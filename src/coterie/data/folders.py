@@ -1,5 +1,6 @@
 """Data in folders: one folder of text per client."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -15,7 +16,7 @@ from coterie.data import archives
 from coterie.data.chats.fields import ChatFields
 from coterie.data.federation import check_id
 from coterie.data.fetching import PLAIN, cut, read_many
-from coterie.data.refusals import LeftOut, Refusals, outward_links
+from coterie.data.refusals import LeftOut, Refusals, kinds, outward_links
 from coterie.data.rows import ENDINGS as TABLES
 from coterie.data.rows import ending_of, rows_of
 from coterie.data.section import Fractions, Source, Texts, choose, stamps
@@ -37,6 +38,10 @@ _OF_RUNS = ("recipe.yaml", "comparison.json", "inputs.json")
 # with fewer documents, three splits would be uneven or empty, so texts are cut into chunks first
 _FEW = 10
 
+# other names of splits, taken for them where all three are there
+_USUAL = {"training": "train", "validation": "valid", "val": "valid", "dev": "valid"}
+_USUAL |= {"testing": "test"}
+
 Files = dict[str, list[Path]]  # by split, or all of them under ""
 
 
@@ -47,9 +52,10 @@ class Folders(ChatFields):
     A folder holds text files (*.txt, *.md: a document each) and JSON lines (*.jsonl, *.jsonl.gz: a
     document per line), also in folders below it; endings may have capitals. Documents are split by
     seed; where there are fewer than ten, they are cut at blank lines into chunks of about 2,000
-    characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, or
-    a folder of such) is taken as it is. Files of other kinds are not read, and counted; hidden
-    files and what runs have written into the folder are left alone.
+    characters first. But a folder with `train`, `valid` and `test` (each a file of these kinds, a
+    folder of such, or shards: `train-00000-of-00002.jsonl`) is taken as it is. Files of other kinds
+    are not read, and counted; hidden files and what runs have written into the folder are left
+    alone.
 
     With `content: chats` a folder holds conversations instead: *.jsonl, *.json, *.csv, *.tsv (also
     with .gz behind it) or *.parquet, one a row, which are not cut but split as they are; or
@@ -127,6 +133,10 @@ class Folders(ChatFields):
         if not folders:
             problem = f"data.path: {path} contains no folders, so there are no clients"
             raise DataError(problem, remedy)
+        stems = [_USUAL.get(_stem(folder), _stem(folder)) for folder in folders]
+        if len(stems) > 1 and {*SPLITS} >= {*stems}:
+            problem = f"data.path: {path} has folders of splits ({', '.join(stems)}), not clients"
+            raise DataError(problem, "Put them into a folder for each client: DIR/CLIENT/train.")
         return folders
 
     def _read(self, files: dict[str, Files], notes: list[str]) -> Texts:
@@ -194,22 +204,28 @@ def _find(folder: Path, endings: tuple[str, ...]) -> tuple[Files, list[Path]]:
         for entry, paths in visible.items()
         if (texts := [path for path in paths if path in chosen])
     }
-    fixed: dict[str, list[Path]] = {name: [] for name in SPLITS}
+    stems = {entry: _stem(entry) for entry in entries}
+    usual = {entry: _USUAL.get(stem, stem) for entry, stem in stems.items()}
+    if {*usual.values()} >= {*SPLITS} and not {*stems.values()} >= {*SPLITS}:
+        stems = usual
+    fixed: Files = {name: [] for name in SPLITS}
     for entry, texts in entries.items():
-        if (name := _stem(entry)) in fixed:
-            fixed[name] += texts
+        fixed.get(stems[entry], []).extend(texts)
     present = [name for name in SPLITS if fixed[name]]
     every = list(chain.from_iterable(entries.values()))
-    if not every:
-        problem = f"no text in {folder}"
-        raise DataError(problem, f"Put files into it that end in {', '.join(endings)}.")
     skipped = [path for path in chain.from_iterable(visible.values()) if path not in chosen]
+    if not every:
+        what = "text" if endings == ENDINGS else "conversations (data.content is chats)"
+        problem = f"no {what} in {folder}" + (f", but {kinds(skipped)}" if skipped else "")
+        zipped = any(path.suffix.lower() == ".zip" for path in skipped)
+        remedy = f"Put files into it that end in {', '.join(endings)}, or an archive as it is."
+        raise DataError(problem, "Unpack what is zipped." if zipped else remedy)
     if not present:
         return {"": every}, skipped
     if missing := [name for name in SPLITS if name not in present]:
         problem = f"{folder} has {', '.join(present)} but no {', '.join(missing)}"
         raise DataError(problem, "Give all three of them, or none.")
-    if beside := [entry.name for entry in entries if _stem(entry) not in SPLITS]:
+    if beside := [entry.name for entry, stem in stems.items() if stem not in SPLITS]:
         problem = f"{folder} has other text beside train, valid and test: {', '.join(beside)}"
         raise DataError(problem, "Move it into one of them, or elsewhere.")
     return fixed, skipped
@@ -271,4 +287,5 @@ def _of_runs(folder: Path) -> bool:
 
 
 def _stem(entry: Path) -> str:
-    return entry.name.partition(".")[0].lower()
+    """Return a name without endings and the number of a shard."""
+    return re.sub(r"-\d{5}-of-\d{5}$", "", entry.name.partition(".")[0].lower())

@@ -111,12 +111,19 @@ class StoredImages(Images):
 
 
 def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]:
-    """Return an image file's (C, H, W) pixels. Raises ValueError for another size, or PIL's."""
+    """Return an image file's (C, H, W) pixels. Raises ValueError for another size or kind, or
+    PIL's errors.
+    """
     require("reading images", "vision", "PIL")
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     channels, height, width = shape
-    image = Image.open(file)
+    image = ImageOps.exif_transpose(Image.open(file))
+    if image.mode.startswith("I"):
+        raise ValueError("it has 16 bits a channel; save it with 8")
+    # drawn on nothing, strokes and background would have one colour
+    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
+        raise ValueError("it is transparent in parts; save it on a background")
     if image.size != (width, height):
         raise ValueError(f"it is {image.height} x {image.width}")
     return np.moveaxis(

@@ -97,7 +97,7 @@ def not_read(skipped: Mapping[str, Sequence[Path]]) -> list[str]:
     """Return a sentence for each client ("" for none) with files that are not read."""
     return [
         f"{client or 'beside the folders of clients'}: {len(files):,} "
-        f"{_plural('file', len(files))} not read ({_kinds(files)})"
+        f"{_plural('file', len(files))} not read ({kinds(files)})"
         for client, files in skipped.items()
         if files
     ]
@@ -115,7 +115,8 @@ def outward_links(root: Path, paths: Iterable[Path]) -> list[str]:
     return [f"{len(outside):,} {files} outside {root}, by links: {', '.join(shown)}{more}"]
 
 
-def _kinds(files: Iterable[Path]) -> str:
+def kinds(files: Iterable[Path]) -> str:
+    """Return how many files there are of each ending."""
     counts = Counter(file.suffix.lower() or "without an ending" for file in files)
     by_count = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     return ", ".join(f"{count:,} {kind}" for kind, count in by_count)

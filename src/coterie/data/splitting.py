@@ -49,6 +49,8 @@ class Document:
     text: str  # or a conversation as JSON
     key: str  # of the work that it belongs to, which is never in two splits; fixes the order
     content: str = ""  # the part that is compared, if not the key; see `conversation_content`
+    # the posts of an archive in it: documents of several clients with a common one stay together
+    posts: tuple[str, ...] = ()
 
     @property
     def digest(self) -> Digest:
@@ -123,7 +125,7 @@ def split_clients(
     splits of documents of other clients.
     """
     documents = {id: list(of_client) for id, of_client in clients.items()}
-    groups = _nearly_equal(documents.values()) if near else {}
+    groups = _groups(list(documents.values()), near)
     works = {id: _works(of_client, groups) for id, of_client in documents.items()}
     places = _shared_places(list(works.values()), fractions, seed)
     places |= {groups.get(key, key): part for key, part in fixed.items()}
@@ -148,14 +150,28 @@ def fixed_places(clients: Iterable[Sequence[Sequence[Document]]]) -> dict[Digest
     return places
 
 
-def _nearly_equal(clients: Iterable[Sequence[Document]]) -> dict[Digest, Digest]:
-    """Return the group of each digest: the digest of the first nearly equal document."""
+def _groups(clients: Sequence[Sequence[Document]], near: bool) -> dict[Digest, Digest]:
+    """Return the group of each digest: the digest of the first document with common posts of
+    several clients, or with `near` nearly equal.
+    """
+    if not near and not any(document.posts for documents in clients for document in documents):
+        return {}
     contents: dict[Digest, str] = {}
-    for documents in clients:
+    holders = defaultdict[str, list[tuple[int, Digest]]](list)  # of each post
+    for client, documents in enumerate(clients):
         for document in documents:
             contents.setdefault(document.digest, document.content or document.key)
+            for post in document.posts:
+                holders[post].append((client, document.digest))
+    numbers = {digest: number for number, digest in enumerate(contents)}
+    parents = similar(list(contents.values())) if near else list(range(len(contents)))
+    for places in holders.values():
+        if len({client for client, _ in places}) > 1:
+            roots = {_root(parents, numbers[digest]) for _, digest in places}
+            for root in roots:
+                parents[root] = min(roots)
     digests = list(contents)
-    return {digests[i]: digests[j] for i, j in enumerate(similar(list(contents.values())))}
+    return {digests[i]: digests[_root(parents, i)] for i in range(len(digests))}
 
 
 def _works(documents: Iterable[Document], groups: Mapping[Digest, Digest]) -> dict[Digest, _Work]:

@@ -44,8 +44,8 @@ def is_missing(value: Any) -> bool:
 
 
 def client_name(value: Any, where: str, column: str) -> str | None:
-    """Return the client's name in a field, stripped and in normal form C; None if it is missing.
-    Raises DataError for other values and for inexact numbers.
+    """Return the client's name in a field, stripped of space and marks, in normal form C; None if
+    it is missing. Raises DataError for other values and for inexact numbers.
     """
     if isinstance(value, list | Mapping | bytes):
         kind = type(value).__name__
@@ -57,7 +57,7 @@ def client_name(value: Any, where: str, column: str) -> str | None:
             problem = f"{where}: client {value!r} is a number too large to be exact"
             raise DataError(problem, "Write the names of clients as text.")
         value = int(value)
-    return names.normal(str(value)).strip() or None
+    return names.normal(str(value).translate(names.MARKS)).strip() or None
 
 
 def text_of(value: Any, where: str, column: str) -> str | None:

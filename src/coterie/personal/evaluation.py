@@ -16,6 +16,7 @@ from coterie.core.errors import DataError, Refused
 from coterie.core.metrics import mean, perplexity
 from coterie.core.protocol import ClientId
 from coterie.core.result import Evaluated, WordScores
+from coterie.data.archives import archives_in
 from coterie.data.chats.messages import user
 from coterie.data.chats.splits import ChatBatch
 from coterie.data.folders import ENDINGS, Folders, files_in
@@ -180,6 +181,7 @@ def evaluate(
     clients: Sequence[ClientId] | None = None,
     *,
     words: int = WORDS,
+    me: Sequence[str] = (),
     base: str | None = None,
     device: str = "cpu",
 ) -> dict[ClientId, Evaluated]:
@@ -205,6 +207,7 @@ def evaluate(
             own answer must be one of them, apart from capitals, white space and punctuation around.
         clients: Whose models; default: all.
         words: Number of words of a text on which suggestions are scored.
+        me: Whose messages in an archive are the answers, see `data.me`.
         base: Path or Hub id of the base, if it has moved since the run.
         device: Where to compute.
 
@@ -225,7 +228,7 @@ def evaluate(
     chosen = cast(dict[ClientId, PersonalModel], models)
     if questions:
         return {i: _on_questions(model, questions) for i, model in chosen.items()}
-    return {i: _on_text(model, path, words) for i, model in chosen.items()}
+    return {i: _on_text(model, path, words, me) for i, model in chosen.items()}
 
 
 def _questions(path: Path) -> list[Question]:
@@ -250,6 +253,8 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
     if isinstance(choices, Mapping):  # {"text": [...], "label": [...]}, as in ARC
         labels, choices = choices.get("label"), choices.get("text")
         answer = row.get("answerKey", answer)
+    if isinstance(answer, float) and answer.is_integer():  # as integers become beside missing ones
+        answer = int(answer)
     accepted = [answer] if isinstance(answer, str | int | float) else answer
     given: Any = accepted if choices is None else choices
     answers = tuple(map(str, given)) if isinstance(given, list) else ()
@@ -266,8 +271,8 @@ def _question(where: str, row: Mapping[str, Any]) -> Question:
         return Question(text, answers, names.index(str(answer)))
     ways = [given, *([list(ascii_uppercase)] if isinstance(answer, str) else [])]
     meant = {known.index(answer) for known in ways if answer in known} & {*range(len(given))}
-    if isinstance(answer, int) and answer in range(len(given)):
-        meant.add(int(answer))
+    if type(answer) is int and answer in range(len(given)):  # True is no index
+        meant.add(answer)
     if len(meant) == 1:
         return Question(text, answers, meant.pop())
     which = "may be one or another" if meant else "is none"
@@ -343,10 +348,10 @@ def _plain(answer: str) -> str:
     return (plain or answer.strip()).casefold()
 
 
-def _on_text(model: PersonalModel, path: Path, words: int) -> Evaluated:
+def _on_text(model: PersonalModel, path: Path, words: int, me: Sequence[str]) -> Evaluated:
     """Return the scores of a model on a text or on conversations. Raises DataError."""
     about = model.about
-    chats = {"content": "chats", "chat_template": about.chat_template}
+    chats = {"content": "chats", "chat_template": about.chat_template, "me": me or None}
     kind = chats if _is_chats(path, about.content) else {}
     section = Folders(control_tokens=about.control_tokens, **kind)
     split = whole_text(section, model.backbone, about.context, about.client, path).test
@@ -361,6 +366,8 @@ def _on_text(model: PersonalModel, path: Path, words: int) -> Evaluated:
 def _is_chats(path: Path, trained: str | None) -> bool:
     """Return whether data are conversations, by their first row or else by the model's training."""
     files = files_in(path)
+    if archives_in(files):
+        return True
     tables = [file for file in files if ending_of(file.name)]
     if tables:
         row = next(rows_of(tables[:1]), ("", dict[str, Any]()))[1]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,14 @@ def test_chatgpt_is_the_branch_that_was_shown_last(tmp_path: Path) -> None:
     assert talks(path, me=("assistant",)) == [shown]
     swapped = {"u": "a", "a": "u"}
     assert talks(path, me=("user",)) == [[(swapped[role], text) for role, text in shown]]
+
+
+def test_a_conversation_that_was_left_at_once_does_not_spoil_chatgpts(tmp_path: Path) -> None:
+    cited = node("a", None, "assistant", ["Rome.\ue200cite\ue202turn0search0\ue201"])
+    empty = {"mapping": {"r": node("r", None)}, "current_node": None}
+    shown = {"mapping": {"a": cited}, "current_node": "a"}
+    path = write(tmp_path / "conversations.json", [empty, shown])
+    assert talks(path, me=("assistant",)) == [[("a", "Rome.")]]
 
 
 def test_telegram_leaves_out_notices_and_words_of_others_are_not_mine(tmp_path: Path) -> None:
@@ -121,6 +130,11 @@ ARABIC = "\u0662\u0660\u0662\u0664/\u0666/\u0661\u0661"  # 2024/6/11
         ("12/5/24, 2:32 p. m. - ", "12/5/24, 2:33 p. m. - ", "13/5/24, 2:33 p. m. - "),
         ("2024年5月12日 14:32 - ", "2024年5月12日 14:33 - ", "2024年5月13日 14:33 - "),
         ("12-05-2024 14.32 - ", "12-05-2024 14.33 - ", "13-05-2024 14.33 - "),
+        ("12.05.24, 14:32:01: ", "12.05.24, 14:33:00: ", "13.05.24, 14:33:00: "),
+        ("12.05.24 \u0433., 14:32 - ", "12.05.24 \u0433., 14:33 - ", "13.05.24 \u0433., 14:33 - "),
+        ("5/12/24, 14h32 - ", "5/12/24, 14 h 33 - ", "5/13/24, 14h33 - "),
+        ("12/05/24, 11:59 PG - ", "12/05/24, 12:01 TGH - ", "12/05/24, 9:02 MLM - "),
+        ("2024/5/12 早上11:32 - ", "2024/5/12 中午12:01 - ", "2024/5/12 晚上9:02 - "),
         (f"{ARABIC}، ٢:٣٢ م - ", f"{ARABIC}، ٢:٣٣ م - ", "2024/6/12، ٢:٣٣ م - "),
     ],
 )
@@ -134,6 +148,12 @@ def test_dates_of_whatsapp(tmp_path: Path, first: str, second: str, later: str) 
         [("u", "one"), ("a", "two")],
         [("u", "three"), ("a", "four")],
     ]
+
+
+def test_names_in_whatsapp_may_have_quotation_marks(tmp_path: Path) -> None:
+    lines = ['Ben "Big" Jones: hi', "Ann: hello", 'Ann changed the subject to "Trip: Rome"']
+    path = write(tmp_path / "a.txt", "\n".join(f"12.05.24, 14:32 - {line}" for line in lines))
+    assert talks(path, me=("Ann",)) == [[("u", "hi"), ("a", "hello")]]
 
 
 def test_days_and_months_of_whatsapp_are_told_by_the_whole_chat(tmp_path: Path) -> None:
@@ -161,6 +181,8 @@ def test_days_and_months_of_whatsapp_are_told_by_the_whole_chat(tmp_path: Path) 
         "You deleted this message",
         "IMG-20240512-WA0001.jpg (file attached)",
         f"{LRM}<attached: 00000001-PHOTO.jpg>",
+        "Sinav 2.pdf (file attached)",
+        "DOC-20260506-WA0012. (file attached)",
         "",
     ],
 )
@@ -174,6 +196,9 @@ def test_what_stands_for_pictures_is_left_out_of_whatsapp(tmp_path: Path, absent
 
 def test_slack_has_threads_names_and_no_programs(tmp_path: Path) -> None:
     folder = write_slack(tmp_path / "export")
+    canvas = [{"id": "F1", "created": 1715500000, "title": "Notes", "filetype": "quip"}]
+    write(folder / "general" / "canvas_in_the_conversation.json", canvas)
+    write(folder / "general" / "._2024-05-12.json", "\0\5\26\7")
     assert kind_of(folder) == "slack"
     assert talks(folder) == [
         [("u", "Lunch <now>?"), ("a", "in #general")],
@@ -238,6 +263,9 @@ def test_threads_of_mail_are_conversations_without_what_is_quoted(tmp_path: Path
         ("a\n\nOn Sun, 12 May 2024, Ben wrote:\nold, without marks", "a"),
         ("--- Agenda ---\nOne: two\nOn Monday he wrote:\nfine", None),
         (">From here\nall", "From here\nall"),
+        ("Yes\n\nSent from my iPhone", "Yes"),
+        ("Ja\n\nVon meinem iPhone gesendet\n\n> Wann?", "Ja"),
+        ("It was sent from my house to yours,\nby post.", None),
         ("> all of it is old", ""),
     ],
 )
@@ -251,6 +279,28 @@ def test_a_line_of_text_that_begins_as_mails_do_stays(tmp_path: Path) -> None:
     path = tmp_path / "Sent"
     path.write_bytes(b"From a@b Sunday\n" + content + b"From a@b Sunday\n" + content)
     assert talks(path, me=("ann@x.org",)) == [[("a", text)]] * 2
+
+
+def test_spam_drafts_and_deleted_mails_are_nobodys_words(tmp_path: Path) -> None:
+    for number, (name, value) in enumerate(
+        [
+            ("X-Gmail-Labels", "Spam,Unread"),
+            ("X-Gmail-Labels", "=?UTF-8?Q?Entw=C3=BCrfe?="),
+            ("X-Gmail-Labels", "Trash"),
+            ("X-Mozilla-Status", "0009"),
+        ]
+    ):
+        kept = mail(
+            "ann@x.org", "Hello", "Yes.", 12, X_Gmail_Labels="Sent", X_Mozilla_Status="0001"
+        )
+        gone = mail("ann@x.org", "Prize", "You won", 13)
+        gone[name] = value
+        path = write_mbox(tmp_path / f"{number}.mbox", kept, gone)
+        assert talks(path, me=("ann@x.org",)) == [[("a", "Yes.")]]
+
+
+def test_a_note_that_begins_like_a_mail_is_none(tmp_path: Path) -> None:
+    assert kind_of(write(tmp_path / "a.txt", "From my diary\nMonday: rain all day.")) is None
 
 
 def test_maildir_is_mail_with_the_folders_in_it(tmp_path: Path) -> None:
@@ -342,6 +392,44 @@ def test_archives_in_folders_are_trained_on_my_words_alone(people: Path, tmp_pat
     for words in ("Are you there", "@Ann Miller tea & cake?", "A cat.", "When?"):
         assert words in others
         assert words not in counted
+
+
+@pytest.mark.parametrize("form", ["whatsapp", "group", "mail"])
+def test_what_two_people_have_of_one_chat_is_in_one_split(tmp_path: Path, form: str) -> None:
+    """Who speaks is another in either's archive, and so is where a conversation is cut."""
+    me = {"ann": "Ann Miller", "ben": "Ben Jones"}
+    days = [date(2024, 1, 1) + timedelta(k) for k in range(40)]
+    if form == "mail":
+        me = {"ann": "ann@x.org", "ben": "ben@x.org"}
+        mails = []
+        for k in range(40):
+            mails.append(mail("ben@x.org", f"s{k}", f"question {k}", 12, Message_ID=f"<{k}@x>"))
+            answer = mail("ann@x.org", f"Re: s{k}", f"reply {k}", 13, In_Reply_To=f"<{k}@x>")
+            mails.append(answer)
+        for client in me:
+            write_mbox(tmp_path / client / "all.mbox", *mails)
+    else:
+        people = ["Cy Low"] * (form == "group") + ["Ben Jones", "Ann Miller"]
+        lines = (
+            f"{day:%d.%m.%y}, 14:{m:02} - {people[m % len(people)]}: {day} {m} {'x' * 150}"
+            for day in days
+            for m in range(30)
+        )
+        text = "\n".join(lines)
+        for client in me:
+            write(tmp_path / client / "chat.txt", text)
+    texts = section(tmp_path, me=me).source().read()
+    written: dict[str, list[set[str]]] = {}
+    for client, parts in texts.items():
+        messages = [[m for one in part for m in json.loads(one)[1]] for part in parts]
+        written[client] = [
+            {line.rpartition(": ")[2] for m in part for line in m["content"].split("\n")}
+            for part in messages
+        ]
+    for split in (1, 2):
+        assert written["ann"][split] & written["ben"][split]
+        for one, other in (("ann", "ben"), ("ben", "ann")):
+            assert not written[one][split] & written[other][0]
 
 
 def test_whose_words_they_are_must_be_said(people: Path) -> None:

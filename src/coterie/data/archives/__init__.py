@@ -163,4 +163,5 @@ def _setting(people: Sequence[str], me: Me) -> str:
         key = f"data.me.{client}"
     else:
         value = {client: value}
-    return f"--set {shlex.quote(f'{key}={json.dumps(value, ensure_ascii=False)}')}"
+    setting = shlex.quote(f"{key}={json.dumps(value, ensure_ascii=False)}")
+    return f"--set {setting}; of adapt and evaluate: --me {shlex.quote(people[0])}"

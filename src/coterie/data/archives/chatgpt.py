@@ -10,6 +10,7 @@ from coterie.data.archives.conversations import Chat, Post, damaged, load, membe
 TITLE = "ChatGPT's export"
 BEGINNING = re.compile(r'\s*\[\s*\{(?s:.*)"mapping"\s*:\s*\{')
 _SPEAKERS = ("user", "assistant")
+_CITATION = re.compile("\ue200[^\ue201]{1,200}\ue201")  # of a page that was searched
 
 
 def chats(path: Path) -> Iterator[Chat]:
@@ -23,6 +24,8 @@ def chats(path: Path) -> Iterator[Chat]:
 
 def _branch(conversation: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Return the messages of the branch that was shown last, the first message first."""
+    if conversation.get("current_node", "") is None:  # begun, and left without a message
+        return []
     nodes = conversation["mapping"]
     id: str | None = member(conversation, "current_node", str, where)
     visited: dict[str, Any] = {}
@@ -57,7 +60,7 @@ def _post(message: Any, where: str) -> Post | None:
 def _text(part: Any) -> str:
     """Return the text of a part, or a placeholder such as `[image]`."""
     if isinstance(part, str):
-        return part
+        return _CITATION.sub("", part)
     if not isinstance(part, dict):
         return ""
     if isinstance(text := part.get("text"), str):

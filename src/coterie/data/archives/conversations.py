@@ -11,19 +11,18 @@ from typing import Any
 from coterie.core import names
 from coterie.core.errors import DataError
 from coterie.core.foreign import json_of
+from coterie.data.chats.reading import POSTS
 from coterie.data.plain_text import read_text
+from coterie.data.splitting import comparable
 
 SILENCE = 8 * 3600  # seconds without a post that end a conversation: a night
+PAUSE, MUCH = 3600, 8000  # seconds that end one after so many characters
 # characters after which a conversation ends as if by silence, at the next post of somebody else:
 # windows would lose the oldest turns of a longer one
 LONGEST = 2000
 
-Row = tuple[str, Mapping[str, Any]]  # where the conversation begins, and `messages`
+Row = tuple[str, Mapping[str, Any]]  # where the conversation begins, `messages` and `POSTS`
 Turn = tuple["Post", bool]  # with whether it is mine
-
-# Marks of direction, which programs put around names and texts
-_MARKS = dict.fromkeys(map(ord, "\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e\ufeff"))
-_MARKS |= dict.fromkeys(map(ord, "\u2066\u2067\u2068\u2069"))
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Chat:
 
 def plain_name(name: str) -> str:
     """Return a name in normal form, without direction marks and with single spaces."""
-    return names.normal(" ".join(name.translate(_MARKS).split()))
+    return names.normal(" ".join(name.translate(names.MARKS).split()))
 
 
 def name_keys(people: Iterable[str]) -> set[str]:
@@ -110,20 +109,25 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
         for part in [turns] if chat.whole else _parts(turns):
             if any(is_mine for _, is_mine in part):
                 messages = list(_messages(part, len(speakers - mine) > 1))
-                yield part[0][0].where, {"messages": messages}
+                # by minute and text, equal in the exports of all who have a post
+                posts = [f"{(post.time or 0) // 60} {comparable(post.text)}" for post, _ in part]
+                yield part[0][0].where, {"messages": messages, POSTS: posts}
 
 
 def _parts(turns: Iterable[Turn]) -> Iterator[Sequence[Turn]]:
-    """Yield the turns in parts, cut at long silences and after about `LONGEST`."""
-    part, size, answered = deque[Turn](), 0, False
+    """Yield the turns in parts, cut at silences, for all alike, and after about `LONGEST`."""
+    part, size, answered, talk = deque[Turn](), 0, False, 0
     for post, is_mine in turns:
         too_long = answered and not is_mine and size > LONGEST
         before = part[-1][0].time if part else None
-        silent = before is not None and post.time is not None and post.time - before > SILENCE
+        silence = PAUSE if talk > MUCH else SILENCE
+        silent = before is not None and post.time is not None and post.time - before > silence
         if part and (too_long or silent):
             yield part
             part, size, answered = deque(), 0, False
+            talk *= not silent
         part.append((post, is_mine))
+        talk += len(post.text)
         size, answered = size + len(post.text), answered or is_mine
         while not answered and size > LONGEST and len(part) > 1:
             size -= len(part.popleft()[0].text)

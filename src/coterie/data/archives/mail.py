@@ -19,11 +19,16 @@ from coterie.core.foreign import opened, path_of, read_bytes, refusing
 from coterie.data.archives.conversations import Chat, Post, damaged, plain_name
 
 TITLE = "mail"
-BEGINNING = re.compile(r"From [^\n]{1,300}\r?\n[!-9;-~]{1,76}:")
+# with a time or an address, unlike a note that begins with this word
+BEGINNING = re.compile(r"From (?:[^\n]{1,280}\d:\d\d|\S{1,200}@)[^\n]{0,100}\r?\n[!-9;-~]{1,76}:")
 _LINE = 1000  # characters of a header with one value that are looked at
 _LIST = 20000  # of one with many
 _ID = re.compile(r"<[^<>\s]{1,500}>")
 _REPLY = re.compile(r"(?:(?:re|aw|antw|sv|vs|odp|rv|r|rif|fwd?|wg|tr)(?:\[\d+\])?: ?)+", re.I)
+# Gmail's labels of spam, deleted mails and drafts, in several languages
+_DISCARDED = {"spam", "trash", "bin", "draft", "drafts", "papierkorb", "entwurf", "entwürfe"}
+_DISCARDED |= {"corbeille", "brouillons", "papelera", "borradores", "cestino", "bozze", "lixeira"}
+_DISCARDED |= {"rascunhos", "prullenbak", "concepten", "kosz", "wersje robocze"}
 # Encodings whose decoders take quadratic time, and that which programs write for UTF-8
 _NOT_USED = ("idna", "punycode", "us-ascii")
 
@@ -56,15 +61,25 @@ def chats(paths: Iterable[Path]) -> Iterator[Chat]:
     for path in paths:
         for where, content in _contents(path):
             try:
-                mail = _read(where, message_from_bytes(content))
+                message = message_from_bytes(content)
+                if not _discarded(message):
+                    mail = _read(where, message)
+                    mails.setdefault(mail.id, mail)
             except Exception as error:  # the parts of `email` raise whatever they like
                 raise damaged(where, f"not a mail ({type(error).__name__})") from None
-            mails.setdefault(mail.id, mail)
     times = {id: time for id, mail in mails.items() if (time := mail.post.time) is not None}
     for thread in _threads(list(mails.values())):
         thread.sort(key=lambda mail: _place(mail, times))
         posts = [mail.post for mail in thread]
         yield Chat([post for post in posts if post.text and post.speaker], whole=True)
+
+
+def _discarded(message: Message) -> bool:
+    """Whether a mail is spam, a draft or deleted, by the marks of Gmail and Thunderbird."""
+    labels = _decoded(_header(message, "x-gmail-labels", _LIST)).casefold().split(",")
+    status = _header(message, "x-mozilla-status")
+    deleted = re.fullmatch("[0-9a-f]{4}", status, re.I) is not None and int(status, 16) & 8 > 0
+    return deleted or not _DISCARDED.isdisjoint(map(str.strip, labels))
 
 
 def _place(mail: _Mail, times: Mapping[str, float]) -> tuple[float, bool]:
@@ -210,6 +225,11 @@ _LONGEST = 500  # characters of a line that may introduce a quotation
 _HTML = 1 << 18  # characters of HTML that are read; nobody writes more into a mail
 
 _SIGNATURE = ("-- ", "--")
+# which phones and Outlook write without a line of two hyphens
+_SENT_FROM = re.compile(
+    r"(?:Sent from (?:my|Outlook|Mail|Yahoo)|Get Outlook for|Von meine[mr] .{1,30} gesendet|"
+    r"Gesendet von|Envoyé de(?:puis)? mon|Enviado d[eo] (?:mi|meu)|Inviato da|Verzonden van).{0,40}"
+)
 # `---- Forwarded message ----`, and the line that Outlook draws
 _RULE = re.compile(r"\s{0,9}(?:-{3,12} ?[^-\n]{4,60} ?-{3,12}|_{20,80})\s{0,9}")
 _FIELD = re.compile(r"\*?[^\W\d_][\w ]{1,20}\s?:\*? ")
@@ -246,7 +266,7 @@ def written_here(text: str) -> str:
 def _ends(lines: Sequence[str], number: int) -> bool:
     """Whether the sender's text ends before a line: at a signature or another mail's header."""
     line, following = lines[number], lines[number + 1 : number + 5]
-    if line in _SIGNATURE:
+    if line in _SIGNATURE or _SENT_FROM.fullmatch(line.strip()):
         return True
     if _RULE.fullmatch(line):
         return sum(bool(_FIELD.match(other)) for other in following) > 1

@@ -19,6 +19,7 @@ from coterie.data.archives.conversations import (
 TITLE = "Slack's export"
 USERS = "users.json"
 CHANNELS = "channels.json"
+_CANVASES = "canvas_in_the_conversation.json"  # documents beside the days of a channel
 # What people write; others say who joined, what was pinned, or are of programs
 _SUBTYPES = (None, "thread_broadcast", "reply_broadcast", "file_share", "me_message")
 _LINK = re.compile(r"<([^<>\n]{1,4000})>")
@@ -31,7 +32,8 @@ def is_export(folder: Path) -> bool:
 
 def files(folder: Path) -> list[Path]:
     """Return the files to read, the oldest of each channel first."""
-    return [folder / USERS, *sorted(path for path in folder.glob("*/*.json") if path.is_file())]
+    days = sorted(path for path in folder.glob("*/*.json") if path.is_file())
+    return [folder / USERS, *(p for p in days if p.name[0] != "." and p.name != _CANVASES)]
 
 
 def chats(folder: Path) -> Iterator[Chat]:

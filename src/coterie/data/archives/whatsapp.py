@@ -18,15 +18,18 @@ _SPACE = r"[ \u00a0\u202f]?"
 _WORD = r"(?:[^\W\d_]{1,6}\.?[ \u00a0\u202f]?){0,2}"  # PM, p. m., 오후
 # day, month and year in any order, and the time: 12.05.24, 14:32 or 5/12/24, 2:32:07 PM
 _TIME = (
-    rf"{_MARK}(\d{{1,4}})[./年-]{_SPACE}(\d{{1,2}})[./月-]{_SPACE}(\d{{1,4}})[.日]?{_MARK}[,،]?{_SPACE}"
-    rf"({_WORD})(\d{{1,2}})[:.](\d{{2}})(?:[:.](\d{{2}}))?{_SPACE}({_WORD})"
+    rf"{_MARK}(\d{{1,4}})[./年-]{_SPACE}(\d{{1,2}})[./月-]{_SPACE}(\d{{1,4}})"
+    rf"(?:[.日]| ?\u0433\.)?{_MARK}[,،]?{_SPACE}"  # a Bulgarian year has a letter behind it
+    rf"({_WORD})(\d{{1,2}})(?:[:.]| ?h ?)(\d{{2}})(?:[:.](\d{{2}}))?{_SPACE}({_WORD})"
 )
-_HEADER = re.compile(rf"{_MARK}(?:\[{_TIME}{_MARK}\] ?|{_TIME}{_MARK} ?[-\u2013] ){_MARK}")
-# No quotation marks: `Ann changed the subject to "Trip: Rome"` is the program's
-_SPEAKER = re.compile(r'([^:"“”«»„\n]{1,100}):(?: |$)')
+_HEADER = re.compile(rf"{_MARK}(?:\[{_TIME}{_MARK}\] ?|{_TIME}{_MARK}(?: ?[-\u2013]|:) ){_MARK}")
+# Quotation marks in pairs without a colon: `Ann changed it to "Trip: Rome"` is the program's
+_QUOTED = r'"[^":\n]{1,40}"|“[^”:\n]{1,40}”|„[^“”:\n]{1,40}[“”]|«[^»:\n]{1,40}»'
+_SPEAKER = re.compile(rf'((?:[^:"“”«»„\n]|{_QUOTED}){{1,100}}):(?: |$)')
 
-_PM = {"pm", "μμ", "오후", "午後", "下午", "م", "ch"}
-_AM = {"am", "πμ", "오전", "午前", "上午", "ص", "sa"}
+_PM = {"pm", "μμ", "오후", "午後", "下午", "晚上", "中午", "م", "ch", "tgh", "ptg", "mlm"}
+_PM |= {"datarde", "danoite"}
+_AM = {"am", "πμ", "오전", "午前", "上午", "早上", "凌晨", "ص", "sa", "pg", "damanhã"}
 _ORDERS = ((2, 1, 0), (2, 0, 1), (0, 1, 2), (0, 2, 1))  # where year, month and day are
 # What stands in place of a picture or of a message taken back, where no mark says so
 _PHRASES = core_text(Path(__file__).with_name("whatsapp_absent.txt")).splitlines()

@@ -21,6 +21,7 @@ _ALIASES |= dict.fromkeys(("gpt", "chatgpt", "bot", "model", "function_call"), A
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names for it; the first is ours
 _WEIGHTS = ("weight", "loss_weight", "loss_mask", "loss", "train", "training", "trainable")
 WEIGHT = _WEIGHTS[0]  # 0 in a message that is context alone; missing in all others
+_WHAT_IT_SAYS = {"content", "value", "tool_calls", "function_call", *REASONING}
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -94,6 +95,8 @@ def _message(value: Any, name: str) -> Message:
     role = _ALIASES.get(str(role).lower(), role)
     if role not in ROLES:
         raise Mistake(f"{name} has role {role!r}")
+    if _WHAT_IT_SAYS.isdisjoint(value):
+        raise Mistake(f"{name} has no content (but {', '.join(map(str, value))})")
     message: Message = {"role": role, "content": _content(fields.pop("content", ""), name)}
     message |= _reasoning(fields, name) | _calls(fields, name) | _weight(fields, name)
     for key, part in fields.items():

@@ -23,6 +23,7 @@ from coterie.data.splitting import Document, conversation_content
 _TOOLS = ("tools", "functions")  # OpenAI's name for them until 2023
 BESIDE = ("system", *_TOOLS)  # columns that belong to a conversation
 COLUMNS = ("messages", "conversations", "prompt", "completion", *BESIDE)
+POSTS = "\0posts"  # of a row from an archive: no column of a table has this name
 _FORMS = "messages, conversations (ShareGPT), or prompt and completion"
 
 
@@ -36,6 +37,7 @@ class Conversation:
     tools: Sequence[Any] | None = None  # descriptions of tools for the template
     # instead of messages, a prompt and its completion as plain text
     text: tuple[str, str] | None = None
+    posts: Sequence[str] = ()  # of an archive, see `Document.posts`
 
     @property
     def trained(self) -> list[int]:
@@ -53,7 +55,8 @@ class Conversation:
         content = [self.messages, self.given, self.tools, self.text]
         key = json.dumps(content, ensure_ascii=False, sort_keys=True)
         text = json.dumps([self.where, *content], ensure_ascii=False)
-        return Document(text, key, conversation_content(self.messages, self.text))
+        compared = conversation_content(self.messages, self.text)
+        return Document(text, key, compared, tuple(self.posts))
 
     @classmethod
     def of_document(cls, text: str) -> "Conversation":
@@ -89,6 +92,8 @@ def _conversation(where: str, row: Mapping[str, Any], column: str | None) -> Con
         prompt, completion = fields["prompt"], fields["completion"]
         if _is_plain(prompt) and _is_plain(completion):
             return _pair(where, prompt, completion, fields)
+        if _is_plain(prompt) != _is_plain(completion):
+            raise Mistake("prompt and completion are not both text, or both messages")
         messages = normal_messages(prompt, "prompt")
         given = len(messages)
         messages += normal_messages(completion, "completion")
@@ -96,7 +101,8 @@ def _conversation(where: str, row: Mapping[str, Any], column: str | None) -> Con
         raise Mistake(f"no {column or _FORMS} (found: {', '.join(fields) or 'none'})")
     messages, added = _with_system(messages, fields.get("system"))
     messages, tools = _with_tools(messages, fields)
-    return Conversation(where, messages, given + added if given else 0, tools)
+    given += added if given else 0
+    return Conversation(where, messages, given, tools, posts=fields.get(POSTS, ()))
 
 
 def _is_plain(value: Any) -> bool:

@@ -20,7 +20,7 @@ from coterie.data.folders import Folders, text_files
 from coterie.data.images import Images
 from coterie.data.labelled import LabelledTexts
 from coterie.data.partition import Partitioner
-from coterie.data.section import Section
+from coterie.data.section import Names, Section
 from coterie.data.splits import SPLITS, Tokens
 from coterie.models import memory, network_tensors, text
 from coterie.models.architecture import EMBEDDED, configuration, tokenizer
@@ -239,13 +239,16 @@ def _arrays(
 
 
 def text_of(
-    recipe: Recipe, backbone: Backbone, id: ClientId, data: Path, trains: bool
+    recipe: Recipe, backbone: Backbone, id: ClientId, data: Path, trains: bool, me: Names = ()
 ) -> ClientData:
     """Return a client's text, read like a run's own: in splits if it trains, otherwise the whole in
-    each. Raises DataError for too little text or tokens that the base lacks.
+    each; `me` says whose messages in an archive are the answers, by default as in the run. Raises
+    DataError for too little text or tokens that the base lacks.
     """
     assert recipe.model.kind == "language"
     section, context, tokenizer = section_of(recipe.data), recipe.model.context, backbone.tokenizer
+    if me:
+        section = section.model_copy(update={"me": me})
     if trains:
         text = own_text(section, tokenizer, context, recipe.seed, id, data, ", or give --no-train")
         return fitted(text, backbone)
