@@ -142,7 +142,7 @@ def memory(args: argparse.Namespace) -> None:
         "base": args.base,
         "clients": args.many,
         "trainable_parameters": sum(
-            p.numel() for named in model.parameters_by_role().values() for p in named.values()
+            p.numel() for named in model.parameters_by_role.values() for p in named.values()
         ),
         "state_bytes": own,
         "marginal_bytes": round(marginal),

@@ -98,7 +98,7 @@ def bare(chosen: Recipe) -> Callable[[], None]:
         1,
     )
     model, flat = first.model, first.state[f"parameters/{GENERALIST}"]
-    parameters = list(model.parameters_by_role()[GENERALIST].values())
+    parameters = list(model.parameters_by_role[GENERALIST].values())
     theta, memories, cursors = (
         flat.clone(),
         [dict[str, torch.Tensor]() for _ in prepared.clients],

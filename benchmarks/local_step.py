@@ -224,7 +224,7 @@ def steps(
         layout, replaced = LAYOUTS[name]
         model = LanguageModel(backbone, layout)
         prepare(model.adapter, replaced)
-        roles = model.parameters_by_role()
+        roles = model.parameters_by_role
         own = [*roles[GENERALIST].values(), *roles[SPECIALIST].values()]
         yield (
             name,

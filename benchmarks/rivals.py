@@ -147,7 +147,7 @@ def joint_gradients(
     gradients = []
     for values, weights in ((v, posterior), (w, 1 - posterior)):
         with client.at(values, GENERALIST):
-            wrt = list(model.parameters_by_role()[GENERALIST].values())
+            wrt = list(model.parameters_by_role[GENERALIST].values())
             with training(model.adapter.train(), wrt):
                 nll = losses(model, batch)
                 parts = torch.autograd.grad((weights * nll).sum() / len(nll), wrt)

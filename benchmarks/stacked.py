@@ -35,7 +35,7 @@ SHAPES = (
 def row(shape: str, rows: int, context: int, clients: int, repeats: int) -> dict[str, object]:
     backbone = Backbone(base(shape, 4))
     model = LanguageModel(backbone, Layout())
-    roles = model.parameters_by_role()
+    roles = model.parameters_by_role
     own = [*roles[GENERALIST].values(), *roles[SPECIALIST].values()]
     batch = torch.randint(backbone.architecture.vocabulary, (clients * rows, context + 1))
 

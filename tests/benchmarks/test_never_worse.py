@@ -69,8 +69,8 @@ def naive(client: Client, values: Tensor, rows: Tensor) -> Tensor:
     """The probability of each token by a model of its own, on the base."""
     model = deepcopy(client.model)
     assert isinstance(model, LanguageModel)
-    sizes = [p.numel() for p in model.parameters_by_role()[GENERALIST].values()]
-    parts = zip(model.parameters_by_role()[GENERALIST].values(), values.split(sizes), strict=True)
+    sizes = [p.numel() for p in model.parameters_by_role[GENERALIST].values()]
+    parts = zip(model.parameters_by_role[GENERALIST].values(), values.split(sizes), strict=True)
     for parameter, part in parts:
         parameter.data = part.view_as(parameter)
     with torch.no_grad():

@@ -83,7 +83,7 @@ def test_flat_adamw_is_adamw_of_each_tensor(
     client = site.client("ann", {})
     reference = {n: torch.nn.Parameter(t) for n, t in client.read(GENERALIST).items()}
     adamw = torch.optim.AdamW(reference.values(), betas=(0.9, 0.95), weight_decay=0.1)
-    own = client.model.parameters_by_role()[GENERALIST]
+    own = client.model.parameters_by_role[GENERALIST]
     for k in range(4):
         gradients, _ = client.model.gradient(client.train.batch(4 * k, 4), list(own.values()))
         for parameter, gradient in zip(reference.values(), gradients, strict=True):

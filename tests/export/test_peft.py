@@ -96,7 +96,7 @@ def test_a_model_of_one_expert_is_exported_whole(part, layout, make_run, base_of
     assert found.notes == ()
     assert "Nothing" in (tmp_path / "adapter/README.md").read_text()
     model = coterie.load(run)
-    assert bool(model.adapter.parameters_by_role()[BACKBONE]) == layout.frozen_a
+    assert bool(model.adapter.parameters_by_role[BACKBONE]) == layout.frozen_a
     theirs = loaded(base_of("llama"), tmp_path / "adapter")
     ids = torch.randint(257, (2, 9))
     with torch.no_grad():

@@ -178,7 +178,7 @@ def test_ifca_compares_centres_by_the_statistics_of_the_common_batch(
         for k in range(3):
             model = Classifier(CNN)
             offset = 0
-            for parameter in model.parameters_by_role()[GENERALIST].values():
+            for parameter in model.parameters_by_role[GENERALIST].values():
                 parameter.data.copy_(
                     centres[k][offset : offset + parameter.numel()].view_as(parameter)
                 )

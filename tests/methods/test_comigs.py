@@ -107,7 +107,7 @@ def naive_algorithm_1(
     values, optimisers, drawn, iteration = {}, {}, {}, dict.fromkeys(models, 0)
     uncleared: dict[str, dict[str, Tensor]] = {i: {} for i in models}
     for i, model in models.items():
-        named = {r: model.parameters_by_role()[r] for r in (GENERALIST, SPECIALIST, ROUTER)}
+        named = {r: model.parameters_by_role[r] for r in (GENERALIST, SPECIALIST, ROUTER)}
         values[i] = {r: {n: p.data for n, p in named[r].items()} for r in named}
         for r in named:
             for n, t in model.initial(r, initial_seed(site.seed, r, i)).items():
@@ -135,7 +135,7 @@ def naive_algorithm_1(
                 batch = getattr(site.data[i], split).batch(drawn[i][split], 4)
                 drawn[i][split] += 4
                 parameters = {
-                    n: p for r in values[i] for n, p in model.parameters_by_role()[r].items()
+                    n: p for r in values[i] for n, p in model.parameters_by_role[r].items()
                 }
                 gradients, _ = model.gradient(batch, list(parameters.values()))
                 for n, g in zip(parameters, gradients, strict=True):
@@ -286,9 +286,7 @@ def test_a_level_leaves_no_trace_in_the_other(
     after = client.read(*still)
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert all(
-        p.grad is None
-        for named in client.model.parameters_by_role().values()
-        for p in named.values()
+        p.grad is None for named in client.model.parameters_by_role.values() for p in named.values()
     )
     for role in still:
         for key in (
@@ -324,7 +322,7 @@ def test_tr_draws_router_batches_from_training_data(site: Site) -> None:
 
 def test_an_attention_lora_is_always_shared(backbone: Backbone) -> None:
     layout = CoMiGS(generalists=0, specialists=2).layout(0, Layout())
-    shared = Adapter(backbone.architecture, layout).parameters_by_role()[GENERALIST]
+    shared = Adapter(backbone.architecture, layout).parameters_by_role[GENERALIST]
     assert shared
     assert all("attention" in name for name in shared)
 

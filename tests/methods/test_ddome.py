@@ -491,7 +491,7 @@ def test_running_statistics_travel_with_their_expert(tiny_pictures: Federation) 
     client = site.client("cleo", {})
     client.load(found)
     assert torch.equal(
-        torch.cat([b.flatten() for b in client.model.buffers().values()]),
+        torch.cat([b.flatten() for b in client.model.buffers.values()]),
         server["expert/0"][parameters:],
     )
     assert not torch.equal(server["expert/0"][parameters:], statistics)

@@ -421,12 +421,12 @@ def test_fedproto_pulls_features_to_the_mean_of_their_class(federation: Federati
 def test_the_head_of_a_language_model_is_its_last_blocks(tiny_base: Path) -> None:
     architecture = Backbone.load(tiny_base).architecture
     layout = FedPer(head_blocks=1).layout(0, Layout(rank=2))
-    local = Adapter(architecture, layout).parameters_by_role()[SPECIALIST]
-    shared = Adapter(architecture, layout).parameters_by_role()[GENERALIST]
+    local = Adapter(architecture, layout).parameters_by_role[SPECIALIST]
+    shared = Adapter(architecture, layout).parameters_by_role[GENERALIST]
     last = f"blocks.{len(architecture.blocks) - 1}."
     assert local
     assert all(name.startswith(last) for name in local)
     assert shared
     assert not any(name.startswith(last) for name in shared)
     other = LGFedAvg(head_blocks=1).layout(0, Layout(rank=2))
-    assert Adapter(architecture, other).parameters_by_role()[GENERALIST].keys() == local.keys()
+    assert Adapter(architecture, other).parameters_by_role[GENERALIST].keys() == local.keys()

@@ -75,7 +75,7 @@ def test_names_shapes_and_roles_of_an_adapter():
     )
     by_role = {
         role: {name: tuple(p.shape) for name, p in named.items()}
-        for role, named in adapter.parameters_by_role().items()
+        for role, named in adapter.parameters_by_role.items()
     }
     assert by_role[GENERALIST]["blocks.0.attention.q_proj.A"] == (1, 3, 16)
     assert by_role[GENERALIST]["blocks.0.attention.k_proj.B"] == (1, 8, 3)
@@ -93,12 +93,12 @@ def test_names_shapes_and_roles_of_an_adapter():
 
 @pytest.mark.parametrize("layout", [Layout(specialists=0), Layout(routing="equal")])
 def test_no_router_where_nothing_is_routed(layout):
-    assert not Adapter(Architecture.of(tiny("gpt2")), layout).parameters_by_role()[ROUTER]
+    assert not Adapter(Architecture.of(tiny("gpt2")), layout).parameters_by_role[ROUTER]
 
 
 def test_specialists_only_has_attention_as_its_only_generalists():
     adapter = Adapter(Architecture.of(tiny("gpt2")), Layout(generalists=0, specialists=2))
-    assert all(".attention." in name for name in adapter.parameters_by_role()[GENERALIST])
+    assert all(".attention." in name for name in adapter.parameters_by_role[GENERALIST])
 
 
 def test_initial_values():
@@ -109,7 +109,7 @@ def test_initial_values():
     )
     for role in (GENERALIST, SPECIALIST, ROUTER):
         first, again, other = one.initial(role, 5), one.initial(role, 5), one.initial(role, 6)
-        assert list(first) == list(one.parameters_by_role()[role])
+        assert list(first) == list(one.parameters_by_role[role])
         for name, values in first.items():
             assert values.dtype == torch.float32
             assert torch.equal(values, again[name])
@@ -180,7 +180,7 @@ def test_a_scaled_head_is_not_taken_for_a_plain_one():
     assert model.backbone.head is None
     batch = torch.randint(VOCABULARY, (2, 6))
     wanted = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-    _, stats = model.gradient(batch, list(model.parameters_by_role()[ROUTER].values()))
+    _, stats = model.gradient(batch, list(model.parameters_by_role[ROUTER].values()))
     torch.testing.assert_close(stats["loss"], wanted.detach())
     assert model.score([batch])[0] == pytest.approx(10 * wanted.item(), rel=1e-5)
 

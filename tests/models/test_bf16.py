@@ -67,7 +67,7 @@ def test_a_step_is_as_near_to_fp32_and_weights_stay_bf16(
     assert {p.dtype for p in half.backbone.model.parameters()} == {torch.bfloat16}
     results = []
     for one in (model, half):
-        by_role = one.parameters_by_role()
+        by_role = one.parameters_by_role
         parameters = [p for role in ROLES for p in by_role[role].values()]
         gradients, stats = one.gradient(batch, parameters)
         results.append((torch.cat([g.flatten() for g in gradients]), float(stats["loss"])))

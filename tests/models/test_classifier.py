@@ -43,7 +43,7 @@ def flat(tensors: list[Tensor]) -> Tensor:
 
 
 def own(model: Classifier) -> list[nn.Parameter]:
-    return list(model.parameters_by_role()[GENERALIST].values())
+    return list(model.parameters_by_role[GENERALIST].values())
 
 
 def put(model: Classifier, point: Tensor) -> None:
@@ -58,7 +58,7 @@ def points_near(model: Classifier, count: int, seed: int) -> Tensor:
 
 
 def snapshot(model: Classifier) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in model.buffers().items()}
+    return {name: buffer.clone() for name, buffer in model.buffers.items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -116,12 +116,12 @@ def test_shapes_that_cannot_be_are_refused(mistake) -> None:
 @shapes
 def test_every_parameter_is_a_generalist_and_statistics_are_not_parameters(shape) -> None:
     model = Classifier(shape)
-    roles = model.parameters_by_role()
+    roles = model.parameters_by_role
     assert {role for role, named in roles.items() if named} == {GENERALIST}
     assert list(roles[GENERALIST]) == [name for name, _ in model.network.named_parameters()]
-    assert bool(model.buffers()) == (shape.norm == "batch" and shape.network != "mlp")
-    assert all(buffer.dtype == torch.float32 for buffer in model.buffers().values())
-    assert_same(model.initial_buffers(), model.buffers())
+    assert bool(model.buffers) == (shape.norm == "batch" and shape.network != "mlp")
+    assert all(buffer.dtype == torch.float32 for buffer in model.buffers.values())
+    assert_same(model.initial_buffers(), model.buffers)
     assert (model.loras(), model.initial(SPECIALIST, 0)) == ({}, {})
 
 
@@ -129,7 +129,7 @@ def test_initial_values_have_pytorchs_distribution_and_streams_of_their_own() ->
     model = Classifier(NetworkShape("resnet9", CIFAR, 10, width=16))
     initial = model.initial(GENERALIST, 5)
     assert {name: tensor.shape for name, tensor in initial.items()} == {
-        name: p.shape for name, p in model.parameters_by_role()[GENERALIST].items()
+        name: p.shape for name, p in model.parameters_by_role[GENERALIST].items()
     }
     torch.manual_seed(0)
     for name, module in model.network.named_modules():
@@ -189,12 +189,12 @@ def test_only_the_parameters_that_are_asked_for_are_differentiated_by() -> None:
     model, batch = Classifier(normed), batch_of(normed, 4)
     everything = dict(
         zip(
-            model.parameters_by_role()[GENERALIST],
+            model.parameters_by_role[GENERALIST],
             model.gradient_elsewhere(batch, own(model))[0],
             strict=True,
         )
     )
-    some = model.parameters_by_role()[GENERALIST]["head.bias"]
+    some = model.parameters_by_role[GENERALIST]["head.bias"]
     (gradient,), _ = model.gradient_elsewhere(batch, [some])
     torch.testing.assert_close(gradient, everything["head.bias"])
 

@@ -273,7 +273,7 @@ def test_a_classifier_that_starts_from_it_has_its_values_whatever_the_seed(stati
     model, fresh = Classifier(shape, start=start, statistics=statistics), Classifier(shape)
     parameters, buffers = (
         {name: start[name] for name in named}
-        for named in (fresh.initial(GENERALIST, 0), fresh.buffers())
+        for named in (fresh.initial(GENERALIST, 0), fresh.buffers)
     )
     for seed in (0, 1):
         initial = model.initial(GENERALIST, seed)
@@ -300,7 +300,7 @@ def test_shared_statistics_are_initial_values_of_the_generalist() -> None:
         Classifier(shape).initial(GENERALIST, 3).keys()
         == dict(model.network.named_parameters()).keys()
     )
-    assert model.initial_buffers().keys() == model.buffers().keys()
+    assert model.initial_buffers().keys() == model.buffers.keys()
 
 
 def test_a_classifier_starts_from_nothing_foreign() -> None:

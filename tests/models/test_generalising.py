@@ -62,7 +62,7 @@ def own(model: Classifier, *roles: Role) -> dict[str, nn.Parameter]:
     return {
         name: p
         for role in roles or (GENERALIST, SPECIALIST)
-        for name, p in model.parameters_by_role()[role].items()
+        for name, p in model.parameters_by_role[role].items()
     }
 
 
@@ -213,8 +213,8 @@ def test_without_its_discriminator_fedadg_is_classification(shape: NetworkShape)
         torch.testing.assert_close(found.pop(f"base.{name}"), gradient)
     assert found
     assert not any(gradient.any() for gradient in found.values())
-    for name, buffer in plain.buffers().items():
-        torch.testing.assert_close(model.buffers()[f"base.{name}"], buffer)
+    for name, buffer in plain.buffers.items():
+        torch.testing.assert_close(model.buffers[f"base.{name}"], buffer)
 
 
 @shapes
@@ -224,11 +224,11 @@ def test_it_starts_as_the_network_that_it_starts_from(
 ) -> None:
     before = torch.get_rng_state()
     start = Classifier(shape)
-    for tensor in [*start.network.parameters(), *start.buffers().values()]:
+    for tensor in [*start.network.parameters(), *start.buffers.values()]:
         tensor.data.uniform_(0.1, 0.5, generator=torch.Generator().manual_seed(tensor.numel()))
     values = {
         name: t.detach().clone()
-        for name, t in [*start.network.named_parameters(), *start.buffers().items()]
+        for name, t in [*start.network.named_parameters(), *start.buffers.items()]
     }
     model, batch = kind(shape, "cpu", values, True), batch_of(shape)  # type: ignore[arg-type, call-arg]
     assert torch.equal(torch.get_rng_state(), before)
@@ -238,7 +238,7 @@ def test_it_starts_as_the_network_that_it_starts_from(
     one, other = model.initial(GENERALIST, 1), model.initial(GENERALIST, 2)
     for name, tensor in values.items():
         assert torch.equal(one[f"base.{name}"], tensor)
-    assert list(one) == [*own(model, GENERALIST), *model.buffers()]
+    assert list(one) == [*own(model, GENERALIST), *model.buffers]
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 

@@ -33,7 +33,7 @@ def parameters(model: LanguageModel, *roles) -> list[nn.Parameter]:
     return [
         p
         for role in roles or (GENERALIST, SPECIALIST, ROUTER)
-        for p in model.parameters_by_role()[role].values()
+        for p in model.parameters_by_role[role].values()
     ]
 
 

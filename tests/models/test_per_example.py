@@ -96,7 +96,7 @@ def test_each_image_has_the_gradients_of_a_batch_of_it_alone(shape) -> None:
     batch = Examples(
         torch.randn(6, *shape.inputs, generator=random), torch.from_numpy(np.arange(6) % 5)
     )
-    wrt = list(model.parameters_by_role()[GENERALIST].values())
+    wrt = list(model.parameters_by_role[GENERALIST].values())
     assert_rows_are_alone(model, batch, batch.split(1), wrt)
 
 

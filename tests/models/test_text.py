@@ -105,7 +105,7 @@ def naive(base: Path, network: nn.Module) -> Any:
 
 
 def own(model: Classifier) -> list[nn.Parameter]:
-    return list(model.parameters_by_role()[GENERALIST].values())
+    return list(model.parameters_by_role[GENERALIST].values())
 
 
 # Outputs
@@ -179,7 +179,7 @@ def test_a_network_starts_from_its_base_and_its_head_from_the_seed(bases, family
     model = Classifier(shape_of(bases[family]))
     initial, other = model.initial(GENERALIST, 5), model.initial(GENERALIST, 6)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert list(initial) == list(model.parameters_by_role()[GENERALIST])
+    assert list(initial) == list(model.parameters_by_role[GENERALIST])
     base = {
         id(parameter): name for name, parameter in model.network.model.base_model.named_parameters()
     }
@@ -234,9 +234,9 @@ def test_shapes_are_known_without_weights(bases, family, tmp_path) -> None:
     transformers.AutoConfig.from_pretrained(bases[family]).save_pretrained(tmp_path)
     server, client = Classifier(shape_of(tmp_path), "meta"), Classifier(shape_of(bases[family]))
     assert server.trainable_parameters == client.trainable_parameters
-    found = {name: p.shape for name, p in server.parameters_by_role()[GENERALIST].items()}
-    assert found == {name: p.shape for name, p in client.parameters_by_role()[GENERALIST].items()}
-    assert (server.buffers(), client.buffers(), client.initial_buffers()) == (
+    found = {name: p.shape for name, p in server.parameters_by_role[GENERALIST].items()}
+    assert found == {name: p.shape for name, p in client.parameters_by_role[GENERALIST].items()}
+    assert (server.buffers, client.buffers, client.initial_buffers()) == (
         {},
         {},
         {},
@@ -288,7 +288,7 @@ def test_shared_parameters_are_there_once(tmp_path) -> None:
         list(model.network.named_parameters(remove_duplicate=False))
     )
     initial = model.initial(GENERALIST, 0)
-    assert list(initial) == list(model.parameters_by_role()[GENERALIST])
+    assert list(initial) == list(model.parameters_by_role[GENERALIST])
     sent = tensors.from_bytes(tensors.to_bytes(dict(model.network.named_parameters())))
     assert all(torch.equal(sent[name], initial[name]) for name in initial)
     x = torch.tensor([[5, 6, 2, -1], [5, 6, 7, 2]])

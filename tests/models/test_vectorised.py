@@ -56,12 +56,12 @@ def near(found: Tensor, expected: Tensor) -> None:
 def test_running_statistics_of_each_point_follow_its_own_batch(shape: NetworkShape) -> None:
     model = Classifier(shape)
     points, x, y = problem(model, 3, 6)
-    running = torch.rand(3, sum(t.numel() for t in model.buffers().values())) + 0.5
+    running = torch.rand(3, sum(t.numel() for t in model.buffers.values())) + 0.5
     networks = [shape.build().train() for _ in points]  # PyTorch's own, one by one
     for network, point, values in zip(networks, points, running, strict=True):
         nn.utils.vector_to_parameters(point, network.parameters())
         nn.utils.vector_to_parameters(values.clone(), network.buffers())
-    shared = {name: buffer.clone() for name, buffer in model.buffers().items()}
+    shared = {name: buffer.clone() for name, buffer in model.buffers.items()}
     for _ in range(2):
         gradients, stats = model.vectorised(points, x, y, running)
         for k, network in enumerate(networks):
@@ -77,7 +77,7 @@ def test_running_statistics_of_each_point_follow_its_own_batch(shape: NetworkSha
                 rtol=1e-4,
                 atol=1e-5,
             )
-    assert all(torch.equal(buffer, shared[name]) for name, buffer in model.buffers().items())
+    assert all(torch.equal(buffer, shared[name]) for name, buffer in model.buffers.items())
     assert not any(module.training for module in model.network.modules())
 
 
@@ -88,7 +88,7 @@ def test_points_that_take_turns_are_points_at_once(shape: NetworkShape, room: in
     sizes = narrow._stacked.at_once(6), model._stacked.at_once(6)
     assert (sizes[0], sizes[1] > 5) == (max(1, room), True)
     points, x, y = problem(model, 5, 6)
-    running = torch.ones(5, sum(t.numel() for t in model.buffers().values()))
+    running = torch.ones(5, sum(t.numel() for t in model.buffers.values()))
     turns, at_once = running.clone(), running.clone()
     found, stats = narrow.vectorised(points, x, y, turns)
     expected, same = model.vectorised(points, x, y, at_once)
@@ -102,19 +102,17 @@ def test_points_that_take_turns_are_points_at_once(shape: NetworkShape, room: in
 def test_one_example_has_no_statistics_at_once_either(running: float | None) -> None:
     model = Classifier(SHAPES[1])
     points, x, y = problem(model, 2, 1)
-    own = (
-        None if running is None else torch.ones(2, sum(t.numel() for t in model.buffers().values()))
-    )
+    own = None if running is None else torch.ones(2, sum(t.numel() for t in model.buffers.values()))
     with pytest.raises(ModelError, match=r"one example has no statistics.*\n.*batch_size"):
         model.vectorised(points, x, y, own)
     assert not any(module.training for module in model.network.modules())
-    before = {name: buffer.clone() for name, buffer in model.buffers().items()}
+    before = {name: buffer.clone() for name, buffer in model.buffers.items()}
     model.gradient(
         Examples(torch.randn(4, *DIGITS), torch.zeros(4, dtype=torch.int64)),
         list(model.network.parameters()),
     )
     assert not any(
-        torch.equal(buffer, before[name]) for name, buffer in model.buffers().items()
+        torch.equal(buffer, before[name]) for name, buffer in model.buffers.items()
     )  # they are tracked again
 
 

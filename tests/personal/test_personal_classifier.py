@@ -66,7 +66,7 @@ def pool(
 ) -> PoolClassifier:
     common = Classifier(WIDE if isinstance(shape, NetworkShape) and shape is MLP else shape)
     scrambled(common.network, 0)
-    tensors = dict(common.network.named_parameters()) | common.buffers()
+    tensors = dict(common.network.named_parameters()) | common.buffers
     expert = CommonExpert(
         common.shape,
         {name: tensor.detach().clone() for name, tensor in tensors.items()},

@@ -108,7 +108,7 @@ def test_a_step_in_bf16_has_nearly_the_gradient_of_fp32(tiny_base: Path) -> None
         torch.manual_seed(0)
         for parameter in model.adapter.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
-        roles = model.parameters_by_role()
+        roles = model.parameters_by_role
         trained = [*roles[GENERALIST].values(), *roles[SPECIALIST].values()]
         found, statistics = model.gradient(batch, trained)
         gradients.append(torch.cat([gradient.flatten() for gradient in found]))

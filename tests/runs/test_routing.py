@@ -59,7 +59,7 @@ def test_weights_are_those_of_the_model(backbone: Backbone, tiny_federation) -> 
         LanguageModel(backbone, Layout(top_k=1, specialists=2)),
         LanguageModel(backbone, Layout(specialists=0)),
     )
-    for router in routed.parameters_by_role()[ROUTER].values():
+    for router in routed.parameters_by_role[ROUTER].values():
         torch.nn.init.normal_(router, generator=torch.Generator().manual_seed(0))
     tests = {i: data.test for i, data in tiny_federation.clients.items()}
     found = as_json(

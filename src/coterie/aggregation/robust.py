@@ -200,7 +200,10 @@ class ClippedMean(Combining):
 
     def combine(self, replies: Replies, around: Named) -> Tensors:
         models = ordered(replies)
-        norms = _norms(list(models.values()), around)
+        squared = torch.zeros(len(models), dtype=torch.float64)
+        for part in _updates(list(models.values()), around):
+            squared += part.square().sum(dim=1).cpu()
+        norms = squared.sqrt().tolist()
         limit = statistics.median(norms) if self.norm is None else self.norm
         shares = [min(1.0, limit / norm) if norm > 0 else 1.0 for norm in norms]
         mean = weighted_sum(
@@ -225,13 +228,6 @@ def _updates(models: Sequence[Named], around: Named) -> Iterator[Tensor]:
         pieces = (torch.split(value, CHUNK) for value in (start, like, *others))
         for origin, *rows in zip(*pieces, strict=True):
             yield devices.exact(torch.stack(rows)) - devices.exact(origin)
-
-
-def _norms(models: Sequence[Named], around: Named) -> list[float]:
-    squared = torch.zeros(len(models), dtype=torch.float64)
-    for part in _updates(models, around):
-        squared += part.square().sum(dim=1).cpu()
-    return squared.sqrt().tolist()
 
 
 def _products(models: Sequence[Named], around: Named) -> Tensor:

@@ -231,7 +231,7 @@ def compare(
                 names, chosen, searched, fields or {}, effort, going, resume_changed, events
             )
         extra = {
-            "chosen": tuning.chosen_recipes(tuned),
+            "chosen": {row.method: Recipe.load(tuned.path(row.method)) for row in tuned.rows},
             "effort": tuning.effort_of(tuned),
             "searched": searched / tuning.RUNS,
         }

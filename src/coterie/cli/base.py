@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from coterie.cli.completion import _clients, _runs
 from coterie.core.errors import CoterieError, Refused
 from coterie.core.importing import check_docstrings, uncollected
 from coterie.core.names import normal
@@ -100,9 +99,7 @@ Out = Annotated[
 ]
 Run = Annotated[
     Path,
-    typer.Argument(
-        help="Folder of a run, or of one client in a run.", show_default=False, autocompletion=_runs
-    ),
+    typer.Argument(help="Folder of a run, or of one client in a run.", show_default=False),
 ]
 Clients = Annotated[
     list[str] | None,
@@ -110,7 +107,6 @@ Clients = Annotated[
         "--client",
         metavar="ID",
         callback=_normal,
-        autocompletion=_clients,
         help="A client of the run. Repeatable. Default: all.",
     ),
 ]
@@ -120,7 +116,6 @@ Client = Annotated[
         "--client",
         metavar="ID",
         callback=_normal,
-        autocompletion=_clients,
         help="A client of the run.",
     ),
 ]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli.base import Changed, Client, Set, Trust, _line, _load, _stopping, app
-from coterie.cli.completion import _recipes
 from coterie.cli.train import Trials
 from coterie.core.errors import Refused
 from coterie.core.importing import require, uncollected
@@ -70,9 +69,7 @@ def list_methods() -> None:
 def list_recipes(
     name: Annotated[
         str | None,
-        typer.Argument(
-            help="A shipped recipe to print as YAML.", show_default=False, autocompletion=_recipes
-        ),
+        typer.Argument(help="A shipped recipe to print as YAML.", show_default=False),
     ] = None,
 ) -> None:
     """List the shipped recipes, or print one as YAML: coterie recipes quickstart > mine.yaml."""

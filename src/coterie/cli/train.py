@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from coterie.cli import base as common
-from coterie.cli.completion import _methods, _recipes
 from coterie.core.errors import Refused
 from coterie.core.importing import available, uncollected
 from coterie.core.printing import printable
@@ -20,14 +19,11 @@ if TYPE_CHECKING:
 
 Methods = Annotated[
     list[str] | None,
-    typer.Argument(
-        help="Methods (`coterie methods`).", show_default=False, autocompletion=_methods
-    ),
+    typer.Argument(help="Methods (`coterie methods`).", show_default=False),
 ]
 Of = Annotated[
     str | None,
     typer.Option(
-        autocompletion=_recipes,
         help="A shipped recipe or a YAML file: the data, base and budget of all methods.",
         show_default=False,
     ),
@@ -57,7 +53,6 @@ def run(
     recipe: Annotated[
         str,
         typer.Argument(
-            autocompletion=_recipes,
             help="A shipped recipe (`coterie recipes`), a YAML file, a folder with one folder per "
             "client, or a table that names clients.",
         ),

@@ -10,11 +10,11 @@ from torch import Tensor
 from coterie.client.blueprint import Metrics
 from coterie.client.settings import Training
 from coterie.client.site import Site
-from coterie.client.state import advance, draw, position, training_data
+from coterie.client.state import advance, check_loadable, draw, position, training_data
 from coterie.core.errors import Divergence
 from coterie.core.protocol import ClientId, Replies, State
 from coterie.core.roles import GENERALIST, Role
-from coterie.core.tensors import Named, Tensors, all_finite, check_alike
+from coterie.core.tensors import Named, Tensors, all_finite
 from coterie.data.splits import Split
 from coterie.models.classifier import Classifier
 from coterie.models.network_tensors import unflatten
@@ -159,8 +159,8 @@ class ClientBatch:
     @property
     def _shared(self) -> dict[str, Named]:
         """The shared tensors of a model, by name, under each key of a client's state."""
-        shared: dict[str, Named] = {_X: self.model.parameters_by_role()[GENERALIST]}
-        if self.model.statistics is not None and (buffers := self.model.buffers()):
+        shared: dict[str, Named] = {_X: self.model.parameters_by_role[GENERALIST]}
+        if self.model.statistics is not None and (buffers := self.model.buffers):
             shared[_BUFFERS] = buffers
         return shared
 
@@ -169,10 +169,7 @@ class ClientBatch:
         shared = self._shared
         named = {name: tensor for members in shared.values() for name, tensor in members.items()}
         expected: Named = {GENERALIST: self.x[0]} if GENERALIST in tensors else named
-        check_alike(expected, tensors, f"tensors for client {client!r}")
-        if not all_finite(tensors):
-            problem = f"tensors for client {client!r}: not all values are finite"
-            raise Divergence(problem, "A client diverged: lower the learning rate.")
+        check_loadable(client, expected, tensors)
         if GENERALIST in tensors:
             return {_X: tensors[GENERALIST]}
         return {
@@ -263,7 +260,7 @@ class ClientBatch:
             raise Divergence(problem, "A client diverged: lower the learning rate.")
         batches = [draw(on[i], self.states[i], self.site.training.batch_size) for i in owners]
         x, y = (torch.stack([getattr(batch, part) for batch in batches]) for part in ("x", "y"))
-        if purpose or not self.model.buffers():
+        if purpose or not self.model.buffers:
             gradients, stats = self.model.vectorised(points, x, y)
         else:
             statistics, rows = self._matrix(_BUFFERS), [self.ids.index(i) for i in owners]

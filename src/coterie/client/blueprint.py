@@ -24,6 +24,7 @@ Gradients = tuple[list[Tensor], dict[str, Tensor]]  # with what was measured: lo
 class Trainable(Protocol):
     """The trainable part of a model by role, as a server knows it without a backbone."""
 
+    @property
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
     def loras(self) -> Mapping[str, LoRA]: ...
     def initial(self, role: Role, seed: int) -> Tensors: ...
@@ -38,7 +39,9 @@ class Model(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+    @property
     def parameters_by_role(self) -> Mapping[Role, Mapping[str, nn.Parameter]]: ...
+    @property
     def buffers(self) -> Mapping[str, Tensor]: ...
     def initial_buffers(self) -> Tensors: ...
     @property
@@ -128,7 +131,7 @@ class Blueprint:
         first = initial_seed(self.seed, role, "")
         model = self.trainable(next(iter(self.layouts.values())))
         initial = model.initial(role, derive_seed(self.seed, "start", start) if start else first)
-        names = initial if role is EXPERT else model.parameters_by_role()[role]
+        names = initial if role is EXPERT else model.parameters_by_role[role]
         return torch.cat([initial[name].flatten() for name in names])
 
     @property
@@ -141,6 +144,6 @@ class Blueprint:
         """Return the initial low-rank updates of the client with the largest rank."""
         model = self.trainable(max(self.layouts.values(), key=lambda layout: layout.expert_rank))
         initial = model.initial(GENERALIST, initial_seed(self.seed, GENERALIST, ""))
-        for name, parameter in model.parameters_by_role()[GENERALIST].items():
+        for name, parameter in model.parameters_by_role[GENERALIST].items():
             parameter.data.copy_(initial[name])
         return dict(model.loras())

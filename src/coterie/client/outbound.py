@@ -67,11 +67,6 @@ class Outbound:
         """Whether single examples are protected, by noise in each step."""
         return self.privacy is not None and self.privacy.unit == "example"
 
-    @property
-    def _noised(self) -> bool:
-        applies = self.noise is not None or (self.by_examples and self.sanitizes)
-        return applies and self.privacy is not None and self.privacy.noise > 0
-
     def check(self, task: Task) -> None:
         """Raise Refused for a task whose reply could not leave, before it starts."""
         if not self.protects:
@@ -88,7 +83,9 @@ class Outbound:
         if sends is Sends.UPDATE and self.secure and not self.masked:
             problem = f"{name}: this device sends its updates by secure aggregation only"
             raise Refused(problem, "Run the recipe with --set secure=true.")
-        if sends is Sends.UPDATE and self.noisy and not self._noised:
+        applies = self.noise is not None or (self.by_examples and self.sanitizes)
+        noised = applies and self.privacy is not None and self.privacy.noise > 0
+        if sends is Sends.UPDATE and self.noisy and not noised:
             also = ", or privacy.unit: example," if self.by_examples else ""
             remedy = f"Run the recipe with privacy.where: local{also} and the noise it requires."
             raise Refused(f"{name}: this device sends its updates with noise only", remedy)

@@ -213,10 +213,10 @@ class Site:
         layout = self.layouts[id]
         if layout not in self._known:
             model = self.model(id)
-            named = model.parameters_by_role()
+            named = model.parameters_by_role
             roles = {name: role for role, of in named.items() for name in of}
             if model.statistics is not None:
-                roles |= dict.fromkeys(model.buffers(), model.statistics)
+                roles |= dict.fromkeys(model.buffers, model.statistics)
             sizes = {role: sum(p.numel() for p in of.values()) for role, of in named.items()}
             self._known[layout] = roles, sizes
         return self._known[layout]

@@ -46,7 +46,7 @@ class BoundClient:
     total_iterations: int
 
     def __post_init__(self) -> None:
-        self._parameters = self.model.parameters_by_role()
+        self._parameters = self.model.parameters_by_role
         self._splits: dict[str, Split] = {}
         self._untouched: dict[frozenset[Role], Tensors] = {}
         self.bind()
@@ -56,7 +56,7 @@ class BoundClient:
         for role in OWNED:
             if named := self._parameters[role]:
                 self._bind(role, named)
-        if buffers := self.model.buffers():
+        if buffers := self.model.buffers:
             if "buffers" not in self.state:
                 initial = self.model.initial_buffers()
                 self.state["buffers"] = torch.cat([t.flatten() for t in initial.values()])
@@ -143,16 +143,9 @@ class BoundClient:
         """
         tensors = self._named(tensors)
         current = {name: t for name, t in self._values(*OWNED).items() if name in tensors}
-        self._check(current, tensors)
+        check_loadable(self.id, current, tensors)
         for name, tensor in current.items():
             tensor.detach().copy_(tensors[name])
-
-    def _check(self, expected: Named, tensors: Named) -> None:
-        """Raise TensorError for tensors of other forms than the client's, or not finite."""
-        check_alike(expected, tensors, f"tensors for client {self.id!r}")
-        if not all_finite(tensors):
-            problem = f"tensors for client {self.id!r}: not all values are finite"
-            raise Divergence(problem, "A client diverged: lower the learning rate.")
 
     def _values(self, *roles: Role) -> dict[str, Tensor]:
         """Return the tensors of these roles by name, and what travels with them."""
@@ -162,7 +155,7 @@ class BoundClient:
         if EXPERT in roles and (slots := self.model.expert_slots()):
             values |= {name: t for slot in slots for name, t in slot.items()}
             values[EXPERT_IDS] = self.state[EXPERT_IDS]
-        return values | (dict(self.model.buffers()) if self.model.statistics in roles else {})
+        return values | (dict(self.model.buffers) if self.model.statistics in roles else {})
 
     def _named(self, tensors: Named) -> Tensors:
         """Return the tensors under their own names, also those that came as one vector."""
@@ -224,7 +217,7 @@ class BoundClient:
     def at(self, values: Tensor, role: Role) -> Iterator[None]:
         """Give one role other values, (d,), within the block, without a copy."""
         named, current = self._parameters[role].values(), self.state[f"parameters/{role}"]
-        self._check({role: current}, {role: values})
+        check_loadable(self.id, {role: current}, {role: values})
         vector_to_parameters(values.to(current), named)
         try:
             yield
@@ -272,6 +265,15 @@ def draw(on: Split, state: State, rows: int) -> Batch:
     """Return the next batch of a split, whose cursor is in the client's state."""
     batch: Batch = on.batch(count(state, f"cursor/{on.name}", rows), rows)
     return batch
+
+
+def check_loadable(id: ClientId, expected: Named, tensors: Named) -> None:
+    """Raise TensorError for tensors of other forms than a client's, or not finite."""
+    what = f"tensors for client {id!r}"
+    check_alike(expected, tensors, what)
+    if not all_finite(tensors):
+        problem = f"{what}: not all values are finite"
+        raise Divergence(problem, "A client diverged: lower the learning rate.")
 
 
 def training_data(data: ClientData, purpose: str = "") -> Split:

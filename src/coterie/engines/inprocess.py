@@ -204,7 +204,7 @@ class InProcess(Engine):
         layout = self.site.layouts[client]
         if layout not in self._bytes:
             self._bytes[layout] = 4 * sum(
-                nbytes(named) for named in self.site.model(client).parameters_by_role().values()
+                nbytes(named) for named in self.site.model(client).parameters_by_role.values()
             )
         return self._bytes[layout]
 

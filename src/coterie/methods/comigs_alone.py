@@ -6,10 +6,7 @@ In Algorithm 1 attention LoRAs are averaged in every round, which is `comigs-2s`
 from dataclasses import dataclass
 from typing import ClassVar
 
-from coterie.client.client import Client
-from coterie.core.protocol import Sends, task
 from coterie.core.roles import Role
-from coterie.core.tensors import Tensors
 from coterie.methods.comigs import CoMiGS
 from coterie.methods.templates import Alone
 
@@ -22,8 +19,3 @@ class CoMiGSAlone(Alone, CoMiGS):
     serves_unseen_clients: ClassVar[bool] = False
     needs_only_mean = False
     download = Alone.download
-
-    @task(Sends.NOTHING)
-    def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        self.local_iterations(client)
-        return {}

@@ -16,12 +16,11 @@ from torch import Tensor
 from coterie.aggregation.clustering import threshold_centre
 from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.settings import Training
-from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
 from coterie.core.tensors import Tensors, parts_within
-from coterie.methods.templates import OneAdapter, value_of, weight_rows
+from coterie.methods.templates import OneAdapter, unknown_clusters, value_of, weight_rows
 
 Size = Annotated[int, Field(ge=1)]
 
@@ -54,11 +53,8 @@ class FC(OneAdapter):
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if self.cluster_size is None and model.clusters is None:
-            mistake = (
-                "method.cluster_size: null means the size of each client's true cluster, which is "
-                "unknown for these data"
-            )
-            raise RecipeError("method", [f"{mistake}; give a number, or one per client"])
+            mistake = "method.cluster_size: null means the size of each client's true cluster"
+            raise unknown_clusters(mistake, "give a number, or one per client")
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x_0, order, sizes = model.flat(GENERALIST), sorted(clients), self.sizes(model, clients)

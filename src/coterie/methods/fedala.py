@@ -48,7 +48,7 @@ class FedALA(Averaged, OneAdapter):
 
     def blend(self, client: Client, before: Tensors, theta: Tensors) -> None:
         """Learn W, and load the mixture that it makes of the client's model before and theta."""
-        names = last(client.model.parameters_by_role()[GENERALIST], self.layers)
+        names = last(client.model.parameters_by_role[GENERALIST], self.layers)
         away = {name: theta[name].to(before[name]) - before[name] for name in names}
         kept = under(WEIGHTS, client.state)
         w = kept or {name: torch.ones_like(before[name]) for name in names}

@@ -16,11 +16,10 @@ from coterie.aggregation.clustering import together
 from coterie.client.blueprint import Blueprint
 from coterie.client.client import Client
 from coterie.client.settings import Training
-from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors, under
-from coterie.methods.templates import Aggregating, OneAdapter
+from coterie.methods.templates import Aggregating, OneAdapter, unknown_clusters
 
 _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
 
@@ -46,11 +45,8 @@ class IFCA(OneAdapter, Aggregating):
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         super().check(model, clients, training)
         if self.centres is None and model.clusters is None:
-            mistake = (
-                "method.centres: null means the true number of clusters, which is unknown for "
-                "these data"
-            )
-            raise RecipeError("method", [f"{mistake}; give a number"])
+            mistake = "method.centres: null means the true number of clusters"
+            raise unknown_clusters(mistake, "give a number")
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         number = self.centres or len(set((model.clusters or {}).values()))

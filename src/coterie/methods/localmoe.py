@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-from coterie.client.client import Client
-from coterie.core.protocol import Sends, task
-from coterie.core.tensors import Tensors
 from coterie.methods.templates import Alone, TwoExperts
 
 
@@ -13,8 +10,3 @@ class LocalMoE(Alone, TwoExperts):
     """Each client trains two experts and a router on its own data; nothing is sent."""
 
     by_examples = True
-
-    @task(Sends.NOTHING)
-    def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        self.local_iterations(client)
-        return {}

@@ -12,10 +12,10 @@ import torch
 
 from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
-from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Round, State
 from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.templates import unknown_clusters
 
 
 @dataclass(frozen=True)
@@ -32,17 +32,9 @@ class Oracle(FedAvg):
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if model.clusters is None:
-            mistake = (
-                "method.name: oracle needs the true cluster of each client, which is unknown for "
-                "these data"
-            )
-            raise RecipeError(
-                "method",
-                [
-                    f"{mistake}; use a data.partition with clusters, or a method that finds "
-                    f"them, such as cobo"
-                ],
-            )
+            mistake = "method.name: oracle needs the true cluster of each client"
+            remedy = "use a data.partition with clusters, or a method that finds them, such as cobo"
+            raise unknown_clusters(mistake, remedy)
         for members in Counter(model.clusters[i] for i in clients).values():
             self.aggregation.check(members if model.fewest is None else min(members, model.fewest))
 

@@ -97,7 +97,7 @@ class Scaffold(Averaged, OneAdapter):
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
-        server, names = under(CONTROL, received), client.model.parameters_by_role()[GENERALIST]
+        server, names = under(CONTROL, received), client.model.parameters_by_role[GENERALIST]
         client.load({name: received[name] for name in server})
         if not self.momentum:
             client.training = client.training.model_copy(

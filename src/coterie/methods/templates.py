@@ -1,6 +1,5 @@
 """Base classes for families of methods: those that average, train alone, compare, or route."""
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, TypeVar
@@ -101,9 +100,11 @@ class Alone(Method):
         yield Ask(self.local_round, {i: {} for i in clients}, empty_reply)
         return state
 
-    @abstractmethod
+    @task(Sends.NOTHING)
     def local_round(self, client: Client, empty: Tensors) -> Tensors:
-        """Do the client's L local iterations. A @task that returns {}."""
+        """Do the client's L local iterations; return {}."""
+        self.local_iterations(client)
+        return {}
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,11 @@ class TwoExperts(Routed):
         if client.iteration % self.router_every == 0:
             for _ in range(self.router_steps):
                 client.step(ROUTER, on=client.train)
+
+
+def unknown_clusters(mistake: str, remedy: str) -> RecipeError:
+    """Return the refusal of a method that needs the true clusters where nobody knows them."""
+    return RecipeError("method", [f"{mistake}, which is unknown for these data; {remedy}"])
 
 
 def first_phase(share: float, steps: int) -> int:

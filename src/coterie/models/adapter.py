@@ -55,12 +55,9 @@ class Adapter(nn.Module):
             router.held = held
         self.eval()
 
-    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the parameters by role, each in the order of `named_parameters`."""
-        return self._by_role
-
     @cached_property
-    def _by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """The parameters by role, each in the order of `named_parameters`."""
         return by_role(self)
 
     def loras(self, all: bool = False) -> dict[str, LoRA]:
@@ -116,7 +113,7 @@ class Adapter(nn.Module):
             Role.SPECIALIST: lambda expert: expert.expand(others + 1, -1, -1),
             Role.ROUTER: router.rows,
         }
-        roles = {name: role for role, named in self._by_role.items() for name in named}
+        roles = {name: role for role, named in self.parameters_by_role.items() for name in named}
         kept = dict(Adapter(self.architecture, layout).named_parameters())
         return layout, {
             name: (part[roles[name]](t) if roles[name] in part else t).clone()
@@ -137,7 +134,7 @@ class Adapter(nn.Module):
         """Return the slices of the stacks of each pool's blocks: the first place of each pool, the
         second, and so on.
         """
-        stacks = self.parameters_by_role()[EXPERT]
+        stacks = self.parameters_by_role[EXPERT]
         count = max([len(stack) for stack in stacks.values()], default=0)
         return [
             {
@@ -153,7 +150,7 @@ class Adapter(nn.Module):
     def trainable_parameters(self) -> int:
         """The number of trained values: all but those frozen at their initial value."""
         frozen = (BACKBONE, EXPERT) if self.layout.repeated else (BACKBONE,)
-        trained = (n for role, n in self.parameters_by_role().items() if role not in frozen)
+        trained = (n for role, n in self.parameters_by_role.items() if role not in frozen)
         return sum(p.numel() for named in trained for p in named.values())
 
     @property
@@ -173,7 +170,7 @@ class Adapter(nn.Module):
         Each tensor is drawn from its own stream, named by (seed, role, name), so an adapter with
         more experts of a role starts with the same first experts.
         """
-        parameters = self.parameters_by_role()[role]
+        parameters = self.parameters_by_role[role]
         return {
             name: _initial(name, p[:1] if role is EXPERT else p, derive_seed(seed, role, name))
             for name, p in parameters.items()

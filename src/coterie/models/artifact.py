@@ -358,4 +358,4 @@ def present_experts(model: PoolClassifier) -> list[int]:
 
 
 def _values(classifier: Classifier) -> Tensors:
-    return dict(classifier.network.named_parameters()) | classifier.buffers()
+    return dict(classifier.network.named_parameters()) | classifier.buffers

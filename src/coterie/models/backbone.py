@@ -29,16 +29,9 @@ from coterie.models.slots import Attachable, Attached, LinearSlot, check_mlps, r
 _NAME = "sdpa-fp32"
 
 
-def precise_attention(model: nn.Module) -> None:
-    """Have a base of transformers compute its attention in fp32, in place, if it uses SDPA."""
-    config: Any = model.config
-    if config._attn_implementation == "sdpa":
-        config._attn_implementation = _registered()
-
-
 @cache
-def _registered() -> str:
-    """Return the name of attention in fp32, known to transformers from then on."""
+def _precise_attention() -> str:
+    """Return the name of SDPA in fp32, known to transformers from then on."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
@@ -91,10 +84,11 @@ class Backbone:
             if plain:
                 dequantise(model)
         self.model: Any = model.to(device).requires_grad_(False).eval()
+        self.config = cast(Any, model.config)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16:
-            precise_attention(model)
+            if self.config._attn_implementation == "sdpa":
+                self.config._attn_implementation = _precise_attention()
             convert_products(model.get_submodule(family.blocks))
-        self.config: Any = model.config
         self.cache_name = cache_name(model)
         self._source, self.attached = source, Attached()
         self._in_use, self._flops = threading.RLock(), dict[tuple[Layout | None, int], int]()

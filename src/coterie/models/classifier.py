@@ -52,27 +52,21 @@ class Classifier:
         # group normalisation is slower so
         self._channels_last = on_cpu and nn.Conv2d in kinds and nn.GroupNorm not in kinds
 
-    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the parameters by role, in the order of `named_parameters`."""
-        return self._parameters
-
     @cached_property
-    def _parameters(self) -> dict[Role, dict[str, nn.Parameter]]:
+    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
+        """The parameters by role, in the order of `named_parameters`."""
         return by_role(self.network)
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the running statistics of batch normalisation, fp32."""
-        return self._buffers
-
     @cached_property
-    def _buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
+        """The running statistics of batch normalisation, fp32."""
         return network_tensors.statistics(self.network)
 
     def initial_buffers(self) -> Tensors:
         """Return the initial running statistics on the CPU; by default means 0 and variances 1."""
         fresh = {
             name: torch.full(buffer.shape, float(name.endswith("running_var")))
-            for name, buffer in self.buffers().items()
+            for name, buffer in self.buffers.items()
         }
         return self._started(fresh)
 
@@ -91,7 +85,7 @@ class Classifier:
 
     def initial(self, role: Role, seed: int) -> Tensors:
         """Return initial values of one role, with running statistics if these are shared."""
-        local = self._parameters[SPECIALIST]
+        local = self.parameters_by_role[SPECIALIST]
         if role is not GENERALIST and not (role is SPECIALIST and local):
             return {}
         fresh = self.shape.initial(seed).items()
@@ -106,7 +100,7 @@ class Classifier:
     @property
     def trainable_parameters(self) -> int:
         """The number of values that are not frozen."""
-        by_role = self._parameters.items()
+        by_role = self.parameters_by_role.items()
         trained = (named.values() for role, named in by_role if role is not BACKBONE)
         return sum(parameter.numel() for parameter in chain.from_iterable(trained))
 
@@ -165,13 +159,13 @@ class Classifier:
         """Return the gradients of each example, (B, ...) for all parameters, and statistics."""
         points = torch.cat([p.detach().flatten() for p in wrt]).expand(len(batch), -1)
         gradients, stats = self.vectorised(points, batch.x[:, None], batch.y[:, None])
-        by_name = network_tensors.unflatten(gradients, self.parameters_by_role()[GENERALIST])
+        by_name = network_tensors.unflatten(gradients, self.parameters_by_role[GENERALIST])
         return list(by_name.values()), {name: values.mean() for name, values in stats.items()}
 
     @property
     def stacks(self) -> bool:
         """Whether many clients' networks can be computed at once with the same result."""
-        return isinstance(self.network, Network) and not self._parameters[SPECIALIST]
+        return isinstance(self.network, Network) and not self.parameters_by_role[SPECIALIST]
 
     def gains(self, examples: int) -> bool:
         """See `Stacked.gains`."""
@@ -185,7 +179,7 @@ class Classifier:
         self, points: Tensor, x: Tensor, y: Tensor, running: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return `gradient` at many points at once, (m, d) fp32, flat in the order of
-        `parameters_by_role()[GENERALIST]`, each with its own batch, (m, B, C, H, W) fp32 and (m, B)
+        `parameters_by_role[GENERALIST]`, each with its own batch, (m, B, C, H, W) fp32 and (m, B)
         int64, and its own running statistics, (m, s) fp32 in the order of `buffers`, which are
         updated in place; or without these `gradient_elsewhere`. That is gradients (m, d), and the
         detached "loss" (m,) and "accuracy" (m,). Raises ModelError if the points or the batches do

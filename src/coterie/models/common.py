@@ -220,7 +220,7 @@ def _train(
                 break
     tensors = {
         name: tensor.detach().cpu().clone()
-        for name, tensor in [*model.network.named_parameters(), *model.buffers().items()]
+        for name, tensor in [*model.network.named_parameters(), *model.buffers.items()]
     }
     if not all_finite(tensors):
         problem = "the common expert diverged: its values are not finite"

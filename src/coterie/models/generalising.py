@@ -98,7 +98,7 @@ class ExtendedClassifier(Classifier, ABC):
     def initial(self, role: Role, seed: int) -> Tensors:
         """Return initial values of one role, with running statistics if shared."""
         fresh = self.network.initial(seed)
-        named = self.parameters_by_role()[role]
+        named = self.parameters_by_role[role]
         if any(name.startswith("base.") for name in named):
             fresh |= self._started(
                 {f"base.{name}": tensor for name, tensor in self.shape.initial(seed).items()}
@@ -217,7 +217,7 @@ class PrototypeClassifier(ExtendedClassifier):
 
     def class_sums(self, batches: Iterable[Examples]) -> Tensors:
         """Return the prototypes of a client's examples alone, by name."""
-        shared = self.parameters_by_role()[GENERALIST]
+        shared = self.parameters_by_role[GENERALIST]
         sums, counts = (torch.zeros_like(parameter).detach() for parameter in shared.values())
         with torch.no_grad():
             for x, y in map(self.checked, batches):

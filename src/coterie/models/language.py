@@ -38,6 +38,7 @@ class LanguageModel:
     """
 
     def __init__(self, backbone: Backbone, layout: Layout) -> None:
+        self.buffers: Tensors = {}  # no running statistics
         self.backbone, self.layout = backbone, layout
         self.adapter = Adapter(backbone.architecture, layout)
         for role in set(Role) - {EXPERT}:
@@ -50,11 +51,10 @@ class LanguageModel:
     def device(self) -> torch.device:
         return self.backbone.device
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Return {}: a language model has no running statistics."""
+    def initial_buffers(self) -> Tensors:
+        """Return {}, as `buffers`."""
         return {}
 
-    initial_buffers = buffers
     statistics = embed = None  # nor a common expert
 
     def expert_slots(self) -> list[dict[str, Tensor]]:
@@ -85,7 +85,7 @@ class LanguageModel:
         tensors = {name: p.detach().clone() for name, p in self.adapter.named_parameters()}
         if self.layout.projected and not self.layout.held:
             most = max(*self._held, 1)
-            tensors |= {n: tensors[n][:most] for n in self.parameters_by_role()[EXPERT]}
+            tensors |= {n: tensors[n][:most] for n in self.parameters_by_role[EXPERT]}
             return replace(self.layout, specialists=most, held=(*self._held,)), tensors
         return replace(self.layout, frozen_generalists=False), tensors
 
@@ -120,8 +120,9 @@ class LanguageModel:
                 router.held = held
         return self.backbone.using(adapter or self.adapter, record)
 
+    @property
     def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        return self.adapter.parameters_by_role()
+        return self.adapter.parameters_by_role
 
     def loras(self) -> dict[str, LoRA]:
         return self.adapter.loras()

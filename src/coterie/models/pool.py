@@ -57,20 +57,13 @@ class PoolClassifier:
             tag(network, EXPERT)
         gates = {} if self.gate is None else {"gate": self.gate.network}
         together = nn.ModuleDict(networks | gates)
-        self._parameters, self._buffers = by_role(together), statistics(together)
-        tensors = dict[str, Tensor](self._parameters[EXPERT]) | self._buffers
+        # named `<place>.<parameter>` and `gate.<parameter>`
+        self.parameters_by_role, self.buffers = by_role(together), statistics(together)
+        tensors = dict[str, Tensor](self.parameters_by_role[EXPERT]) | self.buffers
         self._expert_slots = [
             {name: t for name, t in tensors.items() if name.startswith(f"{place}.")}
             for place in places
         ]
-
-    def parameters_by_role(self) -> dict[Role, dict[str, nn.Parameter]]:
-        """Return the parameters by role, named `<place>.<parameter>` and `gate.<parameter>`."""
-        return self._parameters
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Return the running statistics of batch normalisation in each place."""
-        return self._buffers
 
     def initial_buffers(self) -> Tensors:
         """Return `Classifier.initial_buffers` of each place."""
@@ -110,7 +103,7 @@ class PoolClassifier:
     @property
     def trainable_parameters(self) -> int:
         """The number of values that a client trains: K experts, and the gate."""
-        gate = sum(p.numel() for p in self._parameters[GATE].values())
+        gate = sum(p.numel() for p in self.parameters_by_role[GATE].values())
         return gate + self.layout.chosen * self.experts[0].trainable_parameters
 
     @property

@@ -25,9 +25,7 @@ def score_of(predictions: Iterable[Prediction], sums: int = 0) -> Tensor:
         )
     if not of_batches:
         return torch.zeros(sums, dtype=torch.float64)
-    total = torch.zeros_like(of_batches[0])
-    for of_batch in of_batches:
-        total += of_batch
+    total = sum(of_batches, start=torch.zeros_like(of_batches[0]))
     return total.cpu().double()[: 3 if log_probs.shape[1] > 1 else 2]
 
 

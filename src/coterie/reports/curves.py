@@ -42,7 +42,9 @@ def _curves(results: Sequence[Result]) -> str:
     looks = [*range(1, len(results)), 0]  # the run's own method has the first colour
     groups = own_result.groups or {}
     at, count = counted(bool(groups))
-    windows, series = _series(results)
+    scored_on = {r.curve.windows if r.curve else None for r in results}
+    windows = scored_on.pop() if len(scored_on) == 1 else None  # None: all
+    series = [r.curve.points if windows and r.curve else r.evaluations for r in results]
     last = max((at(e) for points in series for e in points), default=0)
     styles = [
         look_of(k, r.rounds > 0 and len(points) <= chart.MARKED)
@@ -102,13 +104,6 @@ def test_of(client: str) -> Value:
     return lambda evaluation: (
         evaluation.clients[client].test if client in evaluation.clients else math.nan
     )
-
-
-def _series(results: Sequence[Result]) -> tuple[int | None, list[Sequence[Evaluation]]]:
-    """Return the windows that curves are scored on (None: all), and the points of each method."""
-    parts = {r.curve.windows if r.curve else None for r in results}
-    windows: int | None = parts.pop() if len(parts) == 1 else None
-    return windows, [r.curve.points if windows and r.curve else r.evaluations for r in results]
 
 
 def router_panels(path: Path, clients: Mapping[str, ClientResult]) -> tuple[str, ...]:

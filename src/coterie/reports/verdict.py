@@ -124,10 +124,10 @@ def _compared(mine: Row, rival: Row, mix: str) -> str:
             f"{_value(second.mean, metric)})"
         )
     if won:
-        return (
-            f"On these data {ours} is better than {theirs}, the best other row, {whom}. "
-            f"{_advice_won(behind)}{mix * (behind > 0)}"
-        )
+        advice = "Keep its models: they are under clients/."
+        if behind:
+            advice = f"Keep its models for those, and see the table for the others.{mix}"
+        return f"On these data {ours} is better than {theirs}, the best other row, {whom}. {advice}"
     mix *= rival.method != BASE
     return f"On these data {theirs} is better than {ours} {whom}: {_advice_lost(rival)}{mix}"
 
@@ -154,12 +154,6 @@ def _whom(ahead: Sequence[str], level: Sequence[str], pairs: Mapping[str, Any]) 
     if len(ahead) + len(level) == len(pairs):
         return f"{those}, and as good for the other{'s' * (len(level) > 1)}"
     return f"on average, {those}"
-
-
-def _advice_won(behind: int) -> str:
-    if not behind:
-        return "Keep its models: they are under clients/."
-    return "Keep its models for those, and see the table for the others."
 
 
 def _advice_lost(rival: Row) -> str:

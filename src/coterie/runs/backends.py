@@ -240,7 +240,7 @@ def _measured_long(prepared: Prepared) -> bool:
     problem, training = prepared.problem, prepared.recipe.training
     client = prepared.site.client(prepared.clients[0], {})
     model = client.model.experts[0] if isinstance(client.model, PoolClassifier) else client.model
-    wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
+    wrt = [p for named in model.parameters_by_role.values() for p in named.values()]
     before, most = torch.get_rng_state(), training.micro_batch or training.batch_size
     with torch.random.fork_rng(devices=[]):
         # the first of all loads libraries; a few tokens suffice for a large base

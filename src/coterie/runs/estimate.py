@@ -220,7 +220,7 @@ def _pace(prepared: Prepared) -> tuple[float, float] | None:
     """
     training, problem = prepared.recipe.training, prepared.problem
     model: Any = problem.build(problem.base)
-    wrt = [p for named in model.parameters_by_role().values() for p in named.values()]
+    wrt = [p for named in model.parameters_by_role.values() for p in named.values()]
     train = problem.federation.clients[prepared.clients[0]].train
     batch: Any = train.batch(0, training.micro_batch or training.batch_size)
 

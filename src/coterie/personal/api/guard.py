@@ -284,7 +284,8 @@ def protocol(limits: Limits) -> type[H11Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._expect_head()
+            self._waiting.cancel()
+            self._waiting = self.loop.call_later(limits.head_s, self._close_unless_asked)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -293,10 +294,6 @@ def protocol(limits: Limits) -> type[H11Protocol]:
         def resume_writing(self) -> None:
             super().resume_writing()
             self._unread.cancel()
-
-        def _expect_head(self) -> None:
-            self._waiting.cancel()
-            self._waiting = self.loop.call_later(limits.head_s, self._close_unless_asked)
 
         def _close_unless_asked(self) -> None:
             if self.cycle is None or self.cycle.response_complete:

@@ -230,7 +230,7 @@ def _check_privacy(
         mistakes = _beyond_examples(recipe, method, model)
     if sum(bool(part.shared) for part in method.methods.values()) > 1:
         mistakes.append("privacy: only one of the parts may send anything: each spends the budget")
-    if isinstance(model, Classifier) and model.statistics is not None and model.buffers():
+    if isinstance(model, Classifier) and model.statistics is not None and model.buffers:
         mistakes.append(
             "privacy: running statistics travel with the network, and noise would break them; "
             "use model.norm group or local"

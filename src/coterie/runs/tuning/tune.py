@@ -257,11 +257,6 @@ def _notes(plan: Plan, rows: Sequence[TunedRow]) -> list[str]:
     return notes
 
 
-def chosen_recipes(tuning: Tuning) -> dict[str, Recipe]:
-    """Return the recipes that were chosen, by method."""
-    return {row.method: recipes.load(str(tuning.path(row.method))) for row in tuning.rows}
-
-
 def chosen_run(tuning: Tuning, method: str) -> Path:
     """Return the folder of the run that was chosen for a method, of the first seed."""
     path = tuning.path(method)
