@@ -91,7 +91,7 @@ def cell(recipe: Recipe, folder: Path, liars: Sequence[str]) -> Json:
         result = (
             read_json(folder / RESULT)
             if (folder / RESULT).exists()
-            else run(recipe, folder, resume=True)[-1].to_json()
+            else run(recipe, folder, resume=folder.exists())[-1].to_json()
         )
     except ClientError as error:
         cause = f"{error} {error.__cause__ or ''}"

@@ -92,7 +92,7 @@ def one(
         result = (
             Result.read(folder)
             if (folder / RESULT).exists()
-            else run(recipe, folder, resume=True)[-1]
+            else run(recipe, folder, resume=folder.exists())[-1]
         )
     except ClientError as error:
         return error.problem

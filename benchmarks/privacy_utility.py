@@ -134,7 +134,7 @@ def done(recipe: Recipe, folder: Path) -> Json:
     result: Json = (
         read_json(folder / RESULT)
         if (folder / RESULT).exists()
-        else run(recipe, folder, resume=True)[-1].to_json()
+        else run(recipe, folder, resume=folder.exists())[-1].to_json()
     )
     found = {
         "test": result["mean"],
