@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from PIL import Image
+from PIL import Image, ImageOps
 from typer.testing import CliRunner
 
 import coterie
@@ -370,11 +370,20 @@ def test_a_new_writer_gets_generalists_for_a_folder_of_text(
         adapt(tmp_path / "run", tmp_path / "none")
 
 
-def test_data_that_will_not_do_are_refused_and_nothing_is_kept(run: Path, tmp_path: Path) -> None:
+def test_data_that_will_not_do_are_refused_and_nothing_is_kept(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     large = written(tmp_path / "large", np.zeros((1, 9, 8), np.uint8))
     deep = tmp_path / "deep"
     written(deep, np.full((1, 8, 8), 40_000, np.uint16))
+    bomb = tmp_path / "bomb"
+    bomb.mkdir()
+    Image.new("1", (12_000, 12_000)).save(bomb / "a.png")
+    monkeypatch.setattr(ImageOps, "exif_transpose", pytest.fail)  # which would decode it
+    with pytest.raises(DataError, match="it is 12000 x 12000"):
+        adapt(run, bomb)
+    monkeypatch.undo()
     drawn = tmp_path / "drawn"
     drawn.mkdir()
     Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(drawn / "a.png")

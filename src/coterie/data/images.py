@@ -118,14 +118,16 @@ def pixels(file: BinaryIO, shape: tuple[int, int, int]) -> npt.NDArray[np.uint8]
     from PIL import Image, ImageOps
 
     channels, height, width = shape
-    image = ImageOps.exif_transpose(Image.open(file))
+    image: Image.Image = Image.open(file)
+    if sorted(image.size) == sorted((height, width)):  # nothing larger is decoded
+        image = ImageOps.exif_transpose(image)
+    if image.size != (width, height):
+        raise ValueError(f"it is {image.height} x {image.width}")
     if image.mode.startswith("I"):
         raise ValueError("it has 16 bits a channel; save it with 8")
     # drawn on nothing, strokes and background would have one colour
     if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
         raise ValueError("it is transparent in parts; save it on a background")
-    if image.size != (width, height):
-        raise ValueError(f"it is {image.height} x {image.width}")
     return np.moveaxis(
         np.atleast_3d(np.asarray(image.convert("L" if channels == 1 else "RGB"))), 2, 0
     )

@@ -50,7 +50,7 @@ class Document:
     key: str  # of the work that it belongs to, which is never in two splits; fixes the order
     content: str = ""  # the part that is compared, if not the key; see `conversation_content`
     # the posts of an archive in it: documents of several clients with a common one stay together
-    posts: tuple[str, ...] = ()
+    posts: tuple[Digest, ...] = ()
 
     @property
     def digest(self) -> Digest:
@@ -157,7 +157,7 @@ def _groups(clients: Sequence[Sequence[Document]], near: bool) -> dict[Digest, D
     if not near and not any(document.posts for documents in clients for document in documents):
         return {}
     contents: dict[Digest, str] = {}
-    holders = defaultdict[str, list[tuple[int, Digest]]](list)  # of each post
+    holders = defaultdict[Digest, list[tuple[int, Digest]]](list)  # of each post
     for client, documents in enumerate(clients):
         for document in documents:
             contents.setdefault(document.digest, document.content or document.key)

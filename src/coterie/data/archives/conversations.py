@@ -13,7 +13,7 @@ from coterie.core.errors import DataError
 from coterie.core.foreign import json_of
 from coterie.data.chats.reading import POSTS
 from coterie.data.plain_text import read_text
-from coterie.data.splitting import comparable
+from coterie.data.splitting import digest
 
 SILENCE = 8 * 3600  # seconds without a post that end a conversation: a night
 PAUSE, MUCH = 3600, 8000  # seconds that end one after so many characters
@@ -110,7 +110,7 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
             if any(is_mine for _, is_mine in part):
                 messages = list(_messages(part, len(speakers - mine) > 1))
                 # by minute and text, equal in the exports of all who have a post
-                posts = [f"{(post.time or 0) // 60} {comparable(post.text)}" for post, _ in part]
+                posts = [digest(f"{(post.time or 0) // 60} {post.text}") for post, _ in part]
                 yield part[0][0].where, {"messages": messages, POSTS: posts}
 
 

@@ -18,7 +18,7 @@ from coterie.data.chats.messages import (
     normal_tools,
 )
 from coterie.data.refusals import SHOWN, Refusals
-from coterie.data.splitting import Document, conversation_content
+from coterie.data.splitting import Digest, Document, conversation_content
 
 _TOOLS = ("tools", "functions")  # OpenAI's name for them until 2023
 BESIDE = ("system", *_TOOLS)  # columns that belong to a conversation
@@ -37,7 +37,7 @@ class Conversation:
     tools: Sequence[Any] | None = None  # descriptions of tools for the template
     # instead of messages, a prompt and its completion as plain text
     text: tuple[str, str] | None = None
-    posts: Sequence[str] = ()  # of an archive, see `Document.posts`
+    posts: Sequence[Digest] = ()  # of an archive, see `Document.posts`
 
     @property
     def trained(self) -> list[int]:
