@@ -4,16 +4,14 @@ single examples with four.
     python benchmarks/privacy_utility.py clients [--seeds 0 1] [--runs DIR] [--results DIR]
     python benchmarks/privacy_utility.py examples [...]
     python benchmarks/privacy_utility.py digits [...]
-    python benchmarks/privacy_utility.py placement [...]
     python benchmarks/privacy_utility.py step [--repeats 15] [...]
 
 `clients`: a thousand clients with twelve handwritten digits each (a part of MNIST), one linear
 layer, FedAvg with central noise in twenty exchanges; C was chosen on validation data, with a seed
 of its own. `examples`: the recipe `quickstart`, CoMiGS-1G1S with DP-SGD of what is shared, its
 settings as they are without privacy. `digits`: FedAvg with DP-SGD, twenty clients with some 540
-digits each. `placement`: the quickstart, with the gradient of what is shared taken at two different
-models. `step`: what a private step costs. Each writes a table as JSON and Markdown; runs that are
-in --runs already are not done again.
+digits each. `step`: what a private step costs. Each writes a table as JSON and Markdown; runs that
+are in --runs already are not done again.
 """
 
 import argparse
@@ -35,14 +33,13 @@ from coterie.client.client import Client
 from coterie.core.files import read_json, write_json
 from coterie.core.result import RESULT
 from coterie.core.roles import GENERALIST, SPECIALIST
-from coterie.methods.comigs import CoMiGS
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, load, validate
 from coterie.runs.run import run
 
 Json = dict[str, Any]
 EPSILONS = (8.0, 4.0, 2.0, 1.0)
-DELTA, DELTA_OF_EXAMPLES = 1e-5, 1e-4  # well below one of 1,000 clients, and of 406 windows
+DELTA, DELTA_OF_EXAMPLES = 1e-5, 1e-4  # well below one of 1,000 clients, and of 109 windows
 CLIP, CLIP_OF_EXAMPLES = 1.0, 0.1
 TRIED = (0.25, 1.0, 2.0, 4.0)  # C of clients, on validation data
 OWN_SEED = 100  # with which C was chosen
@@ -334,53 +331,6 @@ def digits(args: argparse.Namespace) -> None:
     )
 
 
-def placement(args: argparse.Namespace) -> None:
-    """Where the gradient of what is shared is taken: at parts that no data have touched, or with
-    these parts made private as well.
-    """
-    own = quickstart(0)
-    rate = rate_of(
-        max(data.train.windows for data in prepare(own).problem.federation.clients.values()),
-        own.training.batch_size,
-    )
-    z = multiplier(
-        args.epsilons[0],
-        partial(of_examples, rate, own.method["rounds"] * own.method["local_steps"]),
-    )
-    known, shared = (
-        args.runs / f"examples-epsilon-{args.epsilons[0]:g}-{args.seeds[0]}",
-        CoMiGS.shared,
-    )
-    cells = {
-        "specialists as they began, and trained without noise": done(
-            quickstart(args.seeds[0], z), known
-        )
-    }
-    try:
-        CoMiGS.shared = (*shared, SPECIALIST)  # what is private, not what is sent
-        cells["specialists as they are, and private too"] = done(
-            quickstart(args.seeds[0], z), args.runs / f"placement-joint-{args.seeds[0]}"
-        )
-    finally:
-        CoMiGS.shared = shared
-    lines = [
-        [name, *(f"{found[key]:.2f}" for key in ("test", "synced", "valid"))]
-        for name, found in cells.items()
-    ]
-    page = [
-        "# At which model the private gradient is taken",
-        f"Recipe `quickstart`, CoMiGS-1G1S, z = {z:g} (epsilon {args.epsilons[0]:g} at delta = "
-        f"{DELTA_OF_EXAMPLES:g}), seed "
-        f"{args.seeds[0]} alone. With specialists made private too, they are clipped and noised "
-        f"together with what is shared; for that "
-        "gradient routers stay as they began in both. Perplexity, lower is better.",
-        table(
-            ["gradient of what is shared", "test perplexity", "synchronised", "validation"], lines
-        ),
-    ]
-    write(args, "privacy-placement", page, {"seed": args.seeds[0], "z": z, "cells": cells})
-
-
 def step(args: argparse.Namespace) -> None:
     """Seconds of a step with and without privacy, within one process, taking turns."""
     torch.set_num_threads(1)
@@ -423,14 +373,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("table", choices=("clients", "examples", "digits", "placement", "step"))
+    parser.add_argument("table", choices=("clients", "examples", "digits", "step"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument(
         "--epsilons",
         type=float,
         nargs="+",
         default=list(EPSILONS),
-        help="of examples and placement",
+        help="of examples",
     )
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--runs", type=Path, default=Path("runs/privacy"))
@@ -448,7 +398,6 @@ def main() -> None:
         "clients": clients,
         "examples": examples,
         "digits": digits,
-        "placement": placement,
         "step": step,
     }[args.table](args)
 
