@@ -28,11 +28,11 @@ def names() -> list[str]:
 
 def find(recipe: str) -> Path:
     """Return the file of a shipped recipe, or of a path to a YAML file. Raises Refused."""
-    from coterie.data.rows import ENDINGS
-
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if path.is_file() and path.suffix.lower() not in (".yaml", ".yml", ""):
+            from coterie.data.rows import ENDINGS
+
             problem = f"{recipe} is neither a recipe nor a table that is read"
             tables = f"Tables end in {', '.join(ENDINGS)} (of Excel: save it as CSV UTF-8)"
             raise Refused(problem, f"{tables}; unpack a .zip file; a recipe is a .yaml file.")
