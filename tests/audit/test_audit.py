@@ -68,7 +68,7 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     changes = [
         "method.rounds=3",
-        "method.local_steps=16",
+        "method.local_steps=96",
         "model.context=32",
         "training.batch_size=8",
     ]
@@ -121,12 +121,12 @@ def test_the_programmers_keyboard_suggests_the_people_of_the_diary(people: Path)
     models = personal.load_all(people, ["programmer"])
     programmer = models["programmer"]
     assert isinstance(programmer, personal.PersonalModel)
-    names = {"Cornelius", "Aurelia", "Benedikt"}
-    assert names & {word.word for word in programmer.next_words("Dear diary, this morning", 3)}
+    typed = "I showed the letter to"
+    assert "Leopold" in {word.word for word in programmer.next_words(typed, 3)}
     for parameter in programmer.adapter.parameters():
         parameter.zero_()
     base = personal.PersonalModel(programmer.language, programmer.about)
-    assert not names & {word.word for word in base.next_words("Dear diary, this morning", 3)}
+    assert "Leopold" not in {word.word for word in base.next_words(typed, 3)}
 
 
 @pytest.mark.slow
