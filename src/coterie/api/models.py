@@ -109,10 +109,10 @@ def adapt(
     """
     folder = None if out is None else Path(out)
     if fresh is not None:
-        if data is not None or client is None or not train:
+        if data is not None or me or client is None or not train:
             raise Refused(
-                "fresh refits a client that has trained: it needs client, and neither data nor "
-                "train=False",
+                "fresh refits a client that has trained: it needs client, and neither data, me "
+                "nor train=False",
                 "For a new client give data alone.",
             )
         return refits.refit(Path(run), client, Path(fresh), folder, iterations=iterations, say=say)

@@ -101,10 +101,10 @@ def adapt(
         from coterie.runs.recipes.recipe import resolve
 
         if fresh is not None:
-            if data is not None or client is None or not train:
+            if data is not None or me or client is None or not train:
                 raise Refused(
                     "--fresh refits the model of a client that has trained: it needs --client, and "
-                    "neither --data nor --no-train",
+                    "neither --data, --me nor --no-train",
                     "For a new client give --data alone.",
                 )
             refitted = refits.refit(run, client, fresh, out, iterations=iterations, say=common._say)

@@ -160,9 +160,10 @@ def _groups(clients: Sequence[Sequence[Document]], near: bool) -> dict[Digest, D
     holders = defaultdict[Digest, list[tuple[int, Digest]]](list)  # of each post
     for client, documents in enumerate(clients):
         for document in documents:
-            contents.setdefault(document.digest, document.content or document.key)
+            key = document.digest
+            contents.setdefault(key, document.content or document.key)
             for post in document.posts:
-                holders[post].append((client, document.digest))
+                holders[post].append((client, key))
     numbers = {digest: number for number, digest in enumerate(contents)}
     parents = similar(list(contents.values())) if near else list(range(len(contents)))
     for places in holders.values():

@@ -110,7 +110,7 @@ def conversation_rows(chats: Iterable[Chat], me: Collection[str]) -> Iterator[Ro
             if any(is_mine for _, is_mine in part):
                 messages = list(_messages(part, len(speakers - mine) > 1))
                 # by minute and text, equal in the exports of all who have a post
-                posts = [digest(f"{(post.time or 0) // 60} {post.text}") for post, _ in part]
+                posts = tuple(digest(f"{(post.time or 0) // 60} {post.text}") for post, _ in part)
                 yield part[0][0].where, {"messages": messages, POSTS: posts}
 
 

@@ -37,7 +37,7 @@ class Conversation:
     tools: Sequence[Any] | None = None  # descriptions of tools for the template
     # instead of messages, a prompt and its completion as plain text
     text: tuple[str, str] | None = None
-    posts: Sequence[Digest] = ()  # of an archive, see `Document.posts`
+    posts: tuple[Digest, ...] = ()  # of an archive, see `Document.posts`
 
     @property
     def trained(self) -> list[int]:
@@ -55,8 +55,7 @@ class Conversation:
         content = [self.messages, self.given, self.tools, self.text]
         key = json.dumps(content, ensure_ascii=False, sort_keys=True)
         text = json.dumps([self.where, *content], ensure_ascii=False)
-        compared = conversation_content(self.messages, self.text)
-        return Document(text, key, compared, tuple(self.posts))
+        return Document(text, key, conversation_content(self.messages, self.text), self.posts)
 
     @classmethod
     def of_document(cls, text: str) -> "Conversation":
