@@ -383,12 +383,13 @@ def test_what_all_have_alike_is_there_once(tmp_path: Path) -> None:
 def test_devices_plant_nothing(texts: Path, tiny_base: Path) -> None:
     from coterie.engines.messages import Member
     from coterie.runs.device.device import _loaded
+    from coterie.runs.device.limits import Limits
 
     recipe = recipes.load(
         "folders", [f"data.path={texts}", f"model.base={tiny_base}", "engine=flower", CANARIES]
     )
     with pytest.raises(Refused, match="plant canaries in this device's data"):
-        _loaded(recipe.model_dump_json(), str(texts), None, True)
+        _loaded(recipe.model_dump_json(), str(texts), None, Limits())
     with pytest.raises(Refused, match="clients are on separate devices"):
         prepare_remote(recipe, [Member(client="ann", position=0, windows=(9, 9, 9))])
 

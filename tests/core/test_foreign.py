@@ -117,6 +117,8 @@ TWICE = {
     '{"\\ud800": {"\\ud801": 1, "\\ud801": 2}}': r"'\\ud800': key '\\ud801' occurs",
 }
 ODD = TWICE | {
+    "[" * 900 + '{"a": 1, "a": 1}' + "]" * 900: "nested more than 50 deep|: key 'a' occurs twice",
+    '{"a": {"x": 1, "x": 2}, "b": ' + "[" * 10**5 + "]" * 10**5 + "}": "nested more than 50 deep",
     "NaN": "NaN is no finite number",
     '{"a": -Infinity}': "-Infinity is no finite number",
     "[1e999]": "1e999 is no finite number",

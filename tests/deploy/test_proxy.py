@@ -185,6 +185,7 @@ def test_what_devices_ask_passes_unchanged_both_ways(
         ("POST", "https://127.0.0.1/v1/control/start-run"),
         ("POST", "/v1/fleet/get-run?x=/v1/control"),
         ("GET", "/v1/fleet/get-run"),
+        ("POST", "/v1/fleet/" + "a" * 41),  # would be logged
         ("GET", "/docs"),
         ("DELETE", "/v1/fleet/get-run"),
     ],
@@ -554,6 +555,17 @@ def test_a_device_has_limits_too(folder: Path) -> None:
         assert answered(port, folder) == 429
         held[0].close()
         assert until(lambda: answered(port, folder) == 201)
+
+
+def test_a_device_that_stops_signing_is_a_stranger_again(folder: Path) -> None:
+    with opened(folder, Limits(of_a_device=4, of_an_address=4)) as (port, proxy):
+        held = []
+        for _ in range(6):
+            held.append(connected(port, folder))
+            for headers in (signed(folder / "clients/ann"), {}):
+                held[-1].request("POST", "/v1/fleet/hello", b"", headers)
+                assert held[-1].getresponse().read() == b""
+        assert until(lambda: len(proxy._callers.strangers) == 4)
 
 
 def test_devices_are_heard_while_strangers_keep_the_superlink_busy(

@@ -1,7 +1,7 @@
 """Whatever a node sends, the server neither falls over nor believes it."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import flwr.app as flower_app
 import pytest
 import torch
 from flwr.app import Error, Message, RecordDict
+from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nodes import Nodes, Notes, altered, content, devices, execution, finished
@@ -18,6 +19,7 @@ from coterie.core.protocol import Ask
 from coterie.core.result import RESULT
 from coterie.core.tensors import Tensors, from_bytes, to_bytes
 from coterie.engines.flower.engine import Flower
+from coterie.engines.flower.nodes import Transport
 from coterie.engines.messages import MOST_HEADER, Reply, Request, parsed
 from coterie.methods import Method
 from coterie.methods.section import build_method
@@ -325,6 +327,30 @@ def test_records_that_are_not_ours(name: str) -> None:
     )
     assert Flower(grid, "run", {}, deadline=1, listener=told).members() == []
     assert "It did not come from coterie." in told.losses[0][2]
+
+
+def test_what_flower_cannot_decode_is_lost_alone_from_the_second_time_on() -> None:
+    class Undecodable(Nodes):
+        """Flower confirms a reply before it decodes it, so that all that were pulled are gone."""
+
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            pulled = list(super().pull_messages(message_ids))
+            if any(message.metadata.src_node_id == liar for message in pulled):
+                raise DecodeError("Error parsing message")
+            return pulled
+
+    grid = Undecodable()
+    ann, liar = (grid.add({"client": id}, true_answer) for id in ("ann", "liar"))
+    transport = Transport(grid, [0, 0])
+    request = Request(action="hello", run="run", recipe={})
+    for others in ([], [ann]):
+        sent = transport.send(dict.fromkeys((liar, ann), request), {}, seconds=1)
+        assert list(transport.collected(sent, 0.1)) == others
+    assert transport.undecodable == ["DecodeError: Error parsing message"] * 2
+
+
+def true_answer(node: Mapping[str, Any], text: str, body: bytes) -> tuple[str, bytes]:
+    return hello(node), b""
 
 
 def test_errors_of_flower_are_told_with_their_reason() -> None:

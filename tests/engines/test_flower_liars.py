@@ -174,6 +174,8 @@ SCORES = {
     "a loss below zero": {"valid": [-10.0, 10.0, 5.0]},
     "half a prediction": {"test": [1.0, 10.5, 5.0]},
     "more than can be counted": {"test": [1.0, 1e300, 5.0]},
+    "a part of no predictions": {"parts": [[[1.0, 9.0, 3.0]], [[0.0, 0.0, 0.0]]]},
+    "a weight of a part above all": {"weights": [1e30, 0.0]},
 }
 
 
@@ -182,7 +184,7 @@ def test_scores_that_cannot_be_are_refused(lie: str) -> None:
     true = {"valid": torch.tensor([5.0, 10.0, 10.0]), "test": torch.tensor([0.0, 1.0, 0.0])}
     check_scores(true)
     check_scores({"test": torch.tensor([5.0, 10.0])})
-    with pytest.raises(TensorError, match="cannot be sums"):
+    with pytest.raises(TensorError, match=r"cannot be sums|weights must be"):
         check_scores(true | {name: torch.tensor(value) for name, value in SCORES[lie].items()})
 
 

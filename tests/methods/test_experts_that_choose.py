@@ -241,6 +241,8 @@ def test_an_expert_s_embedding_is_the_mean_over_those_that_hold_it() -> None:
         expert = np.mean(rows, axis=0) if rows else np.zeros(RANK)
         expected = expert @ embeddings[i][b, 0].numpy() / math.sqrt(RANK)
         assert float(ours[b, m, i]) == pytest.approx(float(expected))
+    endless = affinities(held, [embeddings[0] * 1e308, *embeddings[1:]])  # one client lies
+    assert bool(endless.isfinite().all())
 
 
 def test_too_few_experts_are_refused(backbone: Backbone, tiny_federation: Federation) -> None:

@@ -28,13 +28,13 @@ def checkpoint(round: int, size: int = 4) -> Checkpoint:
 def test_the_two_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, RECIPE)
     assert checkpoints.latest() is None
-    for round in range(1, 5):
+    for round in (99_998, 99_999, 100_000, 100_001):  # by number, not as text
         checkpoints.save(checkpoint(round))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-00003", "round-00004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["round-100000", "round-100001"]
     found = checkpoints.latest()
     assert found is not None
-    assert (found.round, found.progress) == (4, {"k": 4})
-    assert torch.equal(found.clients["ann"]["x"], torch.full((4,), 4.0))
+    assert (found.round, found.progress) == (100_001, {"k": 100_001})
+    assert torch.equal(found.clients["ann"]["x"], torch.full((4,), 100_001.0))
 
 
 def test_a_half_written_one_is_not_seen(tmp_path: Path) -> None:

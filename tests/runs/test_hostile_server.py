@@ -29,6 +29,7 @@ from coterie.runs.device import limits as limiting
 from coterie.runs.device.account import ACCOUNT, Account, Cost, OutgoingReply, accepted, described
 from coterie.runs.device.device import Device
 from coterie.runs.device.limits import Limits, LocalPrivacy
+from coterie.runs.problems import loading
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, load
 
@@ -732,6 +733,43 @@ def test_a_device_is_not_told_where_to_write_nor_who_it_is(theta: Tensors, tmp_p
     assert "this device is 'c0-0'" in refused(
         device, section_of(recipe_of()), "local_round", theta, client="c0-1"
     )
+
+
+@pytest.mark.parametrize("data", [None, "texts"])
+def test_no_file_is_read_that_the_owner_did_not_name(data: str | None, tmp_path: Path) -> None:
+    private = tmp_path / "private.jsonl"
+    private.write_text('{"text": "Ben has diabetes."}\n' * 9)
+    device = Device(tmp_path, CLIENT, data=None if data is None else tmp_path / data)
+    section = section_of(recipe_of())
+    of = {"dataset": str(private), "split": "train"}
+    for named in (
+        {"kind": "hub-clients", "clients": {CLIENT: of}},
+        {"kind": "hub", "client_column": "text"} | of,
+        {"kind": "hub", "client_column": "text"} | of | {"dataset": "text"},  # the current folder
+        {"kind": "hub", "client_column": "text"} | of | {"dataset": "hf://a::file:///etc/hosts"},
+    ):
+        assert "no data set of the Hub" in refused(device, section | {"data": named}, "score", {})
+    for path in (private, "../a.safetensors", "~/a.safetensors", "/a.safetensors", "notes.txt"):
+        model = section["model"] | {"common": {"path": str(path)}}
+        assert "model.common.path" in refused(device, section | {"model": model}, "score", {})
+    # of the owner's own folder of data sets
+    model = section["model"] | {"common": {"path": "experts/cifar.safetensors"}}
+    assert "outside" not in refused(device, section | {"model": model}, "score", {})
+
+
+def test_nothing_is_loaded_of_a_run_that_the_owner_does_not_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "load", lambda recipe: pytest.fail("it was loaded"))
+    section = section_of(load("quickstart", ["compare_with=[]", "engine=flower"]))
+    owners = {"bases": ("mini",), "methods": ("fedavg",), "rounds": 1}
+    for name, value in owners.items():
+        device = Device(tmp_path, "reference", limits=Limits.model_validate({name: value}))
+        assert f"limits.{name}" in refused(device, section, "score", {})
+    common = ["model.common={base: of-the-server}", "compare_with=[]", "engine=flower"]
+    section = section_of(load("ddome-clinc150", common))
+    device = Device(tmp_path, "client-0", base="mini", limits=Limits(bases=("mini",)))
+    assert "loads mini, not of-the-server" in refused(device, section, "score", {})
 
 
 # --- the file of limits

@@ -161,7 +161,7 @@ def best_choices(scores: Tensor, count: int, most: int, least: int = 0) -> Tenso
 
 def affinities(held: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
     """Return <e_m, t_i> / sqrt(r), (B, M, N) float64, of expert m and client i in each of B blocks,
-    where e_m is the mean embedding of the expert over the clients that hold it.
+    where e_m is the mean embedding of the expert over the clients that hold it; always finite.
 
     Args:
         held: Whether each of N clients holds an expert, (M, B) bool each.
@@ -174,4 +174,4 @@ def affinities(held: Sequence[Tensor], embeddings: Sequence[Tensor]) -> Tensor:
         total[mask.T] += means[:, 1:][present]
     holders = torch.stack([*held]).sum(dim=0).T.clamp(min=1)
     tokens = torch.stack([means[:, 0] for means in embeddings], dim=-1)  # (B, r, N)
-    return total / holders[..., None] @ tokens / math.sqrt(tokens.shape[1])
+    return (total / holders[..., None] @ tokens / math.sqrt(tokens.shape[1])).nan_to_num()

@@ -26,6 +26,7 @@ MOST_YAML = 1_000_000  # characters
 DEEPEST = 50  # objects within objects
 _MOST_VALUES = 100_000  # of YAML; an alias counts as what it stands for
 _MOST_DIGITS = 40  # of a whole number
+_MOST_NUMBER = 10_000  # characters of a YAML number: those in base 60 cost their square
 _HALF = re.compile(r"[\ud800-\udfff]")  # of a surrogate pair
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _OPENING = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -94,12 +95,14 @@ def json_of(text: str | bytes, finite: bool = True) -> Any:
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
     try:
-        value = (_FINITE if finite else _ANY).decode(text)
+        try:
+            value = (_FINITE if finite else _ANY).decode(text)
+        except _KeyTwice:  # once more, for its place
+            duplicate = _first_duplicate(json.loads(text, object_pairs_hook=_Pairs))
+            raise ValueError(duplicate) from None
         nested = text.count("[") + text.count("{") > DEEPEST
         if nested or _ESCAPED_HALF.search(text) or _HALF.search(text):
             _check(value)
-    except _KeyTwice:
-        raise ValueError(_first_duplicate(json.loads(text, object_pairs_hook=_Pairs))) from None
     except RecursionError:
         raise ValueError(f"nested more than {DEEPEST} deep") from None
     return value
@@ -123,14 +126,14 @@ class _Pairs(tuple[tuple[str, Any], ...]):
     __slots__ = ()
 
 
-def _first_duplicate(value: Any, place: str = "") -> str:
+def _first_duplicate(value: Any) -> str:
     """Return a description of the first duplicate key within a value, or ""."""
     counts = Counter(name for name, _ in value) if isinstance(value, _Pairs) else {}
     if twice := next((name for name, count in counts.items() if count > 1), None):
-        return f"{place}key {twice!r} occurs twice in one object"
+        return f"key {twice!r} occurs twice in one object"
     inner = value if counts else enumerate(value) if isinstance(value, list) else ()
-    problems = (_first_duplicate(part, f"{place}{name!r}: ") for name, part in inner)
-    return next(filter(None, problems), "")
+    problems = ((name, _first_duplicate(part)) for name, part in inner)
+    return next((f"{name!r}: {problem}" for name, problem in problems if problem), "")
 
 
 def _int(digits: str) -> int:
@@ -205,11 +208,14 @@ def _measure(loader: yaml.SafeLoader, node: yaml.Node, known: dict[int, int], de
         raise RecursionError
     if (size := known.get(id(node))) is not None:
         return size
+    if node.tag.endswith((":int", ":float")) and len(node.value) > _MOST_NUMBER:
+        raise ValueError(f"a number of {len(node.value):,} characters")
     inner = node.value if isinstance(node, yaml.SequenceNode) else ()
     if isinstance(node, yaml.MappingNode):
-        _check_keys(loader, node)
         inner = [part for pair in node.value for part in pair]
     size = 1 + sum(_measure(loader, part, known, depth + 1) for part in inner)
+    if isinstance(node, yaml.MappingNode):
+        _check_keys(loader, node)
     if size > _MOST_VALUES:
         raise ValueError(f"aliases that stand for more than {_MOST_VALUES:,} values")
     known[id(node)] = size

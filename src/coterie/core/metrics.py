@@ -58,18 +58,23 @@ MOST = 1 << 53  # what can be counted without loss
 
 
 def check_scores(score: Mapping[str, Tensor]) -> None:
-    """Raise TensorError for impossible scores, (2,) or (3,) by split, or `choices`: no predictions,
-    more correct than all, a negative loss, or a fractional number.
+    """Raise TensorError for impossible scores, (2,) or (3,) by split and of all `parts`, `weights`
+    or `choices`: no predictions, more correct than all, a negative loss, or a fractional number.
     """
-    for split in score.keys() & {"valid", "test"}:
-        nll, predictions, *right = score[split].tolist()
+    scores = {split: score[split] for split in ("valid", "test") if split in score}
+    if "parts" in score:
+        scores |= {f"parts {k}": part for k, part in enumerate(score["parts"].flatten(0, 1))}
+    for what, sums in scores.items():
+        nll, predictions, *right = sums.tolist()
         counted = all(float(value).is_integer() for value in (predictions, *right))
         fits = 1 <= predictions <= MOST and all(0 <= r <= predictions for r in right)
         if not (counted and fits and nll >= -1e-3 * predictions):
             raise TensorError(
-                f"{split} {score[split].tolist()} cannot be sums of losses, predictions and "
-                f"correct predictions"
+                f"{what} {sums.tolist()} cannot be sums of losses, predictions and correct "
+                f"predictions"
             )
+    if "weights" in score and not bool(((score["weights"] >= 0) & (score["weights"] < 1.01)).all()):
+        raise TensorError("weights must be between 0 and 1")
     if "choices" in score:
         given, right = score["choices"]
         counts = (score["choices"] == score["choices"].floor()) & (right >= 0) & (right <= given)

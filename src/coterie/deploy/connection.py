@@ -97,7 +97,7 @@ class Callers:
             del self._devices[key]
 
 
-_MAY = re.compile(rb"/v1/fleet/[a-z-]+")  # Flower's Fleet API
+_MAY = re.compile(rb"/v1/fleet/[a-z-]{1,40}")  # Flower's Fleet API
 _MESSAGES = b"/v1/fleet/pull-messages"  # by which a device asks whether there is one for it
 # the headers by which Flower knows a device: its key, a signature, and the time that is signed
 _CREDENTIALS = (b"flwr-public-key", b"flwr-signature", b"flwr-timestamp")
@@ -261,7 +261,9 @@ class Connection:
         if key != self.device:
             self.leave()
             self.device = None
-            if key is not None:
+            if key is None and (task := asyncio.current_task()) is not None:  # a stranger again
+                self.callers.strangers.admit(task, self.address, self.limits.strangers)
+            elif key is not None:
                 self.callers.enter(key)
                 self.device = key
 

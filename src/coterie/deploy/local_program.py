@@ -18,10 +18,13 @@ NAMES = ("127.0.0.1", "localhost")
 
 
 def _check_names() -> None:
-    """Have every server of this process refuse requests under other names."""
+    """Have every server of this process refuse requests under other names, and log no requests:
+    strangers would fill the disk.
+    """
     configure = uvicorn.Config.__init__
 
     def with_names(self: uvicorn.Config, app: Any, *args: Any, **settings: Any) -> None:
+        settings["access_log"] = False
         configure(self, TrustedHostMiddleware(app, NAMES, www_redirect=False), *args, **settings)
 
     uvicorn.Config.__init__ = with_names  # type: ignore[method-assign]

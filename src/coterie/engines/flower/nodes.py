@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -30,6 +31,7 @@ class Transport:
 
     grid: Grid  # Flower's, of one run
     traffic: list[int]  # bytes to devices and from them, counted up
+    undecodable: list[str] = field(default_factory=list)  # problems of replies, see `arrived`
 
     def nodes(self) -> set[int]:
         """Return the nodes that are connected now."""
@@ -71,8 +73,17 @@ class Transport:
         return sent
 
     def arrived(self, sent: Collection[str]) -> dict[str, Message]:
-        """Return the replies that have arrived, by the ids of the messages."""
-        pulled = list(self.grid.pull_messages(list(sent))) if sent else []
+        """Return the replies that have arrived, by the ids of the messages. What Flower cannot
+        decode is lost, the first time with what arrived beside it: then each is taken alone.
+        """
+        pulled: list[Message] = []
+        for ids in [[id] for id in sent] if self.undecodable else [list(sent)] if sent else []:
+            try:
+                pulled += self.grid.pull_messages(ids)
+            except httpx.HTTPError:  # of the SuperLink
+                raise
+            except Exception as error:  # whatever a foreign node managed to send
+                self.undecodable.append(f"{type(error).__name__}: {error}")
         replies = {message.metadata.reply_to_message_id: message for message in pulled}
         known = {id: message for id, message in replies.items() if id in sent}
         self.traffic[1] += sum(_size(m.content) for m in known.values() if m.has_content())

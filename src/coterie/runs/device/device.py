@@ -4,6 +4,7 @@ it sends a reply.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -132,7 +133,9 @@ def check_code(section: Mapping[str, Any], limits: Limits) -> None:
 def check_run(recipe: Recipe, limits: Limits) -> None:
     """Refuse a run that the owner does not allow. Raises Refused."""
     method = recipe.build_method()
-    limits.check_run(recipe.method["name"], getattr(recipe.model, "base", None), method.rounds)
+    common = getattr(recipe.model, "common", None)
+    for base in {getattr(of, "base", None) for of in (recipe.model, common)}:
+        limits.check_run(recipe.method["name"], base, method.rounds)
     if recipe.keep == "best":
         limits.check_keeping([task.__name__ for task in (method.score_and_keep, method.recall)])
     privacy = recipe.privacy
@@ -140,18 +143,22 @@ def check_run(recipe: Recipe, limits: Limits) -> None:
         limits.check_noise(privacy.noise, privacy.clip)
 
 
+# a data set that `datasets` reads from the Hub alone; a common expert below or beside $COTERIE_DATA
+_HUB = re.compile(r"hf://[\w./@*-]+|\w[\w.-]*/\w[\w.-]*")
+_BESIDE = re.compile(r"(\w[\w.-]*/)*[\w.-]*\.safetensors")
 # files of a device that are no runs
 _NO_RUNS = {"data", "flwr", "secret", "secret.lock", "secret.new", "supernode.log"}
 _NO_RUNS |= {"resident.key", "resident.log", "resident.sock"}
 
 
 @lru_cache(maxsize=2)
-def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Prepared:
-    """Return a server's recipe, prepared here; `alone`: on a device, not for simulated clients."""
+def _loaded(section: str, data: str | None, base: str | None, limits: Limits | None) -> Prepared:
+    """Return a server's recipe, prepared here; by the owner's limits (None: simulated clients)."""
     values = json_of(section, finite=False)
-    if not alone:
+    if limits is None:
         return prepare(recipes.validate(values, "of the server"))
     recipe = recipes.validate(_with_own_paths(values, data, base), "of the server")
+    check_run(recipe, limits)
     method = recipe.build_method()
     if method.centralized:
         remedy = "The data of this device never leave it."
@@ -170,12 +177,24 @@ def _loaded(section: str, data: str | None, base: str | None, alone: bool) -> Pr
 
 
 def _with_own_paths(section: dict[str, Any], data: str | None, base: str | None) -> dict[str, Any]:
-    """Return a server's recipe with the device's paths in place of the server's."""
+    """Return a server's recipe with the device's paths in place of the server's. Raises Refused if
+    it names other files, of which replies would tell.
+    """
     places = {key: value for key, value in section["data"].items() if key not in ("root", "path")}
     template = places.get("chat_template")
     if template is not None and not is_template(str(template)):
         problem = "data.chat_template: the server's recipe names a file, which is not read here"
         raise Refused(problem, "A recipe that was loaded at the server holds the template itself.")
+    clients = places.get("clients")
+    of = [places, *(clients.values() if isinstance(clients, dict) else ())]
+    for dataset in [str(part["dataset"]) for part in of if "dataset" in part]:
+        if not _HUB.fullmatch(dataset) or Path(dataset).exists():
+            problem = f"dataset: {dataset!r} is no data set of the Hub, and files are not read here"
+            raise Refused(problem, "The owner of a device names its data, see `coterie client`.")
+    path = (section["model"].get("common") or {}).get("path") or ".safetensors"
+    if not _BESIDE.fullmatch(path):
+        problem = "model.common.path: the server's recipe names a file outside of the device's data"
+        raise Refused(problem, "Put it below or beside $COTERIE_DATA, and name it from there.")
     if data is not None:
         places["path" if "path" in section["data"] else "root"] = data
     model = section["model"] | ({"base": base} if base is not None else {})
@@ -256,13 +275,12 @@ class Device:
     def _prepared(self, request: Request) -> Prepared:
         section = json.dumps(request.recipe, sort_keys=True)
         if self.index is not None:
-            prepared = _loaded(section, None, None, alone=False)
+            prepared = _loaded(section, None, None, None)
             site = replace(prepared.site)
         else:
             check_code(request.recipe, self.limits)
             data = None if self.data is None else str(self.data)
-            prepared = _loaded(section, data, self.base, alone=True)
-            check_run(prepared.recipe, self.limits)
+            prepared = _loaded(section, data, self.base, self.limits)
             layout = prepared.method.layout(request.position, prepared.problem.base)
             site = replace(prepared.site, layouts=dict.fromkeys(prepared.site.data, layout))
         if site.outbound is not None:

@@ -132,9 +132,8 @@ class Checkpoints:
             shutil.rmtree(old, ignore_errors=True)
 
     def _all(self) -> list[Path]:
-        return sorted(
-            path for path in self.folder.glob("round-*") if path.is_dir() and path.suffix != ".new"
-        )
+        begun = (p for p in self.folder.glob("round-*") if p.is_dir() and p.suffix != ".new")
+        return sorted(begun, key=lambda path: (len(path.name), path.name))  # 100000 after 99999
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint, with clients' states read on access; None if there is none.

@@ -177,7 +177,7 @@ class Observations:
             old.unlink(missing_ok=True)
 
     def _all(self) -> list[Path]:
-        return sorted(self.folder.glob("round-*-*.safetensors"))
+        return sorted(self.folder.glob("round-*-*.safetensors"), key=lambda p: (len(p.name), p))
 
     def before(self, round: int) -> list[Exchange]:
         """Return the exchanges before this round, the oldest first. Raises CheckpointError."""

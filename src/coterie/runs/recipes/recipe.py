@@ -129,7 +129,8 @@ class Recipe(BaseModel):
     def __init__(self, /, **fields: Any) -> None:
         """Validate the fields. Raises RecipeError with all mistakes."""
         fields = dotted.without_auto(fields)
-        source = f"recipe {fields.get('name', '')}".rstrip()
+        name = fields.get("name")
+        source = f"recipe {name if isinstance(name, str) else ''}".rstrip()
         if mistakes := list(impossible(fields)):
             raise RecipeError(source, mistakes)
         try:
