@@ -98,8 +98,7 @@ Out = Annotated[
     Path | None, typer.Option("--out", help="Folder for the run. Default: a new one under runs/.")
 ]
 Run = Annotated[
-    Path,
-    typer.Argument(help="Folder of a run, or of one client in a run.", show_default=False),
+    Path, typer.Argument(help="Folder of a run, or of one client in a run.", show_default=False)
 ]
 Clients = Annotated[
     list[str] | None,
@@ -112,12 +111,7 @@ Clients = Annotated[
 ]
 Client = Annotated[
     str | None,
-    typer.Option(
-        "--client",
-        metavar="ID",
-        callback=_normal,
-        help="A client of the run.",
-    ),
+    typer.Option("--client", metavar="ID", callback=_normal, help="A client of the run."),
 ]
 Base = Annotated[
     str | None,

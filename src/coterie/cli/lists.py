@@ -68,8 +68,7 @@ def list_methods() -> None:
 @app.command("recipes")
 def list_recipes(
     name: Annotated[
-        str | None,
-        typer.Argument(help="A shipped recipe to print as YAML.", show_default=False),
+        str | None, typer.Argument(help="A shipped recipe to print as YAML.", show_default=False)
     ] = None,
 ) -> None:
     """List the shipped recipes, or print one as YAML: coterie recipes quickstart > mine.yaml."""

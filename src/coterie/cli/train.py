@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 Methods = Annotated[
-    list[str] | None,
-    typer.Argument(help="Methods (`coterie methods`).", show_default=False),
+    list[str] | None, typer.Argument(help="Methods (`coterie methods`).", show_default=False)
 ]
 Of = Annotated[
     str | None,
@@ -54,7 +53,7 @@ def run(
         str,
         typer.Argument(
             help="A shipped recipe (`coterie recipes`), a YAML file, a folder with one folder per "
-            "client, or a table that names clients.",
+            "client, or a table that names clients."
         ),
     ],
     set_: common.Set = None,

@@ -121,8 +121,7 @@ def _started(memory: State, key: str, like: Tensor) -> Tensor:
 
 
 Optimiser = Annotated[
-    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")],
-    unions.by("optimiser", AdamW, SGD),
+    Annotated[AdamW, Tag("adamw")] | Annotated[SGD, Tag("sgd")], unions.by("optimiser", AdamW, SGD)
 ]
 
 

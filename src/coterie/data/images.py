@@ -204,10 +204,7 @@ class Cifar10(StoredImages):
     folder: ClassVar[str] = "cifar10"
     dataset: ClassVar[str] = "uoft-cs/cifar10"
     columns: ClassVar[tuple[str, str]] = ("img", "label")
-    class_names: ClassVar[tuple[str, ...]] = (
-        *("airplane", "automobile", "bird", "cat", "deer"),
-        *("dog", "frog", "horse", "ship", "truck"),
-    )
+    class_names: ClassVar[tuple[str, ...]] = tuple(CLASSES["cifar10"].split())
 
 
 class Mnist(StoredImages):

@@ -2,17 +2,17 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from coterie.core.errors import ModelError
+from coterie.core.foreign import read_text, yaml_of
 
 _PARTS, _MOST_PARTS = re.compile(r"(num|n)_\w*(layer|expert)|\w*layers$"), 1000
-
-QKVO = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Family:
     name: str  # for messages
     blocks: str  # path of the list of blocks
     attention: str  # path of the attention within a block
-    linears: tuple[str, ...]  # names of the attention's linears in call order
+    linears: Sequence[str]  # names of the attention's linears in call order
     # our name of each linear -> theirs, in our order; two may be halves of one of theirs
     mlp: dict[str, str]
     activation: str  # name of the MLP's activation
@@ -63,44 +63,7 @@ class Family:
         return f"{self.place}.{name}" if self.place else name
 
 
-_LLAMA = ("model.layers", "self_attn")
-_QKV_OUT = ("q_proj", "k_proj", "v_proj", "out_proj")
-_C_FC = {"up": "c_fc", "down": "c_proj"}
-_FC = {"up": "fc1", "down": "fc2"}
-_FC_IN = {"up": "fc_in", "down": "fc_out"}
-_H_TO_4H = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
-_UNGATED = {"up": "up_proj", "down": "down_proj"}
-_FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
-_PHI = ("q_proj", "k_proj", "v_proj", "dense")
-_FUSED_QKV = ("query_key_value", "dense")
-FAMILIES = (
-    Family(
-        "GPT-2", "transformer.h", "attn", ("c_attn", "c_proj"), _C_FC, "act", "GPT-2, GPT-BigCode"
-    ),
-    Family(
-        "Llama-like",
-        *_LLAMA,
-        QKVO,
-        {"gate": "gate_proj", **_UNGATED},
-        "act_fn",
-        "Llama, Mistral, Ministral, Qwen2, Qwen3, SmolLM3, Gemma 1 to 4 (text), OLMo 1 to 3, "
-        "Granite, Cohere 1 and 2, StableLM, Helium, EXAONE 4, ERNIE 4.5, Seed-OSS",
-    ),
-    Family("ungated Llama", *_LLAMA, QKVO, _UNGATED, "act_fn", "Nemotron, Arcee, Apertus, Jais2"),
-    Family("StarCoder2", *_LLAMA, QKVO, _C_FC, "act"),
-    Family("GLM", *_LLAMA, QKVO, _FUSED, "activation_fn", "GLM, GLM4"),
-    Family("Phi-3", *_LLAMA, ("qkv_proj", "o_proj"), _FUSED, "activation_fn", "Phi-3, Phi-4"),
-    Family("Phi", *_LLAMA, _PHI, _FC, "activation_fn", "Phi 1, 1.5 and 2"),
-    Family(
-        "GPT-NeoX", "gpt_neox.layers", "attention", _FUSED_QKV, _H_TO_4H, "act", "GPT-NeoX, Pythia"
-    ),
-    Family("Falcon", "transformer.h", "self_attention", _FUSED_QKV, _H_TO_4H, "act"),
-    Family("GPT-J", "transformer.h", "attn", _QKV_OUT, _FC_IN, "act"),
-    Family("CodeGen", "transformer.h", "attn", ("qkv_proj", "out_proj"), _FC_IN, "act"),
-    Family("GPT-Neo", "transformer.h", "attn.attention", _QKV_OUT, _C_FC, "act"),
-    Family("OPT", "model.decoder.layers", "self_attn", _QKV_OUT, _FC, "activation_fn", place=""),
-    Family("XGLM", *_LLAMA, _QKV_OUT, _FC, "activation_fn", place=""),
-)
+FAMILIES = [Family(**entry) for entry in yaml_of(read_text(Path(__file__).with_suffix(".yaml")))]
 _KINDS = "; ".join(family.models or family.name for family in FAMILIES)
 REMEDY = f"Use a base of one of these kinds: {_KINDS}."
 

@@ -48,7 +48,8 @@ class Limits(BaseModel):
 
     methods: _Named | None = None  # methods that it takes part in; null: all
     tasks: _Named | None = None  # tasks of them that it does; null: all
-    bases: _Named | None = None  # base models (`model.base`) that it loads; null: any
+    # base models (`model.base`, and a common expert's) that it loads; null: any
+    bases: _Named | None = None
     # kinds of data of one's own, `module:Class`, that it imports; null: none
     data: _Named | None = None
     runs: _Int | None = Field(None, ge=1)  # runs that it ever takes part in; null: any number

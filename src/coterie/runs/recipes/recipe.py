@@ -27,12 +27,7 @@ from coterie.runs import recipes
 from coterie.runs.folder.names import RECIPE
 from coterie.runs.recipes import dotted
 from coterie.runs.recipes.mistakes import Mistakes, impossible, readable
-from coterie.runs.recipes.sections import (
-    LanguageSection,
-    ModelSection,
-    Participation,
-    Quorum,
-)
+from coterie.runs.recipes.sections import LanguageSection, ModelSection, Participation, Quorum
 
 
 class Recipe(BaseModel):
