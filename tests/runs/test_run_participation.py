@@ -146,3 +146,12 @@ def test_each_group_of_unseen_clients_is_drawn_from() -> None:
     federation = SimpleNamespace(clients={"x": 0}, unseen=unseen)
     found = evaluated(federation, 2, 0)  # type: ignore[arg-type]
     assert {group: len(of) for group, of in found.items()} == {"one": 1, "two": 2}
+
+
+@pytest.mark.parametrize("name", ["pcl", "oracle"])
+def test_a_checkpoint_has_what_clients_that_did_not_take_part_began_with(
+    name: str, tmp_path: Path
+) -> None:
+    short = ["method.rounds=1", "method.local_steps=1", "participation.clients=2"]
+    result(tmp_path, "cobo-digits", f"method.name={name}", *short, "checkpoint_every=1")
+    assert [*tmp_path.glob("*/checkpoints/round-00001")]

@@ -13,7 +13,7 @@ import torch
 from coterie.client.blueprint import Blueprint
 from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Round, State
-from coterie.core.tensors import Tensors, prefixed, under
+from coterie.core.tensors import Tensors, copy, prefixed, under
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.templates import unknown_clusters
 
@@ -42,7 +42,7 @@ class Oracle(FedAvg):
         theta, clusters = super().init(model, clients), model.clusters or {}
         state = {f"cluster/{i}": torch.tensor(k) for i, k in clusters.items()}
         for k in sorted(set(clusters.values())):
-            state |= prefixed(f"mean-{k}", theta)
+            state |= prefixed(f"mean-{k}", copy(theta))
         return state
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:

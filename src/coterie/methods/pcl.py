@@ -18,7 +18,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import clients_with
-from coterie.core.tensors import Tensors, prefixed, under
+from coterie.core.tensors import Tensors, copy, prefixed, under
 from coterie.methods.templates import OneAdapter, weight_rows
 
 _WORST = torch.finfo(torch.float64).max  # the perplexity of a broken model: its weight is 0
@@ -43,7 +43,7 @@ class PCL(OneAdapter):
         return {
             k: v
             for i, w in zip(order, alone, strict=True)
-            for k, v in prefixed(i, theta | {"weights": w}).items()
+            for k, v in prefixed(i, copy(theta) | {"weights": w}).items()
         }
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
