@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +22,9 @@ from coterie.cli.train import _show
 from coterie.core.callback import Callback
 from coterie.core.errors import Refused
 from coterie.core.files import read_json
-from coterie.core.metrics import perplexity
+from coterie.core.metrics import ACCURACY, perplexity
 from coterie.core.protocol import State
-from coterie.core.result import Result
+from coterie.core.result import Evaluation, Result, Scores
 from coterie.core.result import rows as comparison
 from coterie.core.tensors import from_bytes
 from coterie.data.splits import SPLITS
@@ -31,6 +32,7 @@ from coterie.methods import METHODS
 from coterie.runs import run
 from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import Recipe, load
+from coterie.runs.scoring import Scorer
 
 WORDS = {
     "ann": "the cat sat on a warm mat and slept while the dog looked for its bone",
@@ -341,3 +343,16 @@ def test_patience_needs_validation_scores() -> None:
     for field in ("keep=last", "evaluate_every=0"):
         with pytest.raises(Refused, match="patience: needs keep: best"):
             load("quickstart", ["keep=best", "evaluate_every=1", field, "patience=3"])
+
+
+def test_an_accuracy_of_zero_is_a_score_that_others_are_better_than() -> None:
+    scores = {"a": [0.0, 20.0, 30.0, 40.0], "b": [60.0, 60.0, 60.0, 60.0]}
+    by_round = [{i: Scores(test=0.0, valid=of[k]) for i, of in scores.items()} for k in range(4)]
+    evaluations = [
+        Evaluation(round=k, iteration=k, test=0.0, clients=of) for k, of in enumerate(by_round)
+    ]
+    prepared = SimpleNamespace(problem=SimpleNamespace(metric=ACCURACY))
+    state = SimpleNamespace(
+        recipe=SimpleNamespace(patience=3), round=3, evaluations=evaluations, prepared=prepared
+    )
+    assert not Scorer(state, SimpleNamespace()).turned()  # type: ignore[arg-type]

@@ -82,10 +82,9 @@ class Scorer:
             return False
         for evaluation in self.state.evaluations:
             for i, scores in evaluation.clients.items():
-                parts = (scores.parts or {}).items()
-                valids = dict[str, float | None]((name, part.valid) for name, part in parts)
-                for name, valid in (valids or {"": scores.valid}).items():
-                    series.setdefault((i, name), []).append(float(valid or math.nan))
+                for name, part in (scores.parts or {"": scores}).items():
+                    valid = math.nan if part.valid is None else part.valid
+                    series.setdefault((i, name), []).append(valid)
         metric = self.state.prepared.problem.metric.about
         if any(len(values) <= patience for values in series.values()):
             return False
