@@ -3,13 +3,16 @@ and the specification's small real run.
 """
 
 import json
+import time
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 from figures import as_json
 
+from coterie.client.site import CENTRE
 from coterie.core.callback import Callback
 from coterie.core.errors import Refused
 from coterie.core.files import load as load_tensors
@@ -215,3 +218,13 @@ def test_the_specifications_small_real_run(tmp_path: Path) -> None:
     assert mean["ddome"]["random"] <= mean["fedavg"]["random"] - 5, (
         mean
     )  # a loss, which the paper does not have: two experts know four labels
+
+
+def test_a_run_whose_time_is_over_fits_the_common_weights(tmp_path: Path) -> None:
+    settings = ("method.name=ddome-shared", "method.rounds=6", "method.local_epochs=1")
+    recipe = load("ddome-digits", ["compare_with=[]", "evaluate_every=0", *settings])
+    early = execution.Execution(prepare(recipe), tmp_path, until=time.monotonic())
+    early.execute()
+    assert early.state.round == 1
+    centre = early.state.server[CENTRE]
+    assert not torch.equal(centre, torch.full_like(centre, 1 / len(centre)))

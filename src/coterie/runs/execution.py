@@ -18,6 +18,7 @@ from coterie.core.result import RESULT, Evaluation, Result
 from coterie.core.tensors import under
 from coterie.core.threads import computing
 from coterie.methods import Method
+from coterie.methods.parts import OfParts
 from coterie.runs.backends import Backend, LocalBackend
 from coterie.runs.folder.checkpoints import Checkpoint, Checkpoints
 from coterie.runs.folder.inputs import Inputs, RecordedInputs
@@ -168,8 +169,8 @@ class Execution:
             f"training ends after round {state.round} of at most {state.method.rounds}: "
             f"{'the time is over' if self._late() else why}",
         )
-        methods = state.method.methods.values() or (state.method,)
-        if any(type(method).finish is not Method.finish for method in methods):
+        methods = (state.method, *state.method.methods.values())
+        if any(type(method).finish not in (Method.finish, OfParts.finish) for method in methods):
             self._finish()
             self.scorer.evaluate()
 
