@@ -104,6 +104,23 @@ def test_a_row_sums_up_its_seeds() -> None:
     assert found["state_bytes"] is None  # an older result does not know it
 
 
+def test_seeds_that_end_at_different_rounds_count_with_their_rounds_and_the_most_privacy() -> None:
+    spent = dict.fromkeys(("where", "sampling"), "") | {"delta": 1e-5, "noise": 1.0, "clip": 1.0}
+
+    def result(rounds: int, epsilon: float | None) -> dict:
+        figures = scored("fedavg", 0, None, ann=1)
+        client = figures["clients"]["ann"] | {"bytes_up": 10 * rounds, "bytes_down": 0}
+        privacy = spent | {"epsilon": epsilon}
+        return figures | {"rounds": rounds, "clients": {"ann": client}, "privacy": privacy}
+
+    short, long, endless = result(2, 1.0), result(10, 2.0), result(2, None)
+    for results, epsilon in (((short, long), 2.0), ((long, short), 2.0), ((short, endless), None)):
+        of_seeds = row("fedavg", typed(results))
+        assert of_seeds.bytes_up_per_round == 10
+        assert of_seeds.privacy is not None
+        assert of_seeds.privacy.epsilon == epsilon
+
+
 def test_each_metric_has_its_direction_unit_and_predictions() -> None:
     low, high = PERPLEXITY.about, ACCURACY.about
     assert (best([1, 2, 3], low), worst([1, 2, 3], low), better(1, 2, low)) == (1, 3, True)

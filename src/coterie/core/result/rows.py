@@ -24,12 +24,8 @@ def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None
     local = {result.seed: result.clients for result in alone}
     if any(result.seed not in local or result.method == ALONE for result in results):
         return None
-    pairs = [
-        (client.test, local[r.seed].get(i), r.metric)
-        for r in results
-        for i, client in r.clients.items()
-    ]
-    wins = [better(test, other.test, metric) for test, other, metric in pairs if other is not None]
+    pairs = [(r, i) for r in results for i in r.clients if i in local[r.seed]]
+    wins = [better(r.clients[i].test, local[r.seed][i].test, r.metric) for r, i in pairs]
     return 100 * mean(wins)
 
 
@@ -48,10 +44,11 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
     of_groups = {g: [(r.groups or {})[g] for r in results] for g in first.groups or {}}
     of_clients = {i: [r.clients[i].test for r in results if i in r.clients] for i in first.clients}
     costs = [c for r in results for c in (r.training or r.clients).values()]
-    rounds = max(first.rounds, 1)
+    rounds = mean(max(r.rounds, 1) for r in results for _ in r.training or r.clients)
     spread = {i: deviation(values) for i, values in of_clients.items()}
     headline = [client for r in results for client in r.headline.values()]
     words = _means(vars(client.words) for client in headline if client.words)
+    spent = [r.privacy for r in results if r.privacy]
     absentees = [None if (i := r.never_took_part) is None else len(i) for r in results]
     return Row(
         method=name,
@@ -88,7 +85,7 @@ def row(name: str, results: Sequence[Result], alone: Sequence[Result] = ()) -> R
         part_of=first.part_of,
         lost=dict(sorted(sum((Counter(r.lost) for r in results), Counter[str]()).items())),
         never_took_part=_known(absentees),
-        privacy=first.privacy,
+        privacy=max(spent, key=_epsilon, default=None),  # seeds may end at different rounds
         drawn_of=first.drawn_of,
     )
 
@@ -102,11 +99,10 @@ def _means(scores: Iterable[Mapping[str, float] | None]) -> dict[str, float]:
 def _kept_rounds(results: Sequence[Result]) -> dict[str, float] | None:
     """Return each client's mean kept round over seeds; None if it has the last round's model."""
     rounds_of: dict[str, list[int]] = {}
-    for result in results:
-        for client, client_result in result.clients.items():
-            if client_result.kept_round is not None:
-                rounds_of.setdefault(client, []).append(client_result.kept_round)
-    return {client: mean(rounds) for client, rounds in rounds_of.items()} or None
+    for i, client in (item for r in results for item in r.clients.items()):
+        if client.kept_round is not None:
+            rounds_of.setdefault(i, []).append(client.kept_round)
+    return {i: mean(rounds) for i, rounds in rounds_of.items()} or None
 
 
 def rows(results: Sequence[Result]) -> list[Row]:
@@ -116,9 +112,8 @@ def rows(results: Sequence[Result]) -> list[Row]:
     by_method: dict[str, list[Result]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
-    lines = [
-        row(name, of_method, by_method.get(ALONE, ())) for name, of_method in by_method.items()
-    ]
+    alone = by_method.get(ALONE, ())
+    lines = [row(name, of_method, alone) for name, of_method in by_method.items()]
     everybody = results[0].clients if results else ()
     common = [i for i in everybody if all(i in result.clients for result in results)]
     return [replace(line, clients={i: line.clients[i] for i in common}) for line in lines]
@@ -234,6 +229,10 @@ def protected(privacy: PrivacySpent) -> str:
     assumed = f" It assumes: {privacy.assumes}." if privacy.assumes is not None else ""
     clip = f"clip C = {privacy.clip:g}): {privacy.sampling}. It covers {privacy.covers}."
     return f"{given}, {clip}{assumed}"
+
+
+def _epsilon(privacy: PrivacySpent) -> float:
+    return math.inf if privacy.epsilon is None else privacy.epsilon
 
 
 def _average(values: Sequence[float | None]) -> float | None:
