@@ -132,6 +132,24 @@ def test_a_time_that_is_too_short_is_refused_and_says_which_is_not(
         planned(small(texts, tiny_base, "time=1m"))
 
 
+@pytest.mark.parametrize(
+    ("fields", "left", "rounds", "steps"),
+    [
+        (["method.rounds=25", "method.local_steps=40"], 300, 12, 40),
+        (["method.rounds=4", "method.local_steps=40"], 300, 4, 20),
+        (["method.rounds=2", "method.local_steps=40"], 300, 2, 20),
+        (["method.rounds=25", "method.local_epochs=1"], 120, 5, 3),
+    ],
+)
+def test_few_rounds_and_rounds_of_epochs_use_the_time_that_is_left(
+    texts: Path, tiny_base: Path, fields: list[str], left: float, rounds: int, steps: int
+) -> None:
+    recipe = small(texts, tiny_base, *fields)
+    most = recipe.build_method()
+    chosen = budget._smaller(recipe, ["method.local_steps"], most, left, 600.0).build_method()
+    assert (chosen.rounds, chosen.local_steps) == (rounds, steps)
+
+
 def test_a_run_of_hours_is_told_how_to_take_one(texts: Path, tiny_base: Path) -> None:
     recipe = small(texts, tiny_base)
     assert advice(recipe, 3000.0, 0.0) is None

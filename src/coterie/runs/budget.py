@@ -114,7 +114,8 @@ def _smaller(
     method, (batch, context) = recipe.build_method(), _rows(recipe)
     whole = method.rounds * method.local_steps
     iterations, smaller = left / training * whole, 1
-    while iterations < FEWEST:
+    # an epoch has as many rows, whatever a batch and a window are
+    while method.local_epochs is None and iterations < FEWEST:
         if BATCH in free and batch > SMALLEST_BATCH:
             batch //= 2
         elif CONTEXT in free and context is not None and context > SHORTEST:
@@ -122,15 +123,15 @@ def _smaller(
         else:
             break
         iterations, smaller = 2 * iterations, 2 * smaller
-    steps = most.local_steps
-    if STEPS in free and iterations < ROUNDS * steps:
-        steps = max(int(iterations / ROUNDS), 1)
+    steps, few, least = most.local_steps, min(ROUNDS, most.rounds), min(LEAST_ROUNDS, most.rounds)
+    if STEPS in free and method.local_epochs is None and iterations < few * steps:
+        steps = max(int(iterations / few), 1)
     rounds = min(int(iterations / steps), most.rounds)
-    if rounds < LEAST_ROUNDS:
-        least = training * LEAST_ROUNDS * steps / (whole * smaller)
+    if rounds < least:
+        seconds = training * least * steps / (whole * smaller)
         raise Refused(
-            f"time: {recipe.time:g} s are too few: {LEAST_ROUNDS} rounds take about "
-            f"{least / SPARE:.0f} s on this machine, besides loading and the last scores",
+            f"time: {recipe.time:g} s are too few: {least} rounds take about "
+            f"{seconds / SPARE:.0f} s on this machine, besides loading and the last scores",
             "Give more time, less text, a smaller base, or fewer methods (compare_with).",
         )
     values: dict[str, Any] = {"method.rounds": rounds, STEPS: steps, BATCH: batch}
