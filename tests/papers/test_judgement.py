@@ -3,7 +3,7 @@ by it.
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from reports.samples import classified
 from scipy import stats
 
 from coterie.papers.checks import _verdicts
-from coterie.papers.figures import Condition, Judgement, SeedFigures, seed_figures
+from coterie.papers.figures import Condition, Judgement, SeedFigures, _weights_error, seed_figures
 from coterie.papers.reproduced import Verdict
 from coterie.papers.tables import Better, Figure, Near, Reproduction
 
@@ -180,3 +180,14 @@ def test_who_has_no_weights_favours_nobody() -> None:
 def test_what_is_not_finite_has_no_interval() -> None:
     assert Condition("", [1.0, math.inf]).interval is None
     assert Judgement([Condition("", [1.0, math.inf])]).surely is None
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_perfect_weights_in_five_digits_have_no_error(size: int) -> None:
+    """Thirds of five digits do not sum to 1."""
+    clusters = {f"c{k}": int(k < size) for k in range(2 * size)}
+    share = round(1 / size, 5)
+    result = typed(classified("fc", clusters=clusters))
+    rows = [[share * (a == b) for b in clusters.values()] for a in clusters.values()]
+    evaluated = replace(result.evaluations[-1], weights=rows)
+    assert _weights_error(result, evaluated) == pytest.approx(0, abs=1e-3)

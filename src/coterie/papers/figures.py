@@ -232,7 +232,7 @@ def _weights_error(result: Result, evaluated: Evaluation) -> float | None:
     weights = evaluated.weights
     if result.clusters is None or weights is None or len(weights) != len(result.clusters):
         return None
-    stochastic = all(abs(sum(row) - 1) < 1e-6 for row in weights)
+    stochastic = all(abs(sum(row) - 1) < 1e-5 * len(row) for row in weights)  # of five digits
     return weights_error(weights, [*result.clusters.values()], stochastic)
 
 
@@ -263,11 +263,12 @@ def _figures(
 
 def _favour(result: Result, client: str, other: str) -> float | None:
     """Return how much more weight a client gives another than any third; None without weights."""
-    at = [*result.clients].index(client)
+    clients = [*(result.training or result.clients)]
+    at = clients.index(client)
     rows = [e.weights[at] for e in result.evaluations if e.weights is not None]
     if not rows:
         return None
-    means = dict(zip(result.clients, map(metrics.mean, zip(*rows, strict=True)), strict=True))
+    means = dict(zip(clients, map(metrics.mean, zip(*rows, strict=True)), strict=True))
     del means[client]
     return means.pop(other) - max(means.values())
 
