@@ -46,6 +46,26 @@ def test_clients_are_ordered_by_cluster_and_weights_with_them() -> None:
     assert [last[0][1], last[2][3], last[0][2]] == pytest.approx([1, 1, 0.1])
 
 
+def test_weights_of_clients_that_are_scored_are_under_their_names() -> None:
+    written = classified("cobo")
+    training = {i: {**c} for i, c in written["clients"].items()}
+    last = list(training)[1:]
+
+    def scored(*names: str) -> Weights | None:
+        clients = {i: written["clients"][i] for i in names}
+        return Weights.of("CoBo", typed(written | {"training": training, "clients": clients}))
+
+    some = scored(*last)
+    assert some is not None
+    assert set(some.clients) == set(last)
+    matrix, order = (
+        written["evaluations"][-1]["weights"],
+        [[*training].index(i) for i in some.clients],
+    )
+    assert some.stages[-1][1] == [[matrix[i][j] for j in order] for i in order]
+    assert scored(last[0]) is None
+
+
 def test_a_known_matrix_has_the_known_fields() -> None:
     found = weights()
     blocks = {(0, 1), (1, 0), (2, 3), (3, 2)}

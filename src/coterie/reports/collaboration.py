@@ -34,18 +34,16 @@ class Weights:
     @classmethod
     def of(cls, title: str, result: Result) -> "Weights | None":
         """Return the weights of a result, or None if its method has none."""
-        evaluations = [
-            (e.iteration, e.weights) for e in result.evaluations if e.weights is not None
-        ]
-        if not evaluations or len(evaluations[0][1]) < 2:
+        evaluations = [(e.iteration, e.weights) for e in result.evaluations if e.weights]
+        clients, known = list(result.training or result.clients), result.clusters
+        order = [k for k, i in enumerate(clients) if i in result.clients]  # some may be scored
+        if not evaluations or len(order) < 2:
             return None
-        clients, known = list(result.clients), result.clusters
-        order = list(range(len(clients)))
         if known:
             order.sort(key=lambda k: known[clients[k]])
         stages = [
             (at, [[w[i][j] for j in order] for i in order])
-            for at, w in thinned(evaluations, heat.room(len(clients) ** 2))
+            for at, w in thinned(evaluations, heat.room(len(order) ** 2))
         ]
         clusters = [known[clients[k]] for k in order] if known else None
         return cls(title, [clients[k] for k in order], clusters, stages, result.weights_error)
