@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from coterie import personal
 from coterie.cli.base import app
 from coterie.core.callback import Callback
+from coterie.core.errors import RecipeError
 from coterie.core.files import load as load_tensors
 from coterie.runs import run
 from coterie.runs.execution import Execution
@@ -148,3 +149,19 @@ def test_collaborators_are_found_and_help(pairs: list[str], tmp_path: Path) -> N
     assert accuracy["c"] >= accuracy["l"] + 4, json.dumps(accuracy)
     assert accuracy["c"] >= accuracy["f"] + 40, json.dumps(accuracy)
     assert accuracy["o"] - accuracy["c"] <= 5, json.dumps(accuracy)
+
+
+def test_iterations_of_epochs_are_those_that_were_done(tmp_path: Path) -> None:
+    """Two epochs of 41 examples in batches of 16 are six iterations, whatever local_steps are."""
+    changes = ["method.rounds=2", "method.local_epochs=2", "data.per_client=41"]
+    recipe = load("cobo-digits", [*changes, "method.name=fedavg", "compare_with=[]"])
+    recipe = recipe.with_changes(training={"batch_size": 16})
+    whole = Execution(prepare(recipe), tmp_path)
+    result = whole.execute()
+    assert {int(state["iteration"]) for state in whole.engine.states().values()} == {12}
+    assert result.evaluations[-1].iteration == whole.state.iteration == 12
+
+
+def test_fc_refuses_epochs() -> None:
+    with pytest.raises(RecipeError, match=r"method.local_epochs: an iteration of fc"):
+        prepare(load("cobo-digits", ["method.name=fc", "method.local_epochs=1"]))

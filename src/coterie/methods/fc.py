@@ -16,6 +16,7 @@ from torch import Tensor
 from coterie.aggregation.clustering import threshold_centre
 from coterie.client.blueprint import AnyClient, Blueprint
 from coterie.client.settings import Training
+from coterie.core.errors import RecipeError
 from coterie.core.protocol import Ask, ClientId, Replies, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, clients_with, of_client
@@ -52,6 +53,9 @@ class FC(OneAdapter):
     exchange_mb: Annotated[float, Field(gt=0)] = 1024.0
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
+        if self.local_epochs is not None:
+            mistake = "method.local_epochs: an iteration of fc is an exchange; use local_steps"
+            raise RecipeError("method", [mistake])
         if self.cluster_size is None and model.clusters is None:
             mistake = "method.cluster_size: null means the size of each client's true cluster"
             raise unknown_clusters(mistake, "give a number, or one per client")

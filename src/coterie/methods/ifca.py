@@ -61,9 +61,8 @@ class IFCA(OneAdapter, Aggregating):
         }
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
-        replies = yield Ask(
-            self.local_round, dict.fromkeys(clients, under(_CENTRE, state)), self.reply_spec
-        )
+        sent = dict.fromkeys(clients, under(_CENTRE, state))
+        replies = yield Ask(self.local_round, sent, self.reply_spec)
         # a centre without members keeps its values
         for k in sorted({int(reply[_CHOICE]) for reply in replies.values()}):
             centre = f"{_CENTRE}/{k}"

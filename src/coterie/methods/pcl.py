@@ -50,10 +50,7 @@ class PCL(OneAdapter):
         return weight_rows(state, clients)
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        return {
-            i: {name: t for name, t in under(i, state).items() if name != "weights"}
-            for i in clients
-        }
+        return {i: {n: t for n, t in under(i, state).items() if n != "weights"} for i in clients}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         models = yield Ask(self.local_round, self.download(state, clients))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -86,13 +85,13 @@ def estimate(prepared: Prepared, speed: "Speed | None" = None) -> Estimate:
         elif method.rounds and trial.measure(min(1, steps), 1) < LONG_S:
             took = trial.measure(steps, FEW) / FEW
             # small networks of many clients compute as one batch: fewer cost more for each
-            whole, clients = max(round(_iterations(prepared)), 1), len(prepared.clients)
+            whole, clients = max(round(prepared.iterations), 1), len(prepared.clients)
             few = clients if took * whole / steps * clients < WHOLE_S else FEW
             if took * whole / steps * few < WHOLE_S:
                 trial.measure(whole, few)
         scoring = trial.scoring()
     per_step = trial.seconds / trial.steps * _router(prepared, trial.steps)
-    seconds = method.rounds * _iterations(prepared) * per_step
+    seconds = method.rounds * prepared.iterations * per_step
     every, share = recipe.evaluate_every, share_of(prepared, recipe.evaluate_rows)
     evaluations = max(math.ceil(method.rounds / every), 1) if every else 1
     evaluations += recipe.keep == "best" and method.rounds > 0  # that before the first round
@@ -130,7 +129,7 @@ def word(prepared: Prepared) -> float:
 def work(prepared: Prepared) -> float:
     """Return the rows trained on, and a third of the rows scored: a proxy for time."""
     federation, recipe = prepared.problem.federation, prepared.recipe
-    iterations = prepared.method.rounds * len(recipe.active(federation, 0)) * _iterations(prepared)
+    iterations = prepared.method.rounds * len(recipe.active(federation, 0)) * prepared.iterations
     scored = sum(data.valid.windows + data.test.windows for data in federation.everyone.values())
     return iterations * recipe.training.batch_size + scored / 3
 
@@ -274,12 +273,6 @@ class RunEstimator:
         ends = [[size * rate for rate in rates.get(name, usual)] for name, size, _ in self._rows]
         parts = [part for *_, part in self._rows]
         return [(end if p else all_of, end) for p, (all_of, end) in zip(parts, ends, strict=True)]
-
-
-def _iterations(prepared: Prepared) -> float:
-    method, size = prepared.method, prepared.recipe.training.batch_size
-    clients = prepared.problem.federation.clients.values()
-    return fmean(method.steps_of(data.train.windows, size) for data in clients)
 
 
 def _router(prepared: Prepared, steps: int) -> float:

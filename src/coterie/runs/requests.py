@@ -45,6 +45,7 @@ class RunState:
     def take_in(self, prepared: Prepared) -> None:
         """Set participants and scored clients, at the start and when a client joins."""
         self.prepared, self.clients = prepared, prepared.clients
+        self.steps = prepared.iterations  # of a round
         self.federation = prepared.problem.federation
         unseen = self.federation.unseen.items()
         self.groups = {i: group for group, members in unseen for i in members}
@@ -53,8 +54,8 @@ class RunState:
 
     @property
     def iteration(self) -> int:
-        """The number of local iterations done."""
-        return self.round * self.method.local_steps
+        """The number of local iterations done, see `Prepared.iterations`."""
+        return round(self.round * self.steps)
 
     @property
     def keeps_models(self) -> bool:
@@ -165,5 +166,5 @@ class Requests(Listener):
             self.reporter.answered(client)
             return
         if self.state.round % self.state.recipe.metrics_every == 0:
-            self.write("train", client, metrics, 1, self.state.method.local_steps)
+            self.write("train", client, metrics, 1, round(self.state.steps))
         self.reporter.client(self.state.round, client, metrics)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 
 from coterie.aggregation.secure import FEWEST
 from coterie.client.blueprint import Blueprint, Trainable
@@ -44,6 +45,12 @@ class Prepared:
     planted: PlantedCanaries | None = None  # the canaries in the data
     threads: int | None = None  # of this process; None: as suits the model, or PyTorch's default
     at_once: int = 1  # clients that compute at once, with so many threads each
+
+    @property
+    def iterations(self) -> float:
+        """The local iterations of a client in a round; with `local_epochs` their mean."""
+        size, clients = self.recipe.training.batch_size, self.problem.federation.clients.values()
+        return fmean(self.method.steps_of(data.train.windows, size) for data in clients)
 
     @property
     def blueprint(self) -> Blueprint:
