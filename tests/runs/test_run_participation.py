@@ -12,7 +12,10 @@ from figures import as_json, typed
 
 from coterie.core.result import Json
 from coterie.core.result.rows import comparability, rows
+from coterie.core.roles import GENERALIST
 from coterie.runs import run
+from coterie.runs.execution import Execution
+from coterie.runs.problems.prepare import prepare
 from coterie.runs.recipes.recipe import load
 from coterie.runs.recipes.sections import evaluated
 
@@ -40,6 +43,26 @@ def test_who_never_took_part_counts_with_what_the_server_would_give(tmp_path: Pa
     assert any(
         note.startswith(sentence) for note in comparability(typed(as_json(rows(typed([found])))))
     )
+
+
+@pytest.mark.parametrize("name", ["ditto", "apfl", "pfedme", "ifca"])
+def test_who_never_took_part_has_the_servers_model_though_clients_have_models_of_theirs(
+    name: str, tmp_path: Path
+) -> None:
+    settings = [f"method.name={name}", "method.rounds=1", "participation.clients=2"]
+    settings += ["method.centres=2"] if name == "ifca" else []
+    alone = Execution(prepare(load("cobo-digits", ["compare_with=[]", *settings])), tmp_path)
+    found = alone.execute()
+    server, site = alone.state.server, alone.state.prepared.site
+    (i, *_) = found.never_took_part or ()
+    client, scores = site.client(i, {}), {}
+    batch = client.train.batch(0, client.training.batch_size)
+    for key in ("centre/0", "centre/1") if name == "ifca" else (GENERALIST,):
+        with client.borrowing({GENERALIST: server[key]}):
+            scores[client.comparable_loss(batch)] = alone.state.prepared.problem.metric.of(
+                client.score(client.test)
+            )
+    assert found.clients[i].test == found.clients[i].test_synced == scores[min(scores)]
 
 
 def test_a_checkpoint_lists_who_took_part_and_not_who_exists(tmp_path: Path) -> None:

@@ -160,6 +160,10 @@ class Method(ABC):
         """
         return {i: {} for i in clients}
 
+    def for_absent(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """Return what clients that took part in no round are scored with, by default `download`."""
+        return self.download(state, clients)
+
     def loadable(self, client: Any, download: Tensors) -> Tensors:
         """Return what a client loads from a download, which may be in another form."""
         return download

@@ -19,6 +19,7 @@ from coterie.client.settings import Training
 from coterie.core.protocol import Ask, ClientId, Round, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors, under
+from coterie.data.splits import Batch
 from coterie.methods.templates import Aggregating, OneAdapter, unknown_clusters
 
 _CENTRE, _CHOICE, _UNDECIDED = "centre", "choice", -1
@@ -54,24 +55,30 @@ class IFCA(OneAdapter, Aggregating):
         return centres | {f"{_CHOICE}/{i}": torch.tensor(_UNDECIDED) for i in clients}
 
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
-        chosen = {i: state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients}
+        chosen = {i: int(state.get(f"{_CHOICE}/{i}", _UNDECIDED)) for i in clients}
         return {
-            i: {} if k == _UNDECIDED else {GENERALIST: state[f"{_CENTRE}/{int(k)}"]}
+            i: {} if k == _UNDECIDED else {GENERALIST: state[f"{_CENTRE}/{k}"]}
             for i, k in chosen.items()
         }
+
+    def for_absent(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        return dict.fromkeys(clients, under(_CENTRE, state))
+
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
+        """Return a centre; of all, the one of least loss on the client's first training batch."""
+        if not download or GENERALIST in download:
+            return download
+        batch = client.train.batch(0, client.training.batch_size)
+        return {GENERALIST: download[nearest(client, download, batch)]}
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         sent = dict.fromkeys(clients, under(_CENTRE, state))
         replies = yield Ask(self.local_round, sent, self.reply_spec)
-        # a centre without members keeps its values
-        for k in sorted({int(reply[_CHOICE]) for reply in replies.values()}):
-            centre = f"{_CENTRE}/{k}"
-            members = {
-                i: {n: t for n, t in reply.items() if n != _CHOICE}
-                for i, reply in replies.items()
-                if reply[_CHOICE] == k
-            }
-            state = state | {centre: self.combine(members, {GENERALIST: state[centre]})[GENERALIST]}
+        trained: dict[ClientId, Tensors] = {}
+        for i, reply in replies.items():
+            names: dict[str, str] = {GENERALIST: f"{_CENTRE}/{int(reply[_CHOICE])}"}
+            trained[i] = {names.get(n, n): t for n, t in reply.items() if n != _CHOICE}
+        state = state | self.combine(trained, state)  # a centre without members keeps its values
         return state | {f"{_CHOICE}/{i}": reply[_CHOICE] for i, reply in replies.items()}
 
     def reply_spec(self, sent: Named) -> Named:
@@ -81,21 +88,24 @@ class IFCA(OneAdapter, Aggregating):
     @task()
     def local_round(self, client: Client, centres: Tensors) -> Tensors:
         """Do L local iterations from the centre of least loss on a separate batch."""
-        batch = client.draw(client.independent_stream(_CHOICE))
-        losses: dict[str, float] = {}
-        for k in sorted(centres, key=int):
-            with client.borrowing({GENERALIST: centres[k]}):
-                losses[k] = client.comparable_loss(batch)
-        choice = torch.tensor(int(min(losses, key=losses.__getitem__)))
+        k = nearest(client, centres, client.draw(client.independent_stream(_CHOICE)))
+        choice = torch.tensor(int(k))
         if choice != client.state.get(f"ifca/{_CHOICE}", choice):
             client.reset_optimizer(GENERALIST)
         client.state[f"ifca/{_CHOICE}"] = choice
-        client.load({GENERALIST: centres[str(int(choice))]})
+        client.load({GENERALIST: centres[k]})
         self.local_iterations(client)
         return {GENERALIST: client.flat(), _CHOICE: choice} | self.sample_count(client)
 
     def collaboration(self, state: State, clients: Sequence[ClientId]) -> Tensor:
-        chosen = torch.stack(
-            [state.get(f"{_CHOICE}/{i}", torch.tensor(_UNDECIDED)) for i in clients]
-        )
-        return together(chosen)
+        chosen = [int(state.get(f"{_CHOICE}/{i}", _UNDECIDED)) for i in clients]
+        return together(torch.tensor(chosen))
+
+
+def nearest(client: Client, centres: Tensors, batch: Batch) -> str:
+    """Return the number of the centre of least loss on a batch."""
+    losses: dict[str, float] = {}
+    for k in sorted(centres, key=int):
+        with client.borrowing({GENERALIST: centres[k]}):
+            losses[k] = client.comparable_loss(batch)
+    return min(losses, key=losses.__getitem__)

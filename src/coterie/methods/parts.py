@@ -162,10 +162,8 @@ class OfParts(Method):
                 tensors[PARTS] = torch.tensor(of)
 
         def reply_spec(sent: Named) -> Named:
-            specs = {
-                k: asks[k].reply_spec(under(k, sent)) for k in self._addressed(sent) if k in asks
-            }
-            return self._joined(specs)
+            addressed = [k for k in self._addressed(sent) if k in asks]
+            return self._joined({k: asks[k].reply_spec(under(k, sent)) for k in addressed})
 
         tasks = PARTS.join(asks[name].name if name in asks else "" for name in names)
         smaller = any(ask.smaller for ask in asks.values())

@@ -146,7 +146,8 @@ class BesidePersonal(OneAdapter, Averaged):
     which never leaves. The server's state holds `generalist`, (d,), w, the mean of the copies.
     """
 
-    download = Method.download  # clients have models of their own
+    download = Method.download  # clients have models of their own,
+    for_absent = Averaged.download  # unless they have not trained yet
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         return {GENERALIST: model.flat(GENERALIST)}

@@ -179,9 +179,7 @@ def orders(cells: Sequence[Cell]) -> dict[str, float]:
 
     orders_of = {}
     for c in dict.fromkeys(cell.column for cell in cells):
-        pairs = [
-            (cell.mean, mean) for cell in cells if cell.column == c and (mean := cell.published)
-        ]
+        pairs = [(of.mean, of.published) for of in cells if of.column == c and of.published]
         measured, published = {m for m, _ in pairs}, {p for _, p in pairs}
         # rows that are all alike have no order
         if len(pairs) > 2 and min(len(measured), len(published)) > 1:

@@ -46,9 +46,7 @@ def reproduce(job: Job, reporter: Callback | None = None) -> Reproduced:
         else trial_runs.settings(cell, search_result.chosen.trial)
         for cell, search_result in searched.items()
     }
-    runs = {
-        (r, c): [job.run(r, c, choices[r, c], seed) for seed in job.numbers] for r, c in job.cells
-    }
+    runs = {(r, c): [job.run(r, c, choices[r, c], n) for n in job.numbers] for r, c in job.cells}
     every = [run for cell in runs.values() for run in cell]
     for _, path in every:
         confirm(path)

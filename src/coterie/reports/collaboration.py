@@ -92,9 +92,7 @@ def collaboration(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section: heat maps with a slider, the share of weight within true
     clusters, and weights over time, those of the first result shown at once. () without weights.
     """
-    all_weights = [
-        weights for title, result in results.items() if (weights := Weights.of(title, result))
-    ]
+    all_weights = [w for title, result in results.items() if (w := Weights.of(title, result))]
     if not all_weights:
         return ()
     first, *others = all_weights

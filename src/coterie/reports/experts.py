@@ -216,9 +216,7 @@ def experts(results: Mapping[str, Result]) -> tuple[str, ...]:
     """Return the parts of the section on a pool: choices over training, accuracy of experts and
     gate, and the decisions by client of the first method with a gate; () if none has one.
     """
-    all_choices = [
-        choices for title, result in results.items() if (choices := Choices.of(title, result))
-    ]
+    all_choices = [c for title, result in results.items() if (c := Choices.of(title, result))]
     if not all_choices:
         return ()
     tables = (decisions(title, result) for title, result in results.items())

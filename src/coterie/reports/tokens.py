@@ -130,9 +130,8 @@ def _picture(
         _token(piece, [block[k] for block in weights], mixture, slots)
         for k, piece in enumerate(routing.texts[text])
     )
-    shares = "".join(
-        _shares(block, mixture, slot) for slot, block in zip(slots, weights, strict=True)
-    )
+    of_slots = zip(slots, weights, strict=True)
+    shares = "".join(_shares(block, mixture, slot) for slot, block in of_slots)
     title = f"model of {model}, {'own text' if model == text else f'text of {text}'}"
     return (
         f'<div class="cell{" own" if model == text else ""}" data-model="{escape(model)}" '

@@ -177,9 +177,7 @@ class MLflow(Tracker):
             self._client.log_text(id, sentences, "verdict.txt")
 
 
-TRACKERS: Mapping[str, type[Tracker]] = {
-    tracker.name: tracker for tracker in (WeightsAndBiases, MLflow)
-}
+TRACKERS: Mapping[str, type[Tracker]] = {each.name: each for each in (WeightsAndBiases, MLflow)}
 
 
 def check(names: Sequence[str]) -> tuple[str, ...]:

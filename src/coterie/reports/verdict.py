@@ -106,10 +106,8 @@ def _compared(mine: Row, rival: Row, mix: str) -> str:
         return f"On these data {ours} and {theirs} are alike ({figures}): take the simpler one."
     won = better(mine.mean, rival.mean, metric)
     first, second = (mine, rival) if won else (rival, mine)
-    theirs_of = second.groups or {}
-    groups = {
-        unseen(g): (x, theirs_of[g]) for g, x in (first.groups or {}).items() if g in theirs_of
-    }
+    others = second.groups or {}
+    groups = {unseen(g): (x, others[g]) for g, x in (first.groups or {}).items() if g in others}
     pairs = groups or {
         i: (x, second.clients[i]) for i, x in first.clients.items() if i in second.clients
     }

@@ -69,11 +69,11 @@ class RunState:
             counts = self.progress.setdefault(key, {})
             counts[client] = counts.get(client, 0) + nbytes(named)
 
-    def absent(self) -> Sequence[ClientId]:
-        """Return clients that have not taken part yet and have no model of their own."""
+    def absent(self, clients: Sequence[ClientId]) -> Sequence[ClientId]:
+        """Return those clients that have not taken part yet and have no model of their own."""
         if not self.round or self.method.centralized or not self.keeps_models:
             return ()
-        return tuple(i for i in self.clients if i not in self.progress["took_part"])
+        return tuple(i for i in clients if i not in self.progress["took_part"])
 
 
 AGAIN_S = 10.0  # seconds until missing clients are asked again, where a quorum is waited for

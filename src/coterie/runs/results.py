@@ -81,7 +81,7 @@ class ResultWriter:
             curve=Curve(CURVE_ROWS, tuple(state.points)) if state.points else None,
             lost=progress["lost"],
             rounds_taken_part={i: progress["took_part"].get(i, 0) for i in state.clients},
-            never_took_part=list(state.absent()),
+            never_took_part=list(state.absent(state.clients)),
             privacy=None if self.spending is None else self.spending.accountant.summary(),
             wall_s=seconds,
             part_of=progress.get("part_of"),

@@ -139,15 +139,13 @@ class Scorer:
         state = self.state
         if state.keeps_models:
             received = state.method.personal(state.server, clients)
-            never = set(state.absent())
-            absent = tuple(i for i in clients if i in never)
-            synchronised = state.method.download(state.server, absent) if absent else {}
-            return {i: received[i] or synchronised.get(i, {}) for i in received}
-        received, up, down = self.adapt(clients)
-        for i in state.groups.keys() & received.keys():
-            # set, not added: a client is counted once, however often it is scored
-            state.progress["up"][i], state.progress["down"][i] = up[i], down[i]
-        return received
+        else:
+            received, up, down = self.adapt(clients)
+            for i in state.groups.keys() & received.keys():
+                # set, not added: a client is counted once, however often it is scored
+                state.progress["up"][i], state.progress["down"][i] = up[i], down[i]
+        absent = state.method.for_absent(state.server, state.absent(clients))
+        return {i: {**absent.get(i, {}), **of} for i, of in received.items()}
 
     def adapt(
         self, clients: Sequence[ClientId]
@@ -191,10 +189,12 @@ class Scorer:
         scores = state.evaluations[-1].clients
         scored = tuple(i for i in state.scored if i in scores)
         down = state.method.download(state.server, scored) if state.keeps_models else {}
-        if not any(down.values()):
-            return {i: score.test for i, score in scores.items()}
+        absent = state.method.for_absent(state.server, state.absent(scored)) if down else {}
+        down = {i: tensors for i, tensors in {**down, **absent}.items() if tensors}
         replies = self.requests.ask(state.method.score_test, down, self._spec("test"))
-        return {i: state.prepared.problem.metric.of(reply["test"]) for i, reply in replies.items()}
+        of = state.prepared.problem.metric.of
+        synced = {i: of(reply["test"]) for i, reply in replies.items()}
+        return {i: score.test for i, score in scores.items() if i not in down} | synced
 
     def add_point(self) -> None:
         """Score a part of each test set: a point of the curves, which decides nothing. Clients
