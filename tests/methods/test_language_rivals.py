@@ -243,6 +243,23 @@ def test_feddpa_trains_a_local_adapter_beside_the_frozen_global_one(
             torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
 
 
+def test_feddpa_gives_who_has_not_trained_yet_the_global_adapter_alone(
+    backbone: Backbone, tiny_federation: Federation
+) -> None:
+    run = Small(FedDPA(rounds=1, local_steps=2), backbone, tiny_federation, PLAIN)
+
+    def local_weight() -> float:
+        client = run.client(NAMES[0])
+        download = run.method.download(run.server, NAMES)[NAMES[0]]
+        assert isinstance(client.model, LanguageModel)
+        with client.borrowing(run.method.loadable(client, dict(download))):
+            return float(client.model.routing(torch.arange(1, 9)[None])[..., 1].max())
+
+    assert local_weight() == 0
+    run.round()
+    assert local_weight() > 0
+
+
 def similarity(run: Small, i: str) -> float:
     """Return half the mean cosine of validation windows and of three training windows."""
     data, means = run.site.data[i], []

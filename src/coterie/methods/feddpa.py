@@ -54,9 +54,13 @@ class FedDPA(FinetunedFedAvg):
         super().check(model, clients, training)
         check_two_phases(self, self.local_share)
 
+    def loadable(self, client: Client, download: Tensors) -> Tensors:
+        """Return a download; where no local adapter is trained yet, the global one is alone."""
+        return download if client.iteration else download | weights(client, 0.0)
+
     def iterate(self, client: Client) -> None:
         """Train the local adapter."""
-        weigh(client, self.local_weight)
+        client.load(weights(client, self.local_weight))
         client.step(SPECIALIST, on=client.train)
 
     @task(Sends.UPDATE)
@@ -66,17 +70,17 @@ class FedDPA(FinetunedFedAvg):
         local = first_phase(self.local_share, steps)
         for _ in range(local):
             self.iterate(client)
-        weigh(client, 0.0)
+        client.load(weights(client, 0.0))
         for _ in range(steps - local):
             client.step(GENERALIST, on=client.train)
-        weigh(client, self.similarity(client) if local else 0.0)
+        client.load(weights(client, self.similarity(client) if local else 0.0))
         return client.read(GENERALIST) | self.sample_count(client)
 
     @task(Sends.NOTHING)
     def finetune(self, client: Client, mean: Tensors) -> Tensors:  # type: ignore[override]
         client.load(mean)
         self.local_iterations(client)
-        weigh(client, self.similarity(client))
+        client.load(weights(client, self.similarity(client)))
         return {}
 
     def similarity(self, client: Client) -> float:
@@ -85,19 +89,17 @@ class FedDPA(FinetunedFedAvg):
         """
         if ALPHA not in client.state:
             assert isinstance(client.model, LanguageModel)
+            near, valid = client.batches(client.train, self.instances), client.batches(client.valid)
             means = [
                 normalize(torch.cat([*map(client.model.embedding, batches)]), dim=1).mean(dim=0)
-                for batches in (
-                    client.batches(client.train, self.instances),
-                    client.batches(client.valid),
-                )
+                for batches in (near, valid)
             ]
             client.state[ALPHA] = self.most_weight * (means[0] @ means[1]).clamp(min=0)
         return float(client.state[ALPHA])
 
 
-def weigh(client: Client, alpha: float) -> None:
-    """Give the local adapter the weight alpha for all tokens, and the global one the rest."""
+def weights(client: Client, alpha: float) -> Tensors:
+    """Return routers that give the local adapter alpha for all tokens, the global one the rest."""
     bias = torch.tensor([1 - alpha, alpha]).log().clamp(min=NONE)
     routers = client.read(ROUTER).items()
-    client.load({name: torch.zeros_like(t) if t.dim() == 2 else bias for name, t in routers})
+    return {name: torch.zeros_like(t) if t.dim() == 2 else bias for name, t in routers}

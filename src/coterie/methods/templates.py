@@ -315,7 +315,5 @@ def first_phase(share: float, steps: int) -> int:
 def check_two_phases(method: Method, share: float) -> None:
     """Raise RecipeError for rounds too short for two phases."""
     if method.local_epochs is None and method.local_steps < 2 and 0 < share < 1:
-        problem = (
-            "method.local_steps: 1 iteration a round has no place for two phases; use 2 or more"
-        )
+        problem = "method.local_steps: two phases need 2 iterations a round or more"
         raise RecipeError("method", [problem])
