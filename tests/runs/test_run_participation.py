@@ -65,6 +65,22 @@ def test_who_never_took_part_has_the_servers_model_though_clients_have_models_of
     assert found.clients[i].test == found.clients[i].test_synced == scores[min(scores)]
 
 
+@pytest.mark.parametrize("other", ["ensemble", "per-fedavg"])
+def test_a_part_gives_who_never_took_part_what_that_method_alone_gives(
+    other: str, tmp_path: Path
+) -> None:
+    """Also beside parts that leave no model with clients, or that need the server for it."""
+    short = ["method.rounds=1", "method.local_steps=2", "participation.clients=2"]
+    mixture = ["method.name=interpolation", f"method.parts=[fedavg, {other}]"]
+    whole, alone = (
+        result(tmp_path, "cobo-digits", *method, *short)
+        for method in (mixture, ["method.name=fedavg"])
+    )
+    assert whole["never_took_part"] == alone["never_took_part"] != []
+    for i in whole["never_took_part"]:
+        assert whole["clients"][i]["parts"]["fedavg"]["test"] == alone["clients"][i]["test"]
+
+
 def test_a_checkpoint_lists_who_took_part_and_not_who_exists(tmp_path: Path) -> None:
     recipe = load(
         "cobo-digits",

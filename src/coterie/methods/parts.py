@@ -94,6 +94,12 @@ class OfParts(Method):
         parts = {k: m.download(under(k, state), clients) for k, m in self.methods.items()}
         return self._by_client(parts)
 
+    def for_absent(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
+        """Return what parts with models of clients give; `adapt` gives those of the others."""
+        others = {k: m for k, m in self.methods.items() if not m.stateless}
+        parts = {k: m.for_absent(under(k, state), clients) for k, m in others.items()}
+        return self._by_client(parts)
+
     def personal(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         parts = {k: m.personal(under(k, state), clients) for k, m in self.methods.items()}
         return self._by_client(parts)
@@ -115,17 +121,10 @@ class OfParts(Method):
 
     def adapt(self, state: State, clients: Sequence[ClientId]) -> Adaptation:
         """Give clients the models of parts that leave none with them; see `Method.adapt`."""
-        received = {
-            name: part.personal(under(name, state), clients)
-            for name, part in self.methods.items()
-            if not part.stateless
-        }
-        parts = {
-            name: part.adapt(under(name, state), clients)
-            for name, part in self.methods.items()
-            if part.stateless
-        }
-        return self._by_client(received | (yield from self._in_step(parts)))
+        stateless = {k: m for k, m in self.methods.items() if m.stateless}
+        served = {k: m.adapt(under(k, state), clients) for k, m in stateless.items()}
+        parts = self._by_client((yield from self._in_step(served)))
+        return {i: {**of, **parts.get(i, {})} for i, of in self.personal(state, clients).items()}
 
     def _in_step(
         self, parts: Mapping[str, Generator[Ask, Replies, R]]

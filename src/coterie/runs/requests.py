@@ -71,7 +71,8 @@ class RunState:
 
     def absent(self, clients: Sequence[ClientId]) -> Sequence[ClientId]:
         """Return those clients that have not taken part yet and have no model of their own."""
-        if not self.round or self.method.centralized or not self.keeps_models:
+        kept = self.keeps_models or self.method.stateful  # of parts, some may leave no model
+        if not self.round or self.method.centralized or not kept:
             return ()
         return tuple(i for i in clients if i not in self.progress["took_part"])
 
