@@ -17,9 +17,12 @@ from coterie.adapt.new_client import adapt
 from coterie.client.site import CENTRE, WEIGHTS, ClientOfParts
 from coterie.core.errors import RecipeError
 from coterie.core.protocol import drive
+from coterie.core.roles import GATE
+from coterie.core.tensor_names import numbers_of_experts
 from coterie.core.tensors import Tensors, under
 from coterie.data.federation import ClientData
 from coterie.methods import Method
+from coterie.methods.pool_choice import ChosenPool
 from coterie.methods.pools import SCORES, chosen_experts
 from coterie.methods.section import build_method
 from coterie.models.artifact import read_mixture
@@ -188,6 +191,23 @@ def test_a_client_without_labels_is_served_without_reading_any_and_one_with_fits
             same = torch.equal(one[i][WEIGHTS], other[i][WEIGHTS])
             assert same != labelled
             assert not torch.equal(one[i]["test"], other[i]["test"])
+
+
+def test_clients_that_trained_choose_experts_by_their_training_data() -> None:
+    """For the weights that fit all, which must not depend on their test data."""
+    device = {"name": "ddome", "pool": 5, "top_k": 1, "choice": "device"}
+    method = build_method(device | {"aggregation": {"weighting": "uniform"}})
+    assert isinstance(method, ChosenPool)
+    run, chosen = Run(method, pictures()), {True: list[Any](), False: list[Any]()}
+    gate = torch.randn(run.server[GATE].shape, generator=torch.Generator().manual_seed(0))
+    for trained, of in chosen.items():
+        adaptation = method.adapt(run.server | {GATE: gate}, run.clients, trained=trained)
+        for i, download in drive(adaptation, lambda ask, phase: {}).items():
+            client = run.site.client(i, {})
+            task = method.score_experts if trained else method.score_experts_unlabelled
+            of.append(numbers_of_experts(method.loadable(client, dict(download))))
+            assert of[-1] == [int(task(client, {GATE: gate})[SCORES].argmax())]
+    assert chosen[True] != chosen[False]
 
 
 def test_frequencies_can_be_left_out() -> None:

@@ -19,12 +19,10 @@ from coterie.core.errors import RecipeError
 from coterie.core.protocol import Adaptation, ClientId, Round, State
 from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.interpolation import Interpolation
-from coterie.methods.pool_choice import ChosenPool
+from coterie.methods.pool_choice import TRAINED, ChosenPool
 from coterie.models.interpolation import fit_weights, interpolate
 from coterie.models.layout import Layout
 from coterie.models.predictions import joined
-
-TRAINED = "trained"  # tells a client to estimate class frequencies of its training data
 
 
 @dataclass(frozen=True)

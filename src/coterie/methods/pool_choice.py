@@ -24,6 +24,7 @@ from coterie.core.tensors import Tensors
 from coterie.methods.pools import SCORES, Pooling, ask_scores, chosen_experts, own_scores
 
 ANCHOR = "anchor"  # tells a client that it is the anchor of the one expert that it gets
+TRAINED = "trained"  # tells a client to be served by its training data
 HELD = "held"  # what a client trained, (M + 1,): `WEIGHT` for each of its experts, and the gate
 # Larger ones leave updates less of the clipping norm; with smaller ones noise drowns the counts.
 WEIGHT = 0.2
@@ -86,17 +87,19 @@ class ChosenPool(Pooling):
     def adapt(self, state: State, clients: Sequence[ClientId], trained: bool = False) -> Adaptation:
         """See `Method.adapt`. Clients that `trained` are served by their training data."""
         if self.choice == "device":
-            return dict.fromkeys(clients, self.whole(state))
+            mark = {TRAINED: torch.tensor(True)} if trained else {}
+            return dict.fromkeys(clients, self.whole(state) | mark)
         question = self.score_experts if trained else self.score_experts_unlabelled
         scores = yield ask_scores(question, state, clients, self.size_of_pool)
         chosen = chosen_experts(scores, self.top_k, coverage=self.coverage)
         return {s: self.download_for(state, e_s) for s, e_s in chosen.items()}
 
     def loadable(self, client: Client, download: Tensors) -> Tensors:
-        """Return the gate and K experts; of a whole pool, those for the data to be classified."""
+        """Return the gate and K experts; of a whole pool, those for the data that serve it."""
         if self.choice == "server" or not numbers_of_experts(download):
             return download
-        scores = {client.id: self.score_experts_unlabelled(client, {GATE: download[GATE]})}
+        question = self.score_experts if TRAINED in download else self.score_experts_unlabelled
+        scores = {client.id: question(client, {GATE: download[GATE]})}
         chosen = chosen_experts(scores, self.top_k, coverage=self.coverage)
         return self.download_for(download, chosen[client.id])
 

@@ -122,10 +122,8 @@ class Pooling(Aggregating):
     def check_anchors(self, anchors: int) -> None:
         """Raise RecipeError if there are more anchors than experts."""
         if anchors > self.size_of_pool:
-            mistake = (
-                f"method.pool: {self.size_of_pool} experts for {anchors} anchors (data.anchors), "
-                f"each of which needs its own expert"
-            )
+            number = self.size_of_pool
+            mistake = f"method.pool: {number} experts for {anchors} anchors (data.anchors)"
             raise RecipeError("method", [f"{mistake}; use as many, or method.anchors: false"])
 
 
