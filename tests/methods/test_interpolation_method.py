@@ -298,6 +298,7 @@ def test_few_examples_leave_a_client_the_weights_that_fit_all() -> None:
         (["local", "centralized"], "all clients' data"),
         (["local", "nonsense"], "no method 'nonsense'"),
         (["local", {"name": "fedavg", "mu": 1}], "mu"),
+        (["local", {"name": "fedavg", "rounds": 2}], "fedavg has rounds of its own"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(parts: list[Any], problem: str) -> None:

@@ -50,14 +50,15 @@ class Interpolation(OfParts):
             name = str(section["name"])
             if name in methods or method.methods or not method.total_iterations:
                 raise ValueError(f"parts: {name} is in them twice, or trains no single model")
+            if method.rounds != self.rounds:
+                raise ValueError(f"parts: {name} has rounds of its own; all train method.rounds")
             methods[name] = method
         return methods
 
     def weights(self, client: ClientOfParts, tensors: Tensors, valid: Tensor) -> Tensor:
         if CENTRE in tensors:
             client.state[CENTRE] = tensors[CENTRE]
-        fitted = fit_weights(valid, self.prior, centre=client.state.get(CENTRE))
-        return settled(valid, fitted)
+        return settled(valid, fit_weights(valid, self.prior, centre=client.state.get(CENTRE)))
 
     def before_scores(self, received: Mapping[ClientId, Tensors]) -> Adaptation:
         """Add the centre of a `shared_prior`: the mean of the posterior of weights that all clients
