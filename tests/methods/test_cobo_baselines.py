@@ -23,6 +23,7 @@ from coterie.data.images import Digits
 from coterie.methods import Method
 from coterie.methods.ditto import Ditto
 from coterie.methods.fc import FC
+from coterie.methods.fdlora import FDLoRA
 from coterie.methods.fedavg import FedAvg
 from coterie.methods.finetunedfedavg import FinetunedFedAvg
 from coterie.methods.ifca import IFCA
@@ -39,6 +40,16 @@ def federation() -> Federation:
     return Digits(
         partition="permuted-clusters", cluster_sizes=(3, 2), per_client=10, test_examples=12
     ).load()
+
+
+@pytest.mark.parametrize(("share", "rounds", "first"), [(0.55, 100, 55), (0.7, 90, 63)])
+def test_a_share_of_the_rounds_is_exact(share: float, rounds: int, first: int) -> None:
+    """As floats 0.55 * 100 is more than 55, and 0.7 * 90 less than 63."""
+    method, rng = FinetunedFedAvg(start=share, rounds=rounds), torch.Generator()
+    done = ((t, {"round": torch.tensor(t), "mean/w": torch.zeros(2)}) for t in (first - 1, first))
+    names = {t: next(method.round(state, ["ann"], rng)).name for t, state in done}
+    assert names == {first - 1: "local_round", first: "finetune"}
+    assert FDLoRA(alone=share, rounds=rounds).rounds_alone == first
 
 
 class Steps:

@@ -17,7 +17,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, axpy, prefixed, under
-from coterie.methods.templates import Aggregating, OneAdapter
+from coterie.methods.templates import Aggregating, OneAdapter, portion
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FDLoRA(OneAdapter, Aggregating):
 
     @property
     def rounds_alone(self) -> int:
-        return min(max(int(self.alone * self.rounds), 1), self.rounds)
+        return min(max(int(portion(self.alone, self.rounds)), 1), self.rounds)
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         theta = model.read(GENERALIST)

@@ -12,7 +12,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST, SPECIALIST
 from coterie.core.tensors import Tensors
-from coterie.methods.templates import Averaged, OneAdapter
+from coterie.methods.templates import Averaged, OneAdapter, portion
 from coterie.models.generalising import AdversarialLayout
 from coterie.models.layout import Layout
 
@@ -51,7 +51,7 @@ class FedADG(Averaged, OneAdapter):
         )
         client.load(theta | discriminator)
         steps = self.steps(client)
-        alone = int(self.alone * steps)
+        alone = int(portion(self.alone, steps))
         for step in range(steps):
             client.step(GENERALIST, *([SPECIALIST] if step >= alone else []), on=client.train)
         # kept under a name of its own, also by stateless clients

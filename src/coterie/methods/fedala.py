@@ -16,7 +16,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Sends, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Named, Tensors, prefixed, under
-from coterie.methods.templates import Averaged, OneAdapter
+from coterie.methods.templates import Averaged, OneAdapter, portion
 
 WEIGHTS = "ala"  # W, which a client keeps
 LOSSES, LEAST = 10, 0.1  # W has converged once as many losses deviate by less than this
@@ -54,7 +54,7 @@ class FedALA(Averaged, OneAdapter):
         w = kept or {name: torch.ones_like(before[name]) for name in names}
         losses: list[float] = []
         data = client.independent_stream("ala")
-        batches = ceil(self.share * data.windows / client.training.batch_size)
+        batches = ceil(portion(self.share, data.windows) / client.training.batch_size)
         for _ in range(1 if kept else MOST_EPOCHS):
             for _ in range(batches):
                 client.load({name: before[name] + away[name] * w[name] for name in names})

@@ -19,7 +19,7 @@ from coterie.core.protocol import Ask, ClientId, Replies, Round, Sends, State, e
 from coterie.core.roles import EXPERT, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import by_client, clients_with, of_client, of_expert
 from coterie.core.tensors import Tensors
-from coterie.methods.templates import Aggregating
+from coterie.methods.templates import Aggregating, portion
 from coterie.models.layout import Layout
 
 CLUSTER, NEW, ALONE = "cluster", -2, -1  # what the server knows of a client without a cluster
@@ -91,7 +91,7 @@ class FedLEASE(Aggregating):
             return state
         trained = yield Ask(self.train_alone, apart, empty_reply)
         state |= by_client({i: torch.tensor(ALONE) for i in trained}, CLUSTER)
-        if t < self.alone * self.rounds or not trained:
+        if t < portion(self.alone, self.rounds) or not trained:
             return state
         sent = yield Ask(self.upload, {i: {} for i in trained}, lambda sent: self.reply_spec(form))
         following = state | self.place(sent, state)

@@ -18,6 +18,7 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import of_client
 from coterie.core.tensors import Tensors, prefixed, under
 from coterie.methods.fedavg import FedAvg
+from coterie.methods.templates import portion
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class FinetunedFedAvg(FedAvg):
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
         t, down = int(state["round"]), self.download(state, clients)
         counted = state | {"round": torch.tensor(t + 1)}
-        if t < self.start * self.rounds:
+        if t < portion(self.start, self.rounds):
             replies = yield Ask(self.local_round, down, self.reply_spec)
             return counted | prefixed("mean", self.combine(replies, under("mean", state)))
         replies = yield Ask(self.finetune, down, empty_reply)

@@ -16,7 +16,7 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import GENERALIST
 from coterie.core.tensors import Tensors, prefixed
-from coterie.methods.templates import Ranked
+from coterie.methods.templates import Ranked, portion
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HetLoRA(Ranked):
     def local_round(self, client: Client, theta: Tensors) -> Tensors:
         loras = client.loras
         current = dict(zip(lowrank.modules(theta), lowrank.ranks(theta), strict=True))
-        fewer = {module: max(int(self.prune * rank), 1) for module, rank in current.items()}
+        fewer = {module: max(int(portion(self.prune, rank)), 1) for module, rank in current.items()}
         client.load(lowrank.own_factors(loras, theta))
         before = lowrank.tail_norm(loras, fewer)
         for _ in range(self.steps(client)):

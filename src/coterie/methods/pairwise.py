@@ -24,6 +24,7 @@ from coterie.core.roles import GENERALIST
 from coterie.core.tensor_names import by_client, client_of, clients_with, of_client
 from coterie.core.tensors import Tensors, parts_within
 from coterie.methods.base import Method
+from coterie.methods.templates import portion
 
 Pair = tuple[ClientId, ClientId]
 
@@ -66,7 +67,7 @@ class SamplingPairs(Method):
         every = list(combinations(order, 2))
         if self.pairs == "all":
             return every
-        first = self.pairs == "mixed" and t < self.switch * self.rounds
+        first = self.pairs == "mixed" and t < portion(self.switch, self.rounds)
         # Both (i, j) and (j, i) are drawn with probability 1/n, which makes n - 1 pairs a round.
         often = 2 / len(order)
         rate = often * self.switch * self.rounds if self.pair_rate is None else self.pair_rate

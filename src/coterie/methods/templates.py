@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal, TypeVar
 
 import torch
@@ -218,11 +219,8 @@ class Ranked(Method):
     ranks: Rank | tuple[Rank, ...] | None = None
 
     def layout(self, position: int, base: Layout) -> Layout:
-        rank = value_of(self.ranks, position)
-        mlp_rank = rank or 2 * base.rank
-        return replace(
-            base, generalists=1, specialists=0, mlp_rank=mlp_rank, routing="equal", balance="none"
-        )
+        one = replace(base, generalists=1, specialists=0, routing="equal", balance="none")
+        return replace(one, mlp_rank=value_of(self.ranks, position) or 2 * base.rank)
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         """Return the factors of the largest rank (their form: `aggregation.lowrank`), and
@@ -264,14 +262,8 @@ class Routed(Method):
                 f"top_k: 1 of {generalists + specialists} experts leaves the router without a "
                 f"gradient; use 2 or more"
             )
-        return replace(
-            base,
-            generalists=generalists,
-            specialists=specialists,
-            top_k=self.top_k,
-            balance=self.balance,
-            balance_weight=self.balance_weight,
-        )
+        form = replace(base, generalists=generalists, specialists=specialists, top_k=self.top_k)
+        return replace(form, balance=self.balance, balance_weight=self.balance_weight)
 
 
 @dataclass(frozen=True)
@@ -303,6 +295,11 @@ class TwoExperts(Routed):
 def unknown_clusters(mistake: str, remedy: str) -> RecipeError:
     """Return the refusal of a method that needs the true clusters where nobody knows them."""
     return RecipeError("method", [f"{mistake}, which is unknown for these data; {remedy}"])
+
+
+def portion(share: float, of: int) -> Fraction:
+    """Return a share of a number exactly: 0.55 of 100 are 55, though as floats they are more."""
+    return Fraction(str(share)) * of
 
 
 def first_phase(share: float, steps: int) -> int:
