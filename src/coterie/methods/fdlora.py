@@ -83,11 +83,9 @@ class FDLoRA(OneAdapter, Aggregating):
         """Have every client train its theta_p alone; return theta_s, their mean, after the last
         such round.
         """
-        replies = yield Ask(
-            self.local_round,
-            {i: {"send": torch.tensor(last)} for i in clients},
-            lambda sent: self.reply_spec(theta) if sent["send"] else {},
-        )
+        requests = {i: {"send": torch.tensor(last)} for i in clients}
+        spec = self.reply_spec(theta) if last else {}
+        replies = yield Ask(self.local_round, requests, lambda sent: spec)
         return theta | self.combine({i: reply for i, reply in replies.items() if reply}, theta)
 
     def finish(self, state: State, clients: Sequence[ClientId]) -> Round:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from coterie.aggregation import uniform_mean
 from coterie.client.blueprint import Blueprint
@@ -16,11 +17,11 @@ from coterie.client.client import Client
 from coterie.core.protocol import Ask, ClientId, Round, Sends, State, task
 from coterie.core.roles import BACKBONE, GENERALIST, ROUTER, SPECIALIST, Role
 from coterie.core.tensor_names import by_client, of_client
-from coterie.core.tensors import Named, Tensors
+from coterie.core.tensors import Named, Tensors, prefixed, under
 from coterie.methods.templates import Routed
 from coterie.models.layout import Layout
 
-MEANS, SENDERS = "means", "senders"
+MEANS, SENDERS, KEPT = "means", "senders", "fedalt"
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class FedALT(Routed):
     """A client's specialist and router train on its training data beside a frozen generalist, the
     mean of the other clients' specialists. Attention LoRAs are averaged.
 
-    The server sends the mean of all, under the generalist's names, and the number of its senders n;
-    a client that is among them takes out its own, (n mean - own) / (n - 1).
+    The server sends the mean of all, under the generalist's names, its number, and that of its
+    senders n; a client that is among them takes out its own, (n mean - own) / (n - 1). As a reply
+    may be lost, it keeps its own of the mean that it trained beside, with the number (`fedalt/`).
     The server's state is the mean by name; `senders`; `means`, the number of means so far; and
     `<client>/means`, that of the last one that the client is in.
     """
@@ -53,17 +55,18 @@ class FedALT(Routed):
     def download(self, state: State, clients: Sequence[ClientId]) -> Mapping[ClientId, Tensors]:
         mean = {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
         among = {i: state.get(of_client(i, MEANS)) == state[MEANS] for i in clients}
+        mean[MEANS] = state[MEANS]
         return {i: mean | {SENDERS: state[SENDERS] * bool(among[i])} for i in clients}
 
     def loadable(self, client: Any, download: Tensors) -> Tensors:
         """Return the attention LoRAs and the generalist: the mean without the client's own."""
-        mean = dict(download)
-        if not (senders := int(mean.pop(SENDERS, 0))):
+        mean = {name: t for name, t in download.items() if name not in (MEANS, SENDERS)}
+        if not (senders := int(download.get(SENDERS, 0))):
             return mean
-        individual = as_generalist(client)
+        mine = in_mean(client, download[MEANS])
         if senders == 1:  # there are no others
-            return {name: t for name, t in mean.items() if name not in individual}
-        rest = {n: (senders * mean[n] - t) / (senders - 1) for n, t in individual.items()}
+            return {name: t for name, t in mean.items() if name not in mine}
+        rest = {n: (senders * mean[n] - t.to(mean[n])) / (senders - 1) for n, t in mine.items()}
         return mean | rest
 
     def round(self, state: State, clients: Sequence[ClientId], rng: torch.Generator) -> Round:
@@ -76,16 +79,23 @@ class FedALT(Routed):
         return state | uniform_mean(replies) | counts | among
 
     def reply_spec(self, sent: Named) -> Named:
-        return {name: tensor for name, tensor in sent.items() if name != SENDERS}
+        return {name: t for name, t in sent.items() if name not in (MEANS, SENDERS)}
 
     @task(Sends.UPDATE)
     def local_round(self, client: Client, received: Tensors) -> Tensors:
+        client.state |= prefixed(KEPT, in_mean(client, received[MEANS]) | {MEANS: received[MEANS]})
         client.load(self.loadable(client, received))
         self.local_iterations(client)
         return client.read(GENERALIST) | as_generalist(client)
 
     def iterate(self, client: Client) -> None:
         client.step(GENERALIST, SPECIALIST, ROUTER, on=client.train)
+
+
+def in_mean(client: Client, number: Tensor) -> Tensors:
+    """Return what a client has put into the mean of a number, if anything."""
+    kept = under(KEPT, client.state)
+    return kept if int(kept.pop(MEANS, -1)) == int(number) else as_generalist(client)
 
 
 def as_generalist(client: Client) -> Tensors:

@@ -58,9 +58,8 @@ class SamplingPairs(Method):
 
     def check(self, model: Blueprint, clients: Sequence[ClientId], training: Training) -> None:
         if model.fewest == 1 < len(clients):
-            raise RecipeError(
-                "method", ["participation: pairs of clients cannot be compared in a round of one"]
-            )
+            problem = "participation: pairs of clients cannot be compared in a round of one"
+            raise RecipeError("method", [problem])
 
     def sample(self, t: int, order: Sequence[ClientId], rng: torch.Generator) -> list[Pair]:
         """Draw the pairs i < j of participants that round t compares."""

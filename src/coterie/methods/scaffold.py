@@ -60,9 +60,8 @@ class Scaffold(Averaged, OneAdapter):
                 f"training.experts.optimiser: {training.experts.optimiser}, but control variates "
                 f"correct only steps of gradient descent"
             )
-            raise RecipeError(
-                "method", [f"{problem}; use optimiser: sgd with a learning rate for it"]
-            )
+            remedy = "use optimiser: sgd with a learning rate for it"
+            raise RecipeError("method", [f"{problem}; {remedy}"])
 
     def init(self, model: Blueprint, clients: Sequence[ClientId]) -> State:
         x = super().init(model, clients)
@@ -100,18 +99,13 @@ class Scaffold(Averaged, OneAdapter):
         server, names = under(CONTROL, received), client.model.parameters_by_role[GENERALIST]
         client.load({name: received[name] for name in server})
         if not self.momentum:
-            client.training = client.training.model_copy(
-                update={"experts": plain(client.training.experts)}
-            )
+            experts = {"experts": plain(client.training.experts)}
+            client.training = client.training.model_copy(update=experts)
         # without running statistics, which have no gradients
         x = {name: tensor for name, tensor in client.read(GENERALIST).items() if name in names}
-        control = under(CONTROL, client.state) or {
-            name: torch.zeros_like(tensor) for name, tensor in x.items()
-        }
-        c, c_i = (
-            {name: controls[name].to(client.model.device) for name in x}
-            for controls in (server, control)
-        )
+        zero = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
+        control = under(CONTROL, client.state) or zero
+        c, c_i = ({n: of[n].to(client.model.device) for n in x} for of in (server, control))
         correction, travelled = axpy(-1.0, c_i, c), 0.0
         for _ in range(self.steps(client)):
             travelled += client.lr  # K eta_l, under a schedule too
