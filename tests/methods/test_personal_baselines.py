@@ -184,11 +184,11 @@ def test_apfl_is_its_algorithm_1(adaptive: bool, federation: Federation) -> None
             for _ in range(3):
                 batch = batches[i].next()
                 mixed = alpha[i] * v[i] + (1 - alpha[i]) * own[i]
-                g = grad(mixed, batch)
+                g, share = grad(mixed, batch), alpha[i]
                 if adaptive:  # eq. 10
                     alpha[i] = min(1, max(0, alpha[i] - LR * float((v[i] - own[i]) @ g)))
                 at_w = grad(own[i], batch)
-                v[i] = v[i] - LR * alpha[i] * g
+                v[i] = v[i] - LR * share * g
                 own[i] = own[i] - LR * at_w
             expected[i] = alpha[i] * v[i] + (1 - alpha[i]) * own[i]
         w = mean(own)

@@ -42,11 +42,11 @@ class APFL(BesidePersonal):
             batch, eta = client.draw(client.train), client.lr
             client.load({GENERALIST: torch.lerp(w_i, v, float(alpha))})
             at_w = client.gradient_to_share(w_i, batch)
-            g = client.gradient(batch)  # at the mixture, of which v_i is a share of alpha
+            g, share = client.gradient(batch), float(alpha)  # at the mixture: v_i's share of it
             if self.adaptive:
                 alpha.sub_(eta * float((v - w_i) @ g)).clamp_(0, 1)
             client.advance()
-            experts.step(v, float(alpha) * g, eta, client.state, "apfl/v")
+            experts.step(v, share * g, eta, client.state, "apfl/v")
             experts.step(w_i, at_w, eta, client.state, "apfl/w")
         client.load({GENERALIST: torch.lerp(w_i, v, float(alpha))})
         return {GENERALIST: w_i} | self.sample_count(client)
