@@ -191,8 +191,8 @@ class Scorer:
         down = state.method.download(state.server, scored) if state.keeps_models else {}
         absent = state.method.for_absent(state.server, state.absent(scored)) if down else {}
         down = {i: tensors for i, tensors in {**down, **absent}.items() if tensors}
-        replies = self.requests.ask(state.method.score_test, down, self._spec("test"))
-        of = state.prepared.problem.metric.of
+        of, spec = state.prepared.problem.metric.of, self._spec("test")
+        replies = self.requests.ask(state.method.score_test, down, spec) if down else {}
         synced = {i: of(reply["test"]) for i, reply in replies.items()}
         return {i: score.test for i, score in scores.items() if i not in down} | synced
 

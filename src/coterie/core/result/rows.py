@@ -24,8 +24,8 @@ def improved(results: Sequence[Result], alone: Sequence[Result]) -> float | None
     local = {result.seed: result.clients for result in alone}
     if any(result.seed not in local or result.method == ALONE for result in results):
         return None
-    pairs = [(r, i) for r in results for i in r.clients if i in local[r.seed]]
-    wins = [better(r.clients[i].test, local[r.seed][i].test, r.metric) for r, i in pairs]
+    both = [(r, i) for r in results for i in r.clients.keys() & local[r.seed].keys()]
+    wins = [better(r.clients[i].test, local[r.seed][i].test, r.metric) for r, i in both]
     return 100 * mean(wins)
 
 
