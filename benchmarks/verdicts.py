@@ -19,7 +19,6 @@ TEN = "-ten-seeds"  # ends the name of results of ten seeds
 LARGER = {  # by the suffix of its results
     f"small{TEN}": "ten seeds",
     "smollm2": "SmolLM2-135M",
-    "smollm2-languages": "SmolLM2-135M, languages, all rows",
     "smollm2-long": "SmolLM2-135M, ten times the text",
 }
 ONLY = {"fixed": "one fixed learning rate for all rows", "tuned": "every row tuned"}
