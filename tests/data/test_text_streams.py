@@ -15,10 +15,20 @@ from coterie.core.errors import DataError
 from coterie.data import Folders
 from coterie.data.chats import ChatSplit
 from coterie.data.splits import TokenSplit
+from coterie.data.summary import _lengths
 from coterie.data.text_encoding import TextEncoder
 from coterie.data.text_streams import RunningText, SeparateDocuments, SplitTexts, text_streams
 
 WORDS = "the cat and the dog and the bird "
+
+
+def test_a_summary_has_the_lengths_of_documents_not_of_their_pieces(make_tokenizer) -> None:
+    tokenizer = _begin(make_tokenizer())
+    texts = [WORDS * 5, WORDS, "the cat"]
+    streams = text_streams(TextEncoder(tokenizer))
+    split = streams.split("train", streams.arrays(texts, "train", 8), 8, 0)
+    expected = [len(tokenizer(text)["input_ids"]) + 1 for text in texts]  # and the end
+    assert sorted(_lengths(split, tokenizer.eos_token_id)) == sorted(expected)
 
 
 @pytest.fixture

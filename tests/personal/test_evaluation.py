@@ -15,7 +15,7 @@ from coterie.cli import app
 from coterie.core.errors import DataError
 from coterie.models.layout import Layout
 from coterie.personal import PersonalModel
-from coterie.personal.evaluation import _plain, _question
+from coterie.personal.evaluation import Question, _log_likelihoods, _plain, _question
 
 LAYOUT = Layout(specialists=2, rank=2)
 CHOSEN = [
@@ -60,6 +60,18 @@ def test_the_perplexity_of_a_text_is_the_naive_one(run: Path, tmp_path: Path) ->
         assert of.words is not None
         assert of.words.words == 5
         assert of.questions is None
+
+
+def test_a_choice_that_merges_with_the_prompt_is_scored_from_where_they_differ(run: Path) -> None:
+    model = loaded(run, "ann")
+    prompts = {"Question: ?\nAnswer:": [5, 6, 7]}  # a tokenizer that merges the last two tokens
+    rows = {" cab": [5, 6, 7, 9], " b": [5, 8], " a": [5, 6, 8, 9]}
+    spoken = prompts | {"Question: ?\nAnswer:" + choice: ids for choice, ids in rows.items()}
+    model.texts.prompt = spoken.__getitem__
+    scores = _log_likelihoods(model, Question("?", ("cab", "b", "a"), 0))
+    firsts = dict(zip(rows, (3, 1, 2), strict=True))
+    expected = [naive(model, rows[choice], first) for choice, first in firsts.items()]
+    torch.testing.assert_close(scores, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
 def test_choices_are_scored_by_the_naive_likelihood(run: Path, tmp_path: Path) -> None:

@@ -183,6 +183,9 @@ def test_text_in_text_out_and_ids_in_ids_out(make_run):
         ModelError, match=r"26 tokens of prompt and 40 more exceed the base's context of 64"
     ):
         model.generate(PROMPT, max_new_tokens=40)
+    with pytest.raises(ModelError, match="26 tokens of prompt and 40 more"):
+        model.generate(PROMPT, max_length=66)
+    assert model.generate(ids, max_new_tokens=None, max_length=30, do_sample=False).shape == (1, 30)
 
 
 def test_routing_by_expert(make_run):

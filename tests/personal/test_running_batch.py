@@ -252,6 +252,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability():
         for token, p in enumerate((logits / temperature).softmax(dim=0).tolist()):
             assert found[token] / 4000 == pytest.approx(p, abs=4 * (p * (1 - p) / 4000) ** 0.5)
     assert set(drawn(Sampling(1e-300), logits, count=5)) == {2}
+    assert len(drawn(Sampling(1.0, top_k=1), torch.zeros(3), count=50)) == 1  # of equal ones too
 
 
 @pytest.mark.parametrize("size", [4, 1000])  # the second: more than are sorted at first

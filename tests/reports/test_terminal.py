@@ -259,6 +259,8 @@ def data_tables(console: Console) -> str:
 
 def scores_of_given_data(console: Console) -> str:
     words = WordScores(100, 23.45, 34.56, 45.67)
+    endless = evaluated({"ann": Evaluated(perplexity=float("inf"), tokens=2)}, console.width)
+    assert [str(cell) for cell in endless.columns[1].cells] == ["inf"]
     scores = Evaluated(perplexity=1234.56, tokens=1_234_567, words=words, questions=1000)
     console.print(evaluated(dict.fromkeys(NAMES, scores), console.width))
     return "1,234.56 1,234,567 23.45 45.67 keystrokes 1,000"

@@ -121,7 +121,11 @@ def _splits(
 def _lengths(split: Split, end: int | None) -> Numbers:
     """Return the number of tokens of each document, with the end token."""
     if isinstance(split, ChatSplit):
-        return split.lengths.astype(np.int64)
+        # a document longer than a window is in pieces that share a token
+        lengths = split.lengths.astype(np.int64)
+        ends = np.cumsum(lengths)[:-1]
+        goes_on = (lengths[:-1] > split.context) & (split.tokens[ends] == split.tokens[ends - 1])
+        return np.add.reduceat(lengths - [0, *goes_on], np.flatnonzero([True, *~goes_on]))
     assert isinstance(split, TokenSplit)
     ends = np.flatnonzero(np.asarray(split.tokens) == (-1 if end is None else end))
     return np.diff(np.unique([-1, *ends.tolist(), len(split) - 1]))

@@ -314,7 +314,7 @@ def _log_likelihoods(model: PersonalModel, question: Question) -> torch.Tensor:
     """Return the log-probability of each choice as the answer, (choices,)."""
     prompt = _prompt(model, question)
     space = "" if model.about.content == "chats" else " "
-    before = len(model.texts.prompt(prompt))
+    begun = model.texts.prompt(prompt)
     rows = [model.texts.prompt(prompt + space + choice) for choice in question.answers]
     # a long prompt loses its beginning, as in the harness
     cut = [max(len(row) - model.backbone.context_limit - 1, 0) for row in rows]
@@ -324,6 +324,8 @@ def _log_likelihoods(model: PersonalModel, question: Question) -> torch.Tensor:
     for i, (row, dropped) in enumerate(zip(rows, cut, strict=True)):
         kept = len(row) - dropped
         ids[i, :kept], positions[i, :kept] = torch.tensor(row[dropped:]), torch.arange(kept)
+        alike = [a == b for a, b in zip(begun, row[:-1], strict=False)]
+        before = [*alike, False].index(False)  # a choice may merge with the prompt's last token
         counted[i, max(before - dropped, 1) : kept] = 1
     logits, targets = model.predicted(ChatBatch(ids, counted.bool(), positions))
     each = logits.float().log_softmax(dim=-1).gather(1, targets[:, None])[:, 0].cpu()

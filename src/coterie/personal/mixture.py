@@ -76,7 +76,8 @@ class PersonalMixture(PersonalModel):
     @inference()
     def fit(self, batches: Iterable[TextBatch], prior: float) -> None:
         """Fit the weights to a text, see `fit_weights`."""
-        self.weights = fit_weights(self._predictions(batches)[0][..., 0], prior)
+        # in place, as `fast` has them too
+        self.weights.copy_(fit_weights(self._predictions(batches)[0][..., 0], prior))
         self.mixture = replace(self.mixture, weights=self.shares)
 
     def routing(self, ids: Tensor) -> Tensor:

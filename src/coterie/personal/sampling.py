@@ -113,8 +113,8 @@ def _choose(
         return int(logits.argmax())
     p = ((logits - logits.max()) / max(settings.temperature, COLDEST)).softmax(dim=-1)
     if settings.top_k:
-        least = p.topk(min(settings.top_k, len(p))).values[-1]
-        p = torch.where(p >= least, p, 0)
+        top = p.topk(min(settings.top_k, len(p)))  # k of them, though more may be as likely
+        p = torch.zeros_like(p).scatter_(0, top.indices, top.values)
         p = p / p.sum()
     if settings.top_p >= 1:
         return _draw(p, generator)

@@ -27,6 +27,8 @@ UNFINISHED = 8  # most tokens of an unfinished word that are taken back
 NO_LETTERS = PUNCTUATION | {chr(256 + i) for i in range(34)} - set(SPACES)
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a token for a single byte
 LAST = chr(0x10FFFF)  # sorts after every name of a token
+# SentencePiece's letters and line ends that byte-level vocabularies give another meaning
+_OTHERS = {256 + i: 0xE100 + i for i in range(34)} | {10: "Ċ", 9: "ĉ", 13: "č"}
 
 
 class Vocabulary:
@@ -67,7 +69,8 @@ class Words:
         self.backbone, self.texts, self.tokenizer = backbone, texts, texts.tokenizer
         size = backbone.architecture.vocabulary
         names = self.tokenizer.convert_ids_to_tokens(list(range(min(size, len(self.tokenizer)))))
-        names += [None] * (size - len(names))
+        others = _OTHERS if any(name and "▁" in name for name in names) else {}
+        names = [name and name.translate(others) for name in names] + [None] * (size - len(names))
         special = set(self.tokenizer.all_special_ids)
         self.names = ["" if i in special or not name else str(name) for i, name in enumerate(names)]
         device = backbone.device
@@ -230,10 +233,10 @@ class Words:
         length = ids.shape[1]
         padding = {}
         if mask is not None:
-            padding = {
-                "attention_mask": mask,
-                "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -length:],
-            }
+            at = (mask.cumsum(dim=1) - 1)[:, -length:]
+            # rows that only fill the batch may go on beyond the last position
+            at = at.clamp(0, self.backbone.context_limit - 1)
+            padding = {"attention_mask": mask, "position_ids": at}
         record: list[Routing] = []
         with attached(self.backbone, adapter, record):
             output = self.backbone.model(
@@ -305,14 +308,14 @@ class TextInference:
         """
         generation, limit = self.backbone.model.generation_config, self.backbone.context_limit
         ids = settings.get("input_ids", settings.get("inputs"))
-        new = settings.get("max_new_tokens", 0)
-        if ids is not None and ids.shape[-1] + new > limit:
-            raise ModelError(
-                f"{ids.shape[-1]} tokens of prompt and {new} more exceed the base's context of "
-                f"{limit}",
-                "Shorten the prompt, or ask for fewer tokens.",
-            )
         if ids is not None:
+            given = ids.shape[-1]
+            new = settings.get("max_new_tokens") or (settings.get("max_length") or given) - given
+            if given + new > limit:
+                raise ModelError(
+                    f"{given} tokens of prompt and {new} more exceed the base's context of {limit}",
+                    "Shorten the prompt, or ask for fewer tokens.",
+                )
             self.backbone.check_ids(ids)
         if settings.get("do_sample", generation.do_sample):
             check_temperature(settings.get("temperature", generation.temperature))

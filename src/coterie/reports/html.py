@@ -124,7 +124,7 @@ def _parts(
     once = max((r.once_bytes or 0 for r in results), default=0)
     who = "every client that embeds data with it"
     in_addition = f"<p>In addition, the common expert is sent once to {who}: {size(once)}.</p>"
-    text = verdict(rows, own_method)
+    text, words, of_parts = verdict(rows, own_method), _words(results), mixtures(results)
     pictures: Parts = {
         "training": (_curves(results),) if results else (),
         "weights": collaboration(own_first),
@@ -137,9 +137,10 @@ def _parts(
             deviation,
             _scores(rows),
             _kept(rows),
-            _words(results),
             f'<p class="verdict">{prose(text)}</p>' if text else "",
-            *(f"<p>{escape(says)}</p>{table(*lines)}" for says, lines in mixtures(results).items()),
+            note if words or of_parts else "",
+            words,
+            *(f"<p>{escape(says)}</p>{table(*lines)}" for says, lines in of_parts.items()),
             notes(remarks),
         ),
         **{id: (note, *drawn) for id, drawn in pictures.items() if drawn},

@@ -323,7 +323,10 @@ def evaluated(scores: Mapping[str, Evaluated], width: int = 80) -> Table:
     }
     known = {name: of for name, of in figures.items() if set(of) != {None}}
     lines = [
-        [client, *("" if v is None else f"{v:,.{0 if v == int(v) else 2}f}" for v in values)]
+        [
+            client,
+            *("" if v is None else f"{v:,.{0 if float(v).is_integer() else 2}f}" for v in values),
+        ]
         for client, *values in zip(scores, *known.values(), strict=True)
     ]
     return fitted("", ["client", *known], lines, width)

@@ -14,27 +14,19 @@ MOST_BIASES = 300  # as OpenAI allows
 DEFAULT_TOKENS = 16  # of OpenAI's completions
 # fields that have no effect on an answer here
 _WITHOUT_EFFECT = (
-    "metadata",
-    "parallel_tool_calls",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
+    *("metadata", "parallel_tool_calls", "prompt_cache_key", "safety_identifier"),
+    *("service_tier", "store", "user"),
 )
 # unsupported fields that would change an answer, with the values that have no effect
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "audio": (),
+    **dict.fromkeys(("audio", "prediction", "verbosity", "web_search_options"), ()),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "prediction": (),
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
-    "verbosity": (),
-    "web_search_options": (),
 }
 # the known keys of a message
 _KEYS = {
