@@ -103,8 +103,7 @@ class Scaffold(Averaged, OneAdapter):
             client.training = client.training.model_copy(update=experts)
         # without running statistics, which have no gradients
         x = {name: tensor for name, tensor in client.read(GENERALIST).items() if name in names}
-        zero = {name: torch.zeros_like(tensor) for name, tensor in x.items()}
-        control = under(CONTROL, client.state) or zero
+        control = under(CONTROL, client.state) or {n: torch.zeros_like(t) for n, t in x.items()}
         c, c_i = ({n: of[n].to(client.model.device) for n in x} for of in (server, control))
         correction, travelled = axpy(-1.0, c_i, c), 0.0
         for _ in range(self.steps(client)):

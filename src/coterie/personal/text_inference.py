@@ -69,8 +69,9 @@ class Words:
         self.backbone, self.texts, self.tokenizer = backbone, texts, texts.tokenizer
         size = backbone.architecture.vocabulary
         names = self.tokenizer.convert_ids_to_tokens(list(range(min(size, len(self.tokenizer)))))
-        others = _OTHERS if any(name and "▁" in name for name in names) else {}
-        names = [name and name.translate(others) for name in names] + [None] * (size - len(names))
+        if any(name and "▁" in name for name in names):
+            names = [name and name.translate(_OTHERS) for name in names]
+        names += [None] * (size - len(names))
         special = set(self.tokenizer.all_special_ids)
         self.names = ["" if i in special or not name else str(name) for i, name in enumerate(names)]
         device = backbone.device

@@ -207,10 +207,11 @@ class CommonThreads:
 def _kept_threads(folder: Path) -> int | None:
     """Return the threads of a folder's run; None: not begun, 0: a damaged checkpoint."""
     begun = list((folder / "checkpoints").glob("round-*/checkpoint.json"))
+    begun.sort(key=lambda path: (len(path.parent.name), path.parent.name))
     if not begun:
         return None
-    try:  # all checkpoints of a run have the same
-        return int(read_json(begun[0], finite=False)["progress"]["threads"])
+    try:
+        return int(read_json(begun[-1], finite=False)["progress"]["threads"])
     except (CheckpointError, KeyError, TypeError, ValueError):
         return 0
 
